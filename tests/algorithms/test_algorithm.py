@@ -18,20 +18,20 @@ from fl_lightning.evaluation.evaluation import Evaluation
 
 
 class PersonalHead(FedAvg):
-    """Clients keep their heads."""
+    """The head never leaves its client."""
 
     personal = ("head.",)
 
 
 class PersonalModel(FedAvg):
-    """Clients keep everything."""
+    """The whole model never leaves its client."""
 
     personal = ("",)
     one_model = False
 
 
 class AddsSampleCounts(FedAvg):
-    """Before training, a client adds its numbers of samples to its bias and draws random numbers."""
+    """Before training, a client adds its numbers of samples to its bias, and uses random numbers."""
 
     validation = 0.25
 
@@ -56,7 +56,7 @@ class AlwaysClassThree(FedAvg):
 
 
 class GrowingCohort(FedAvg):
-    """One client more in each round."""
+    """Each round has one participant more."""
 
     def initial_state(self, *args):
         return super().initial_state(*args) | {"round": {"number": torch.tensor(1)}}

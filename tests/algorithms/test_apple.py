@@ -26,7 +26,7 @@ FULL_BATCHES = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epo
 
 
 class FixedRatios(APPLE):
-    """Ratios that start elsewhere: row i of a matrix for client i."""
+    """APPLE whose initial ratios of client i are row i of a matrix."""
 
     def __init__(self, rows, **options):
         super().__init__(**options)
@@ -107,7 +107,7 @@ def test_a_module_without_other_cores_trains_like_a_client_module():
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("batches", [1, 2])
 def test_the_loss_scale_of_half_precision_does_not_change_the_updates(batches):
-    """A core's and a ratio's gradients come from the mixture's, which belongs to no optimizer."""
+    """The gradients of cores and ratios come from the mixture, which no optimizer and no gradient scaler knows."""
     torch.manual_seed(0)
     nets = [MLP((6,), 4, hidden=(5,)) for _ in range(2)]
     own, other = ([p.detach().clone() for p in net.parameters()] for net in nets)
@@ -173,7 +173,7 @@ def test_constant_equal_ratios_are_fedavg_with_an_nth_of_the_learning_rate(tmp_p
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
-    """Partial participation: absent clients' last cores count, untrained ones are the initial model."""
+    """With partial participation: absent clients have their last core, and untrained clients the initial model."""
     mu, length, lr, dr_lr = 0.5, 2.5, 0.5, 0.05
     run = finished(tmp_path, APPLE(dr_lr, mu, length), rounds=4, clients_per_round=3, **FULL_BATCHES)
     n = 6

@@ -1,4 +1,4 @@
-"""CFL against the authors' algorithm (baselines: C1)."""
+"""CFL compared with the authors' algorithm (baselines: C1)."""
 
 import math
 from itertools import combinations
@@ -67,7 +67,7 @@ def test_an_update_is_compared_with_the_least_similar_member_of_each_group():
 
 
 def after_round(aggregator, before, ends, samples=None):
-    """The state after a round in which some clients end with these weights."""
+    """Return the state after a round in which some clients end with these weights."""
     uploads = [
         Upload(k, Message({"model/w": w}, {"n_samples": (samples or {}).get(k, 1)})) for k, w in sorted(ends.items())
     ]
@@ -116,12 +116,12 @@ def test_each_part_of_a_split_gets_the_mean_of_its_members():
         ({}, True),
         ({"eps1": 0.75}, False),  # the norm of the mean update
         ({"eps1": 0.7501}, True),
-        ({"eps2": 1.5}, False),  # of the largest update
+        ({"eps2": 1.5}, False),  # the norm of the largest update
         ({"eps2": 1.4999}, True),
         ({"min_rounds": 1}, False),
         ({"min_size": 3}, True),
         ({"min_size": 4}, False),
-        ({"eps1": 0.3751, "weighting": "samples"}, True),  # weighed, the mean is 1.5 · (1 + 2 + 2 - 3) / 8
+        ({"eps1": 0.3751, "weighting": "samples"}, True),  # the weighted mean is 1.5 · (1 + 2 + 2 - 3) / 8
         ({"eps1": 0.375, "weighting": "samples"}, False),
     ],
 )

@@ -49,7 +49,7 @@ def generator_from(seed):
 
 
 def weights_of_a_client(seed, empty_rows=()):
-    """A small model's entries: BatchNorm's among them, and a head of two layers with some rows of zeros."""
+    """Return entries of a small model with BatchNorm and a two-layer head, in which some rows are zero."""
     generator = generator_from(seed)
     head = torch.randn(C, WIDTH, generator=generator)
     head[list(empty_rows)] = 0
@@ -69,13 +69,13 @@ def upload(client, model, n, shares=None):
 
 
 def by_hand_distribution(weight):
-    """Eq. 9, number by number."""
+    """Return Eq. 9, computed number by number."""
     norms = [math.sqrt(sum(value**2 for value in row)) for row in weight.tolist()]
     return [norm / sum(norms) if sum(norms) else 1 / len(norms) for norm in norms]
 
 
 def by_hand_weights(samples, distributions):
-    """Eq. 4 and 5, number by number; a column of zeros for a class without weight."""
+    """Return Eq. 4 and 5, computed number by number; a column of zeros for a class without weight."""
     q = [[0.0] * C for _ in samples]
     for j in range(C):
         total = sum(n / sum(samples) * p[j] for n, p in zip(samples, distributions, strict=True))
@@ -85,7 +85,7 @@ def by_hand_weights(samples, distributions):
 
 
 def mixed(coefficients, models):
-    """The floating-point entries of `Σ a_i w_i`, in float64."""
+    """Return the floating-point entries of `Σ a_i w_i`, in float64."""
     names = [name for name, value in models[0].items() if value.is_floating_point()]
     return {n: sum(a * w[n].double() for a, w in zip(coefficients, models, strict=True)) for n in names}
 
@@ -167,7 +167,7 @@ def test_wdr_runs_in_float32_under_mixed_and_half_precision():
 @given(st.integers(1, 5), st.integers(0, 999), st.data())
 def test_eq4_and_5_equal_a_brute_force_loop(clients, seed, data):
     samples = data.draw(st.lists(st.integers(1, 500), min_size=clients, max_size=clients))
-    nobody = data.draw(st.sets(st.integers(0, C - 1), max_size=C - 1))  # nobody accounts for these classes
+    nobody = data.draw(st.sets(st.integers(0, C - 1), max_size=C - 1))  # classes without samples
     distributions = torch.rand(clients, C, generator=generator_from(seed), dtype=torch.float64)
     distributions[:, list(nobody)] = 0
     distributions /= distributions.sum(dim=1, keepdim=True)
@@ -191,7 +191,7 @@ def test_mixing_weights_equal_a_brute_force_loop_of_eq3_and_7():
 
 
 class ByHand:
-    """Class models that are there: Eq. 3 and 7 as the paper writes them, and every ruling on who is sent what."""
+    """Explicit class models: Eq. 3 and 7 as in the paper, with partial participation."""
 
     def __init__(self, initial):
         self.class_models = [mixed([1.0], [initial])] * C
@@ -282,7 +282,7 @@ def test_models_with_a_scalar_parameter_are_supported():
 
 
 def state_of(clients, shape=(37, 21)):
-    """A state after a round of so many clients; float64 weights, so that no rounding hides a difference."""
+    """Return the state after a round, with float64 weights so that rounding hides no difference."""
     models = []
     for k in range(clients):
         sizes = {"encoder.weight": shape, "encoder.scale": (), "head.weight": (C, 5)}
@@ -313,7 +313,7 @@ def test_initial_models_are_computed_in_blocks_and_hold_only_their_own_memory():
     for client in range(3):
         own = ClassWise().model_for(next(starts), client)
         assert all(value.untyped_storage().nbytes() == value.nbytes for value in own.values())
-    assert len(asked) == 17  # the first block, and who is not in it
+    assert len(asked) == 17  # the first block, and the first client of the next
 
 
 @pytest.mark.parametrize("clients", [2, C, C + 1, 40])
@@ -338,14 +338,14 @@ def test_the_blocks_of_large_models_are_small():
 
 
 class DoublesModels(ClassWise):
-    """An aggregator of one's own that says what one client is sent."""
+    """A user's aggregator that overrides the model of one client."""
 
     def model_for(self, state, client):
         return {name: 2 * value + client for name, value in super().model_for(state, client).items()}
 
 
 class AddsNoteToDownload(CwFedAvg):
-    """A method of one's own that says what one client is sent."""
+    """A user's method that overrides the download of one client."""
 
     def download(self, state, client, rng):
         message = super().download(state, client, rng)
@@ -453,7 +453,7 @@ def test_wdr_needs_class_counts():
 
 
 class NoMatrix(Backbone):
-    """The encoder has all weights, the head none."""
+    """A model whose head has no weights."""
 
     def __init__(self, in_shape, num_classes):
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(in_shape), num_classes))
@@ -534,7 +534,7 @@ def test_reference_trains_on_full_batches_only(tmp_path):
         rest = len(run.data.shards[upload.client].train) % 8
         ragged += rest > 0
         assert same_bytes(trained, other.message.section("model")) == (rest == 0)
-        assert upload.n_samples == len(run.data.shards[upload.client].train)  # the dropped ones count
+        assert upload.n_samples == len(run.data.shards[upload.client].train)  # dropped samples count
     assert ragged
 
 

@@ -1,4 +1,4 @@
-"""DFedAvgM against its algorithm (baselines: D2)."""
+"""DFedAvgM compared with its algorithm (baselines: D2)."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def test_metropolis_weights_equal_the_formula(graph):
 
 
 def mixed(run, client, round):
-    """The model that a client starts a round from, and what it mixed it from."""
+    """Return the model that a client starts a round from."""
     module = run.worker.modules.receive(run.server.task(round, client, run.server.download(round, client)))
     return module.backbone.state_dict()
 

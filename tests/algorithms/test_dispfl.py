@@ -1,4 +1,4 @@
-"""DisPFL against its algorithms (baselines: D1)."""
+"""DisPFL compared with its algorithms (baselines: D1)."""
 
 import math
 from functools import partial
@@ -70,7 +70,7 @@ def test_the_next_mask_drops_the_smallest_weights_and_adds_the_highest_scores():
     score = torch.tensor([[0.0, 7.0, 0.0, 1.0], [9.0, 2.0, 8.0, 1.5]])
     # of 5, ceil(0.3 * 5) = 2 go: -0.1 and 0.2; the best of what is out are 8 and 7, the latter has just been dropped
     assert next_mask(weights, mask, score, 0.3).tolist() == [[True, True, True, False], [True, False, True, False]]
-    assert mask.sum() == 5  # the old one is left as it is
+    assert mask.sum() == 5  # the old mask is not changed
     assert mask[0].all()
     assert torch.equal(next_mask(weights, mask, score, 0.0), mask)
     full = torch.ones(3, 3, dtype=torch.bool)
@@ -101,7 +101,7 @@ def test_masks_are_packed_to_bits(shape):
 
 
 def published_weights(run, client):
-    """A client's weights and the mask it trained with, as its peers see them."""
+    """Return a client's published weights and the mask that it trained with."""
     tensors, _ = published(run, client)
     shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
     masks = {name: unpack_mask(tensors[f"masks/{name}"], shape) for name, shape in shapes.items()}
@@ -131,7 +131,7 @@ def test_before_round_1_each_client_has_the_initial_weights_in_its_own_mask(tmp_
         seen.append(masks["encoder.1.weight"])
     assert not any(torch.equal(seen[0], other) for other in seen[1:])
     module = run.worker.modules.receive(run.server.task(1, 0, run.server.download(1, 0)))
-    for name, p in module.backbone.named_parameters():  # all have the same weights, so means are those
+    for name, p in module.backbone.named_parameters():  # the mean of equal weights
         assert torch.equal(p.detach(), start[name] * published_weights(run, 0)[1][name])
 
 

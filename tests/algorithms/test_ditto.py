@@ -1,4 +1,4 @@
-"""Ditto: two models on the same batches, neither of which disturbs the other (baselines: B11)."""
+"""Ditto: two models on the same batches, that do not affect each other (baselines: B11)."""
 
 import copy
 from functools import partial
@@ -47,7 +47,7 @@ def test_with_lambda_zero_personalised_models_are_those_of_local(tmp_path):
     assert one.memory.keys() == other.memory.keys()
     for client in one.memory:
         assert same_bytes(one.memory[client]["personal_model"], other.memory[client]["personal"])
-    for client in range(6):  # those never drawn too
+    for client in range(6):  # also clients that never took part
         mine, theirs = (run.client_module(client).backbone.state_dict() for run in (one, other))
         assert same_bytes(dict(mine), dict(theirs))
     for mine, theirs in zip(one.csv.rows, other.csv.rows, strict=True):

@@ -27,7 +27,7 @@ def random_entries(seed, like):
 
 
 def client(method, seed=0, weights=None):
-    """A client's module that has received a model and keeps another one's top, and both models."""
+    """Return a client's module that has received a model and kept another model's top layers, and both models."""
     module = method.client_module(SMALL())
     received, local = (
         random_entries(seed, module.backbone.state_dict()),
@@ -93,7 +93,7 @@ def test_top_names_count_tensors_and_skip_the_predictor():
 
 @pytest.mark.parametrize("later", [False, True])
 def test_the_mixture_equals_a_loop_by_hand(later):
-    """All data in one batch; ten passes and one at first, and one pass later."""
+    """With all data in one batch: eleven passes the first time, and one pass later."""
     method = FedALA(layers=2, rand_percent=100, eta=0.5, threshold=1e9)
     module, received, local = client(method)
     names = ["head.weight", "head.bias"]
@@ -168,7 +168,7 @@ def test_a_client_starts_from_its_mixture_and_keeps_its_trained_top_layers(tmp_p
     trained, fresh = run.server.participants(1), [k for k in range(6) if k not in run.server.participants(1)]
     assert sorted(run.memory) == trained
     assert all(set(run.memory[k]) == {ala.LOCAL} for k in trained)  # round 1 has nothing to mix
-    for k in (trained[0], fresh[0]):  # who has not trained yet mixes with the initial model
+    for k in (trained[0], fresh[0]):  # a new client mixes with the initial model
         task = task_of_round(run, 2, k)
         module, received = run.worker.modules.receive(task), task.download.section("model")
         start, names = module.backbone.state_dict(), ala.top_names(module.backbone, 3)

@@ -1,4 +1,4 @@
-"""FedAMP and HeurFedAMP against their equations (baselines: B8)."""
+"""FedAMP and HeurFedAMP compared with their equations (baselines: B8)."""
 
 import math
 from functools import partial

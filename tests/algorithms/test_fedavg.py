@@ -1,4 +1,4 @@
-"""FedAvg through the orchestrator against a plain PyTorch loop, and what one seed fixes."""
+"""FedAvg runs compared with a plain PyTorch loop, and reproducibility by the seed."""
 
 import copy
 from functools import partial

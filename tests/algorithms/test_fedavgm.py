@@ -1,4 +1,4 @@
-"""FedAvgM's server against its equations (baselines: A5)."""
+"""FedAvgM's server compared with its equations (baselines: A5)."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_a_momentum_step_equals_the_formula(nesterov):
 
 @pytest.mark.parametrize(("nesterov", "weighting"), [(True, "samples"), (False, "uniform")])
 def test_a_run_equals_momentum_on_pseudo_gradients(tmp_path, nesterov, weighting):
-    """As the literature writes it: `d = w - mean`, `v = β v + d`, `w - η d` or `w - η (d + β v)`."""
+    """With the usual signs of the literature: `d = w - mean`, `v = β v + d`, `w - η d` or `w - η (d + β v)`."""
     beta, lr = 0.6, 0.8
     method = FedAvgM(beta, lr, nesterov, weighting)
     run, rounds = watched(tmp_path, method, rounds=4, model=NormMLP)

@@ -59,7 +59,7 @@ def test_the_head_stays_initial_on_every_client(tmp_path, optimizer):
 
 @in_float64
 def test_a_fit_equals_a_loop_by_hand(tmp_path):
-    """The gradient of the body alone, through the initial head."""
+    """Only the body has a gradient, through the initial head."""
     run = finished(tmp_path, FedBABU(), optimizer=HEAVY, rounds=1, clients_per_round=1, batch_size=10_000)
     net = copy.deepcopy(run.worker.template.backbone)
     x, y = samples_of(run, run.server.participants(1)[0])

@@ -44,7 +44,7 @@ def test_the_term_is_gamma_times_the_loss_and_zero_without_knowledge():
 
 
 def observed(piece, rounds, seed=0):
-    """What a piece of a client that lives for so many rounds is shown, as `(round, logits, targets)`."""
+    """Let a client's knowledge observe some rounds. Return it and what it observed, as `(round, logits, targets)`."""
     generator, seen = torch.Generator().manual_seed(seed), []
     for round in range(rounds):
         if round:
@@ -58,7 +58,7 @@ def observed(piece, rounds, seed=0):
 
 
 def resumed(piece):
-    """The piece of the client's next round."""
+    """Return the knowledge that the client has in its next round."""
     one, other = LogitDistillation(cumulative=True), LogitDistillation(cumulative=True)
     one.logits.tracked = piece.tracked
     other.recall(one.remember(None))
@@ -88,7 +88,7 @@ def test_a_client_keeps_no_sums_by_default():
 
 
 def by_hand(run, gamma, cumulative, plus):
-    """Every round in full batches: the mean logits, and each client's model; with `plus` the shared one."""
+    """Return the mean logits, the clients' models and, with `plus`, the shared model after full-batch rounds."""
     lr = 0.1
     start = copy.deepcopy(run.worker.template.backbone)
     models, sums, counts = {}, {}, {}

@@ -45,7 +45,7 @@ def test_eq3_is_the_product_of_every_pair_of_rows():
 
 
 def test_eq4_is_the_mean_softmax_of_each_class():
-    logits, targets = torch.randn(30, C), torch.randint(0, C - 1, (30,))  # nobody holds class C - 1
+    logits, targets = torch.randn(30, C), torch.randint(0, C - 1, (30,))  # no client holds class C - 1
     matrix = dw.soft_label_matrix(*class_sums(logits.softmax(dim=1), targets, C))
     for i in range(C - 1):
         mean = torch.stack([F.softmax(logits[k], dim=0) for k in range(30) if targets[k] == i]).mean(dim=0)
@@ -184,7 +184,7 @@ HELD = [  # a round a row: the classes that each of its participants holds
 
 
 def reference_by_hand(rounds):
-    """Every upload there has been, kept in one list: the average of all of them, and the mean of it and the old."""
+    """Return `Ω` after each round: the mean of the old one and the average over all uploads so far."""
     heard, omega, states = [], [[float(i == j) for j in range(C)] for i in range(C)], []
     for uploaded in rounds:
         heard += uploaded

@@ -1,4 +1,4 @@
-"""FedFomo's equations against brute force, its identities, and who is sent what (baselines: B9)."""
+"""FedFomo's equations against brute force, its identities, and the choice of models (baselines: B9)."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def loss_of(weights, x=X, y=Y):
 
 
 def mixed_module(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
-    """A client's module after it has mixed."""
+    """Return a client's module after it has mixed the models."""
     method = FedFomo()
     module = method.client_module(SMALL())
     download = fomo.bundle({j: Message.pack({"model": weights}, n_samples=7) for j, weights in sent.items()})
@@ -47,7 +47,7 @@ def mixed_module(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
 
 
 def by_hand(own, previous, sent):
-    """Eq. 3 and 4, number by number: what each model is worth, the client's own first, and the mixture."""
+    """Return the benefits of the models (Eq. 3), the client's own first, and the mixture (Eq. 4)."""
     worths = []
     for weights in [own, *sent.values()]:
         distance = sum(float(((weights[n] - previous[n]).double() ** 2).sum()) for n in weights) ** 0.5
@@ -78,7 +78,7 @@ def test_a_mixture_equals_a_loop_by_hand(peers, seed):
 
 
 def test_the_order_of_a_models_entries_does_not_matter():
-    """A client's own memory comes back sorted by name, a module's weights do not."""
+    """Entries of the client state are sorted by name, those of a module are not."""
     own, previous, sent = model(1, 0.5), model(2), {3: model(4, 0.3)}
     worths, mixtures = [], []
     for order in (list, sorted, lambda names: sorted(names, reverse=True)):
@@ -124,7 +124,7 @@ def test_eq4_normalises_the_positive_benefits():
     assert fomo.mixing_shares(torch.tensor([-1.0, 0.0])).tolist() == [0.0, 0.0]
 
 
-# --- Who is sent what ---
+# --- The choice of models ---
 
 
 def test_the_models_of_highest_affinity_are_chosen_and_ties_are_random():
@@ -158,7 +158,7 @@ def test_benefits_are_added_to_the_clients_row_of_affinities():
 
 
 class FixedRandom:
-    """Stands in for a generator whose next random number is known."""
+    """A random generator whose next number is given."""
 
     def __init__(self, number):
         self.number, self.rest = number, np.random.default_rng(0)

@@ -45,7 +45,7 @@ def test_initial_prototypes_are_unit_vectors_and_orthogonal_if_possible():
 
 
 def test_a_clients_prototypes_are_the_normalised_means_of_its_classes():
-    z, y = unit_vectors(12, D), torch.randint(0, C - 1, (12,))  # nobody of class C - 1
+    z, y = unit_vectors(12, D), torch.randint(0, C - 1, (12,))  # no sample of class C - 1
     sums = torch.stack([sum((z[i] for i in range(12) if y[i] == c), torch.zeros(D)) for c in range(C)])
     counts = torch.tensor([float(sum(y == c)) for c in range(C)])
     own = class_prototypes(sums, counts)
@@ -148,7 +148,7 @@ class WithoutDropout(NormMLP):
 
 @in_float64
 def test_two_rounds_equal_a_loop_by_hand(tmp_path):
-    """Full-batch steps of four of six clients, the server's move, and again; classes are missing."""
+    """With full-batch steps of four of six clients, some of which miss classes."""
     rho, lr = 0.6, 0.5
     trainer = {"accelerator": "cpu", "max_epochs": 2}
     sgd = partial(torch.optim.SGD, lr=lr, weight_decay=0.1)

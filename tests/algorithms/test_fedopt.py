@@ -1,4 +1,4 @@
-"""FedAdagrad's, FedAdam's and FedYogi's server against Algorithm 2 (baselines: A4)."""
+"""FedAdagrad's, FedAdam's and FedYogi's server compared with Algorithm 2 (baselines: A4)."""
 
 import math
 
@@ -19,7 +19,7 @@ METHODS = {"adagrad": FedAdagrad, "adam": FedAdam, "yogi": FedYogi}
 
 
 def one(rule, v, m, d, beta1, beta2, tau):
-    """A number's moments and direction, by Algorithm 2."""
+    """Return the moments and the direction of one number by Algorithm 2."""
     m = beta1 * m + (1 - beta1) * d
     if rule == "adagrad":
         v = v + d * d

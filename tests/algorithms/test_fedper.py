@@ -17,7 +17,7 @@ RECEIVED = {"evaluation": Evaluation(client_model="received")}
 
 
 def split_entries(entries, *parts):
-    """The entries of some parts, and the others."""
+    """Return the entries of some parts, and the other entries."""
     own = {name for name in entries if name.startswith(parts)}
     return {n: v for n, v in entries.items() if n in own}, {n: v for n, v in entries.items() if n not in own}
 
@@ -28,7 +28,7 @@ def split_entries(entries, *parts):
     [(["head"], ("head.",)), (["head", "encoder.3"], ("head.", "encoder.3.")), (["encoder"], ("encoder.",))],
 )
 def test_a_run_equals_a_loop_by_hand(tmp_path, personal, begin):
-    """Each participant trains all of its model from the shared part and its own; the shared parts are averaged."""
+    """Each participant trains the shared part and its personal part. Shared parts are averaged."""
     run = experiment(tmp_path, FedPer(personal), model=DEEP, clients_per_round=3)
     run.load()
     initial, shared = split_entries(dict(run.worker.template.backbone.state_dict()), *begin)
@@ -72,7 +72,7 @@ def test_batchnorm_statistics_belong_to_their_part(tmp_path):
 
 
 def test_a_part_is_matched_by_its_whole_name(tmp_path):
-    """The part `encoder.1` is not `encoder.10` too."""
+    """The part `encoder.1` does not include `encoder.11`."""
     run = finished(tmp_path, FedPer(["encoder.1"]), model=partial(MLP, hidden=(8,) * 6), rounds=1)
     assert {name for m in run.memory.values() for name in m["personal"]} == {"encoder.1.weight", "encoder.1.bias"}
     assert "encoder.11.weight" in run.state["model"]

@@ -83,7 +83,7 @@ def test_the_term_is_lam_times_the_distance_and_zero_without_prototypes():
 
 
 def trained_module(seen, batches):
-    """A module that has seen these batches as two epochs of two steps each."""
+    """Return a module after two epochs of two batches each, and the features of each step."""
     module = FedProto(seen=seen).client_module(MLP((4,), C, hidden=(WIDTH,)))
     (piece,) = module.pieces()
     outputs = []

@@ -1,4 +1,4 @@
-"""FedProx against its equation (baselines: A2)."""
+"""FedProx compared with its equation (baselines: A2)."""
 
 import copy
 

@@ -36,7 +36,7 @@ def pen_by_hand(s, y, tau=TAU, threshold=LAM):
 
 
 def batch(classes, samples=12, width=6, spread=0.3):
-    """Features that lie in clusters by class, so that some partners are above the threshold and some below."""
+    """Return features in clusters by class, so that some pairs are above the threshold and some below."""
     y = torch.randint(0, classes, (samples,))
     centres = torch.randn(classes, width, dtype=torch.float64)
     return centres[y] + spread * torch.randn(samples, width, dtype=torch.float64), y
@@ -86,7 +86,7 @@ def test_levels_of_residual_networks_are_the_stem_and_the_stages():
 def test_the_levels_of_plain_networks_are_their_hidden_layers():
     assert level_taps(MLP((4,), 3, hidden=(5, 6, 7))) == ("encoder.2", "encoder.4", "encoder.6")
     many = level_taps(MLP((4,), 3, hidden=(5,) * 5))
-    assert many == ("encoder.2", "encoder.4", "encoder.6", "encoder.8", "encoder.10")  # encoder.1 is no part of 10
+    assert many == ("encoder.2", "encoder.4", "encoder.6", "encoder.8", "encoder.10")  # encoder.10 is not in encoder.1
     assert level_taps(CNN((1, 8, 8), 3)) == ("encoder.1", "encoder.4", "encoder.8")
 
 

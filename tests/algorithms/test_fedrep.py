@@ -1,4 +1,4 @@
-"""FedRep: two phases of a fit, of which each leaves the other's part alone (baselines: B2)."""
+"""FedRep: two phases of a fit, each for one part of the model (baselines: B2)."""
 
 import copy
 from functools import partial
@@ -53,7 +53,7 @@ def test_each_phase_changes_only_its_own_part(tmp_path, head_epochs, optimizer):
 
 @in_float64
 def test_a_fit_equals_a_loop_by_hand(tmp_path):
-    """One momentum for both; BatchNorm and dropout of the body in eval mode while the head learns, and then not."""
+    """One optimizer for both phases. While the head learns, BatchNorm and dropout of the body are in eval mode."""
     run = experiment(tmp_path, FedRep(head_epochs=2), model=NormMLP, optimizer=HEAVY, trainer=epochs(3))
     run.load()
     net = copy.deepcopy(run.worker.template.backbone).train()
@@ -76,9 +76,9 @@ def test_a_fit_equals_a_loop_by_hand(tmp_path):
 
 
 class Epochs(LossTerm):
-    """Notes the epochs of each fit."""
+    """Records the epochs of each fit."""
 
-    seen: ClassVar[list[int]] = []  # of all copies
+    seen: ClassVar[list[int]] = []  # shared by all copies of the term
 
     def begin_epoch(self, module):
         self.seen.append(module.current_epoch)
@@ -96,7 +96,7 @@ def test_loss_terms_are_notified_of_the_epochs_of_both_phases(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", [MLP, NormMLP])
 def test_stacked_clients_with_different_numbers_of_epochs_equal_sequential_ones(tmp_path, model):
-    """With max_steps a client with fewer batches has more epochs, all in the second phase."""
+    """With max_steps, clients with fewer batches have more epochs, all in the second phase."""
     for trainer in (epochs(3), {"accelerator": "cpu", "max_epochs": -1, "max_steps": 30}):
         runs = [
             experiment(
@@ -150,7 +150,7 @@ def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path, clients
 
 @pytest.mark.parametrize("fit", [False, True])
 def test_the_final_phase_equals_a_loop_by_hand(tmp_path, fit):
-    """Batches of the fit's size, in a new order in each epoch, with an optimizer like the fit's."""
+    """Batches of the fit's size in a new order in each epoch, with the fit's optimizer options."""
     run = experiment(tmp_path, FedRep(final_epochs=2), batch_size=16, optimizer=HEAVY)
     run.load()
     run.worker.client_data.eval_batch_size = 7  # must not matter

@@ -36,7 +36,7 @@ def upload(client, model, values, known, n):
 
 
 def test_local_knowledge_is_silu_of_the_class_means():
-    logits, targets = torch.randn(40, C), torch.randint(0, C - 1, (40,))  # nobody holds class C - 1
+    logits, targets = torch.randn(40, C), torch.randint(0, C - 1, (40,))  # no client holds class C - 1
     sums, counts = class_sums(logits, targets, C)
     result = skc.local_knowledge(sums, counts)
     for j in range(C - 1):
@@ -255,7 +255,7 @@ def test_gda_averages_every_floating_point_entry_by_eq4():
 
 
 def variances(values, known, unbiased=False):
-    """Σ_j σ²_j over the known classes, in plain Python."""
+    """Return Σ_j σ²_j over the known classes, in plain Python."""
     total = 0.0
     for row in (row for row, is_known in zip(values.tolist(), known, strict=True) if is_known):
         mean = sum(row) / C
@@ -279,7 +279,7 @@ MEAN, LAST = torch.tensor([2.0, 1.0]), torch.tensor([10.0, 20.0])
 
 
 def reviewed(review, beta, growth=2.0, before_known=True):
-    """What two clients with the mean MEAN become, where knowledge grew to `growth` times the last round's variance."""
+    """Return the reviewed mean of two clients, if the variance of knowledge grew by the factor `growth`."""
     local, held = knowledge(1, seed=1)
     local, held = local.repeat(2, 1, 1), held.repeat(2, 1)
     last = {"values": local[0] / growth**0.5, "known": torch.full((C,), before_known)}

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.numeric
 
 
 def features(samples, width=5, zeros=0.4):
-    """As after a ReLU, with some rows all zero, some twice."""
+    """Return features as after a ReLU, with some rows of zeros and some equal rows."""
     made = F.relu(torch.randn(samples, width)) * (torch.rand(samples, 1) > zeros)
     return torch.cat([made, made[: samples // 3]])
 
 
 def uniformity_by_hand(z, detach=False):
-    """Pair by pair, with torch's own median of the distances that are not zero."""
+    """Return the loss, computed pair by pair with `torch.median`."""
     pairs = [(z[a] - z[b]).square().sum() for a in range(len(z)) for b in range(a + 1, len(z))]
     distances = torch.stack(pairs)
     sigma = distances[distances > 0].median()
@@ -103,7 +103,7 @@ def test_a_batch_of_one_and_equal_features_give_zero_and_no_gradient(z):
 
 
 def test_equal_features_of_one_stacked_client_do_not_affect_other_clients():
-    """One of three stacked clients has equal features: its own term is zero, the others' are what they are alone."""
+    """One of three stacked clients has equal features: its term is zero, and the others' terms do not change."""
     z = torch.randn(3, 6, 4)
     z[1] = 2.0
     z = z.requires_grad_()

@@ -129,7 +129,7 @@ PAIRS = {
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Finished runs of the methods that several others are compared with, each trained once."""
+    """Return a function that runs a method once, for all tests that compare with it."""
     runs = {}
 
     def finish(method, model, **options):

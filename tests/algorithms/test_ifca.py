@@ -1,4 +1,4 @@
-"""IFCA against its algorithm (baselines: C2)."""
+"""IFCA compared with its algorithm (baselines: C2)."""
 
 import copy
 import math
@@ -65,7 +65,7 @@ def test_with_identical_models_all_clients_choose_the_first(tmp_path):
 
 
 def by_hand(run, k, rounds, shared=()):
-    """The whole method in a loop: losses over all of a client's data, then the worker's own training."""
+    """Return the clusters' models and the choices after some rounds, with losses over all of a client's data."""
     models = [
         run.state[f"cluster_{j}"] | {n: v for n, v in run.state["model"].items() if n.startswith(shared)}
         for j in range(k)

@@ -1,4 +1,4 @@
-"""Local: what it is without a federation (baselines: A0)."""
+"""Local: training without federation (baselines: A0)."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Every method of the package resumes runs, passes its parts on and can be stacked or is refused."""
+"""Every method of the package: resuming, common options, and stacking."""
 
 import inspect
 
@@ -18,7 +18,7 @@ FAST = ("CwFedAvg", "FedSKC", "SCAFFOLD", "UAPDFL")
 
 
 def tiers(names):
-    """Mark the methods that the fast tier does not run."""
+    """Mark all methods except those of the fast tier as thorough."""
     return [name if name in FAST else pytest.param(name, marks=pytest.mark.thorough) for name in names]
 
 

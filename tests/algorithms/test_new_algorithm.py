@@ -1,4 +1,4 @@
-"""A new algorithm is one file: dropped into a family folder, it is found everywhere that algorithms are named."""
+"""A file in a family folder is exported, listed, documented and has a config."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""CriticalFL between peers: what is heard, how it is mixed and how many are heard, by hand."""
+"""CriticalFL between peers: collected entries, mixing and the number of peers, compared with loops by hand."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def test_clients_collect_the_largest_changes_of_a_peer_in_a_critical_period():
 def test_each_entry_is_averaged_over_the_peers_that_sent_it(partly):
     models, samples = [model() for _ in range(3)], [3, 5, 1]
     masks = [[True, False, True, False, False, False], [True, True, False, False, False, False]]
-    own = published(models[0], samples[0], [True] * 3 + [False] * 3)  # its own is whole to itself
+    own = published(models[0], samples[0], [True] * 3 + [False] * 3)  # a client has its own model completely
     peers = [
         Upload(j, collected_part(published(models[j + 1], samples[j + 1], masks[j] if j in partly else None)))
         for j in (0, 1)

@@ -1,4 +1,4 @@
-"""FedPer between peers: heads never cross."""
+"""FedPer between peers: heads are never sent."""
 
 import torch
 from experiments import NormMLP, finished, same_bytes

@@ -1,4 +1,4 @@
-"""Peers without a server: collecting, mixing and client state, against hand-written loops."""
+"""Peers without a server: collecting, mixing and client state, compared with loops by hand."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ ALL = {"clients_per_round": K, "trainer": {"accelerator": "cpu", "max_epochs": 1
 
 
 class NaNInOneRound(LossTerm):
-    """NaN in one round, for clients with so many samples."""
+    """A loss that is NaN in one round, for the clients with `n` samples."""
 
     def __init__(self, round, n):
         super().__init__()
@@ -53,7 +53,7 @@ class NaNInOneRound(LossTerm):
 
 
 def publications(clients, seed=0):
-    """Random publications with a parameter, statistics and a counter."""
+    """Return random publications with a parameter, statistics and a counter."""
     generator = torch.Generator().manual_seed(seed)
     sections = [
         {"weight": torch.randn(3, 2, generator=generator), "tracked": torch.randint(9, (), generator=generator)}
@@ -64,7 +64,7 @@ def publications(clients, seed=0):
 
 
 def plain_worker(run, model=MODEL):
-    """FedAvg's worker: it trains from the weights it is sent, and knows of no peers."""
+    """Return FedAvg's worker, which trains from the weights that it receives."""
     return Worker(run.seed, FedAvg(), model, run.data, 32, {"accelerator": "cpu", "max_epochs": 1}, SGD)
 
 

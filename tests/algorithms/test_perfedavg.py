@@ -30,7 +30,7 @@ DECAY = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 class TrainsOnSecondPart(ClientModule):
-    """FedAvg's client on the second of so many parts of each batch."""
+    """FedAvg's client, trained on the second of `parts` parts of each batch."""
 
     parts = 2
 
@@ -46,7 +46,7 @@ class TrainsOnSecondThird(TrainsOnSecondPart):
 
 
 class NormMLPWithoutDropout(NormMLP):
-    """BatchNorm without dropout, whose masks FedAvg would draw in another order."""
+    """A network with BatchNorm, without dropout because FedAvg uses random numbers in another order."""
 
     def __init__(self, in_shape, num_classes):
         super().__init__(in_shape, num_classes)
@@ -83,7 +83,7 @@ def test_each_gradient_uses_its_own_batch():
 
 
 def test_the_meta_gradient_is_the_gradient_of_the_loss_after_a_step():
-    """Without a Hessian it is autograd's gradient of `f'(w - α ∇f(w))` where one batch is all three."""
+    """If all three batches are equal, the Hessian-free estimate is autograd's gradient of `f(w - α ∇f(w))`."""
     x, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
     w = torch.randn(3, 4, dtype=torch.float64)
 
@@ -192,7 +192,7 @@ def test_batchnorm_statistics_come_from_the_adapted_model_only(order):
 
 
 def test_both_gradients_of_the_difference_use_the_same_dropout_mask():
-    """Where the loss is the same everywhere but for the masks, the difference is nothing."""
+    """With a tiny δ, different dropout masks would give a huge difference."""
     torch.manual_seed(0)
     module = PerFedAvg("hessian_free", alpha=10.0, delta=1e-9).client_module(NormMLP((4,), 3).double()).train()
     x, y = torch.randn(60, 4, dtype=torch.float64), torch.arange(60) % 3
@@ -297,7 +297,7 @@ def test_a_frozen_weight_does_not_change(tmp_path):
 
 
 def test_a_batch_too_small_to_split_is_used_for_all_parts(tmp_path):
-    """Too few samples for parts: the batch is each of them."""
+    """A batch of three samples is used three times."""
     run = experiment(tmp_path, PerFedAvg("hessian_free"), batch_size=3, rounds=1, model=NormMLP)
     run.load()
     assert run.worker.run(task_of_round(run, 1, 0)).failure is None

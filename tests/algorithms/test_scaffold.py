@@ -1,4 +1,4 @@
-"""SCAFFOLD against its Algorithm 1, and what follows from it (baselines: A3)."""
+"""SCAFFOLD compared with Algorithm 1, and its identities (baselines: A3)."""
 
 import copy
 from functools import partial
@@ -61,7 +61,7 @@ def test_the_term_is_zero_at_the_start_of_a_fit_and_outside_of_one():
 
 
 def begun_module():
-    """A module whose fit has begun, with a `c` and a `c_i` of random numbers."""
+    """Return a module whose fit has begun, with random `c` and `c_i`."""
     module = SCAFFOLD().client_module(MLP(in_shape=(4,), num_classes=3, hidden=(5,)))
     (term,) = module.terms()
     c, own = ({name: torch.randn_like(p) for name, p in module.backbone.named_parameters()} for _ in range(2))
@@ -103,7 +103,7 @@ def test_weights_are_averaged_over_uploads_and_controls_over_all_clients(arrived
     method.aggregator.fold = lambda arriving: fold(seen.append(upload.message) or upload for upload in arriving)
     after = method.aggregate(state, iter(uploads))
     assert len(seen) == arrived
-    assert not any(message.section("control") for message in seen)  # nothing holds them all at once
+    assert not any(message.section("control") for message in seen)  # controls are added as they arrive
     for name, value in state["model"].items():
         theirs = [upload.message.section("model")[name] for upload in uploads]
         wanted = sum(theirs) / arrived if value.is_floating_point() else max(theirs)
@@ -131,7 +131,7 @@ def test_one_step_of_all_clients_is_fedavg_in_every_round(tmp_path):
 
 
 def test_a_run_is_algorithm_1_by_hand(tmp_path):
-    """Full batches, so the order of samples does not matter; two of six clients per round, with a decaying rate."""
+    """With full batches, two of six clients per round and a decaying learning rate."""
     rate, decay, server_lr, steps, rounds = 0.2, 0.01, 0.8, 3, 4
     run = experiment(
         tmp_path,
@@ -171,7 +171,7 @@ def test_a_run_is_algorithm_1_by_hand(tmp_path):
             for p, *theirs in zip(model.parameters(), *moves, strict=True):
                 p += server_lr / len(theirs) * sum(theirs)
         c = [value + sum(theirs) / 6 for value, *theirs in zip(c, *changes, strict=True)]
-    assert len(seen) > len(set(seen)) < 6  # some came back, some never came
+    assert len(seen) > len(set(seen)) < 6  # some take part twice, some never
     run.fit()
     assert_near(run.state["model"], dict(model.state_dict()), 1e-9)
     names = [name for name, _ in model.named_parameters()]

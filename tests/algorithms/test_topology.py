@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fl_lightning.algorithms import Adjacency, Complete, ErdosRenyi, PeerAlgorithm, Ring, Torus
 from fl_lightning.core.errors import ConfigError
 
-MATRIX = np.array([[1, 1, 0], [0, 1, 1], [1, 1, 0]])  # directed, with two links to oneself
+MATRIX = np.array([[1, 1, 0], [0, 1, 1], [1, 1, 0]])  # directed, with two self-links
 
 
 def links(graph, clients, seed=0):

@@ -54,7 +54,7 @@ BY_HAND = {"jensen_shannon": shannon_by_hand, "symmetric_kl": symmetric_by_hand}
 
 @st.composite
 def distributions(draw, n=2):
-    """Some distributions over the same classes, zeros among their probabilities."""
+    """Draw distributions over the same classes, with some probabilities of zero."""
     classes = draw(st.integers(2, 8))
     row = st.lists(st.sampled_from([0.0, 0.0, 1e-12, 1e-6, 0.1, 1.0, 7.0]), min_size=classes, max_size=classes)
     rows = [draw(row.filter(any)) for _ in range(n)]
@@ -62,7 +62,7 @@ def distributions(draw, n=2):
 
 
 def publication(distribution, n_samples, seed=0):
-    """A client's publication: a small random model, and the representation it is to have."""
+    """Return a client's publication with a small random model and the given unit representation."""
     generator = torch.Generator().manual_seed(seed)
     model = {
         "encoder.0.weight": torch.randn(3, 2, generator=generator),
@@ -78,8 +78,8 @@ def publication(distribution, n_samples, seed=0):
 OWN, NEAR, FAR = [0.5, 0.3, 0.2], [0.5, 0.31, 0.19], [0.01, 0.09, 0.9]
 
 
-def crossing(method, own, peers, seed=0):
-    """What a client collects, and what it makes of it."""
+def collect_and_mix(method, own, peers, seed=0):
+    """Return the messages that a client collects, and the model that it mixes."""
     collected = method.collect(own, peers, np.random.default_rng(seed))
     assert list(collected) == list(peers)
     for message, peer in zip(collected.values(), peers.values(), strict=True):
@@ -193,7 +193,7 @@ def test_eq12_and_its_gradient_equal_the_formula():
     term.unit.load({"average": average})
     linear = backbone.encoder[1]
     step = ClientModule(backbone, [term]).step((torch.randn(6, 4), torch.arange(6) % 3))
-    for _ in range(2):  # anew for the weights as they are
+    for _ in range(2):  # computed again for new weights
         weight, bias = (p.detach().clone().requires_grad_() for p in (linear.weight, linear.bias))
         expected = 0.7 * ((weight @ torch.full((4,), 2.0) + bias).clamp(min=0) - average).pow(2).sum()
         expected.backward()
@@ -289,7 +289,7 @@ def test_algorithm_2_equals_a_brute_force_loop(peers, seed, th_i, reference):
     samples = rng.integers(1, 90, peers + 1).tolist()
     own, *others = (publication(rows[k].tolist(), samples[k], k) for k in range(peers + 1))
     heard = dict(zip(sorted(rng.choice(20, peers, replace=False).tolist()), others, strict=True))
-    collected, mixed = crossing(UAPDFL(th_i, preset="reference" if reference else "paper"), own, heard, seed)
+    collected, mixed = collect_and_mix(UAPDFL(th_i, preset="reference" if reference else "paper"), own, heard, seed)
     mine = own.section("unit")["distribution"]
     gaps = [shannon_by_hand(mine, message.section("unit")["distribution"]) for message in others]
     if th_i and all(gap < th_i for gap in gaps):
@@ -320,7 +320,7 @@ def test_branches_for_a_divergence_equal_to_the_threshold(divergence, others):
     th_i = ua.DIVERGENCES[divergence](*(torch.tensor(d) for d in (OWN, FAR)))
 
     def whole_models(th_i, **options):
-        collected, _ = crossing(UAPDFL(th_i, divergence=divergence, **options), own, peers)
+        collected, _ = collect_and_mix(UAPDFL(th_i, divergence=divergence, **options), own, peers)
         return [j for j, message in collected.items() if split(message.section("model"))[1]], collected
 
     chosen, collected = whole_models(th_i)
@@ -341,7 +341,7 @@ def test_branches_for_a_divergence_equal_to_the_threshold(divergence, others):
 @pytest.mark.parametrize("preset", ["paper", "reference"])
 def test_threshold_zero_never_drops_out_even_for_equal_models(preset):
     own, peers = publication(OWN, 2), {k: publication(OWN, 3, k) for k in range(1, 4)}
-    collected, mixed = crossing(UAPDFL(th_i=0.0, preset=preset), own, peers)
+    collected, mixed = collect_and_mix(UAPDFL(th_i=0.0, preset=preset), own, peers)
     for j, message in collected.items():
         assert same_bytes(message.section("model"), split(peers[j].section("model"))[0])
     assert same_bytes(split(mixed)[1], split(own.section("model"))[1])
@@ -352,7 +352,7 @@ def test_an_infinite_threshold_takes_a_uniformly_random_peers_model(preset):
     own, peers = publication(OWN, 2), {k: publication(d, 3, k) for k, d in ((2, NEAR), (5, FAR), (9, OWN))}
     method, taken = UAPDFL(th_i=math.inf, preset=preset), Counter()
     for seed in range(300):
-        collected, mixed = crossing(method, own, peers, seed)
+        collected, mixed = collect_and_mix(method, own, peers, seed)
         (chosen,) = [j for j, message in collected.items() if message.section("model")]
         assert same_bytes(mixed, peers[chosen].section("model"))
         taken[chosen] += 1
@@ -364,20 +364,20 @@ def test_ablations_of_algorithm_2():
     own, near, far = publication(OWN, 10, 0), publication(NEAR, 30, 1), publication(FAR, 60, 2)
     whole = mean_by_hand([m.section("model") for m in (own, near, far)], [10, 30, 60])
 
-    collected, mixed = crossing(UAPDFL(th_i=math.inf, dropout=False), own, {1: near, 2: far})
+    collected, mixed = collect_and_mix(UAPDFL(th_i=math.inf, dropout=False), own, {1: near, 2: far})
     assert collected == {1: near, 2: far}
     for name, value in whole.items():
         torch.testing.assert_close(mixed[name], value)
 
-    collected, mixed = crossing(UAPDFL(th_i=0.1, layerwise=False), own, {1: near, 2: far})
+    collected, mixed = collect_and_mix(UAPDFL(th_i=0.1, layerwise=False), own, {1: near, 2: far})
     assert collected == {1: near, 2: far}
     for name, value in whole.items():
         torch.testing.assert_close(mixed[name], value)
 
-    collected, mixed = crossing(UAPDFL(th_i=0.1, layerwise=False), own, {1: near})
+    collected, mixed = collect_and_mix(UAPDFL(th_i=0.1, layerwise=False), own, {1: near})
     assert same_bytes(mixed, near.section("model"))
 
-    collected, mixed = crossing(UAPDFL(th_i=0.1, dropout=False), own, {1: near})
+    collected, mixed = collect_and_mix(UAPDFL(th_i=0.1, dropout=False), own, {1: near})
     expected = mean_by_hand([m.section("model") for m in (own, near)], [10, 30])
     for name, value in expected.items():
         torch.testing.assert_close(mixed[name], value)
@@ -386,7 +386,7 @@ def test_ablations_of_algorithm_2():
 @pytest.mark.parametrize("th_i", [0.0, 0.1, math.inf])
 def test_a_client_without_peers_keeps_its_model(th_i):
     own = publication(OWN, 4)
-    collected, mixed = crossing(UAPDFL(th_i), own, {})
+    collected, mixed = collect_and_mix(UAPDFL(th_i), own, {})
     assert collected == {}
     assert same_bytes(mixed, own.section("model"))
 
@@ -444,7 +444,7 @@ def test_options_reach_the_alignment_term():
 
 
 class Toy(Partition):
-    """Clients 0 and 1 share classes 0 and 1, client 2 has classes 2 and 3; so many samples of a class each."""
+    """Clients 0 and 1 have classes 0 and 1, client 2 has classes 2 and 3, with the same number of samples per class."""
 
     def __init__(self, samples):
         self.samples = samples

@@ -164,7 +164,7 @@ def test_terms_are_notified_of_the_start_of_fits_and_epochs():
 
 
 class Keeper(LossTerm):
-    """Keeps how often its client took part and what the client holds; its loss is the former."""
+    """Keeps the client's number of rounds and its class counts. Its loss is the number of rounds."""
 
     name = "keeper"
 

@@ -1,4 +1,4 @@
-"""A client's weights are copied where somebody could still change or read them, and only there."""
+"""A client's weights are copied only if they can still be changed or read."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,8 @@ from fl_lightning.models import MLP, ResNet8
 
 
 @pytest.fixture(autouse=True)
-def _noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left empty holds numbers that nobody could overlook."""
+def _fill_empty_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill empty copies with NaN, so that a test fails if a value is used."""
 
     def filled(tensor: Tensor) -> Tensor:
         made = empty_copy(tensor)
@@ -33,7 +33,7 @@ def _noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def worker_and_task(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker, Task]:
-    """A worker, and a client's task of round 1."""
+    """Return a worker, and a client's task of round 1."""
     run = experiment(tmp_path, algorithm, **options)
     run._build()
     if not run.algorithm.server:
@@ -42,7 +42,7 @@ def worker_and_task(tmp_path: Any, algorithm: Any = None, **options: Any) -> tup
 
 
 def run_and_get_module(worker: Worker, task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ClientModule]:
-    """What comes of a task, and the module that it was done with."""
+    """Return the result of a task, and the module that was trained."""
     modules: list[ClientModule] = []
     plain = Worker.finish
 
@@ -55,12 +55,12 @@ def run_and_get_module(worker: Worker, task: Task, monkeypatch: pytest.MonkeyPat
 
 
 def shared_with(module: ClientModule, upload: Message) -> int:
-    """How many tensors of an upload are the module's own."""
+    """Return how many tensors of an upload share memory with the module."""
     own = {value.data_ptr() for value in module.state_dict().values()}
     return sum(value.data_ptr() in own for value in upload.tensors.values())
 
 
-# --- Nothing comes out otherwise ---
+# --- Results do not change ---
 
 
 @pytest.mark.parametrize("name", FEW_QUICK)
@@ -72,10 +72,10 @@ def test_results_equal_those_with_all_copies(tmp_path: Any, name: str, monkeypat
         start, result = worker.modules.receive(task).state_dict(), worker.run(task)
         return [start, result.upload.tensors, *(result.memory[key] for key in sorted(result.memory))]
 
-    lean = outcome()
+    without_copies = outcome()
     monkeypatch.setattr(worker.modules, "_overwrites", False)
     monkeypatch.setattr(worker.algorithm, "uploads_by_copying", False)
-    for one, other in zip(lean, outcome(), strict=True):
+    for one, other in zip(without_copies, outcome(), strict=True):
         assert same_bytes(one, other)
 
 
@@ -96,7 +96,7 @@ def test_personal_parts_start_from_the_initial_weights(tmp_path: Any) -> None:
 
 
 class LoadsHalfway(MLP):
-    """Goes half the way from its weights to those that it is to load."""
+    """Loading sets the mean of the current and the loaded weights."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -108,14 +108,14 @@ class LoadsHalfway(MLP):
 
 
 class OverridesLoadOfLayer(nn.Linear):
-    """Loads in a way of its own."""
+    """A layer that overrides how it loads its entries."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
 
 
 class OverridesLoadStateDict(nn.Sequential):
-    """Loads as a whole in a way of its own."""
+    """A module that overrides `load_state_dict`."""
 
     def load_state_dict(self, *args: Any, **options: Any) -> Any:
         return super().load_state_dict(*args, **options)
@@ -153,7 +153,7 @@ def test_modules_with_default_loading(network: Any, plain: bool) -> None:
 
 
 class NotesInitialWeights(FedAvg):
-    """Looks at the weights that were there before."""
+    """Records the weights before the download is loaded."""
 
     def receive(self, module: ClientModule, download: Message, memory: Any) -> None:
         before = next(module.parameters()).clone()
@@ -168,11 +168,11 @@ def test_a_method_that_overrides_receive_gets_the_initial_weights(tmp_path: Any)
 
 
 class ParameterSubclass(nn.Parameter):
-    """A parameter of another kind."""
+    """A subclass of Parameter."""
 
 
 class SpecialEntries(nn.Module):
-    """A frozen parameter, strides of its own, two names for one weight, a buffer, and a parameter of another kind."""
+    """A frozen and transposed parameter with two names, a buffer, and a parameter of a subclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_weights_that_are_evaluated_later_are_copied(tmp_path: Any, wanted: str,
 
 
 class ZeroesUpload(FedAvg):
-    """Writes into what it sends."""
+    """Sets the uploaded tensors to zero in `upload`."""
 
     def upload(self, *args: Any) -> Message:
         message = super().upload(*args)
@@ -231,7 +231,7 @@ class ZeroesUpload(FedAvg):
 
 
 class ZeroesUploadLater(FedAvg):
-    """Writes into what was sent, once it has noted the trained weights."""
+    """Sets the uploaded tensors to zero in `remember`, and keeps the trained weights."""
 
     def remember(self, module: ClientModule, upload: Message) -> Any:
         for value in upload.tensors.values():
@@ -249,7 +249,7 @@ def test_a_method_can_modify_the_uploaded_tensors(tmp_path: Any, method: Any, mo
 
 
 class Echo(SharedKnowledge):
-    """Knowledge of which a client sends back what it was sent."""
+    """Knowledge that a client sends back unchanged."""
 
     name = "echo"
 
@@ -261,7 +261,7 @@ class Echo(SharedKnowledge):
 
 
 class NeedsEcho(LossTerm):
-    """A term that makes it travel, and adds nothing."""
+    """A term that needs this knowledge and adds nothing."""
 
     active = False
 

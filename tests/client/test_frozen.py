@@ -18,7 +18,7 @@ SIZE = 4 * (64 * 12 + 12)
 
 
 class Frozen(Backbone):
-    """The first layer is frozen, as one that was trained before is."""
+    """A network whose first layer is frozen, as if it was pretrained."""
 
     def __init__(self, in_shape, num_classes, frozen=True):
         first = nn.Linear(prod(in_shape), 12)
@@ -90,7 +90,7 @@ def models_of(run):
     return [run.client_module(client).backbone.state_dict() for client in range(6)]
 
 
-# Another share of entries, other masks, other ratios: what is frozen was among what these select from.
+# These methods select entries, masks or ratios among all parameters, so freezing some changes the selection.
 OTHERS = ("APPLE", "CriticalFL", "DisPFL", "IFCA", "PeerCriticalFL")
 NO_WEIGHTS = ("FedDistill", "FedProto", "Local")
 

@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 class PlainClient:
-    """A model and the one optimizer that it has for all of its rounds."""
+    """A model with one optimizer for all rounds."""
 
     def __init__(self, model, optimizer, data, client):
         self.model = copy.deepcopy(model)
@@ -64,7 +64,7 @@ def same_state(one, other):
     return one.keys() == other.keys() and all(same_bytes(one[name], other[name]) for name in one)
 
 
-# --- Kept is one optimizer for all rounds ---
+# --- A kept state equals one optimizer for all rounds ---
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -84,7 +84,7 @@ def test_a_single_client_equals_a_plain_loop_bit_for_bit(tmp_path, name):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_each_participant_continues_with_its_own_optimizer_state(tmp_path, name):
-    """FedAvg by hand: four of six a round, a rate that halves each round, an optimizer a client for the whole run."""
+    """FedAvg by hand: four of six clients per round, a halving learning rate, and one optimizer per client."""
     optimizer, data = OPTIMIZERS[name], digits().build(SEED)
     model = initial_model()
     clients = [PlainClient(model, optimizer, data, client) for client in range(CLIENTS)]
@@ -156,7 +156,7 @@ def test_an_optimizer_without_momentum_keeps_no_state(tmp_path):
 
 @pytest.mark.thorough
 def test_the_option_overrides_the_presets_default(tmp_path):
-    """UA-PDFL's authors keep it; whoever runs the experiment has the last word."""
+    """The reference preset of UA-PDFL keeps the state, unless the option says otherwise."""
     weights = {}
     for preset in ("paper", "reference"):
         for state in (None, "fresh", "kept"):
@@ -179,11 +179,11 @@ def test_the_copy_of_fedsiam_da_has_a_fresh_optimizer():
     assert len(module.configure_optimizers().state) == len(list(backbone.parameters()))
 
 
-# --- Stop, and go on ---
+# --- Interrupted runs ---
 
 
 class Broken(Engine):
-    """An engine that breaks down in a round, after some of its clients have trained."""
+    """An engine that fails in a round after two clients have trained."""
 
     def __init__(self, round):
         self.round = round
@@ -251,7 +251,7 @@ def test_optimizer_tensors_restore_the_state_but_not_the_options(name):
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in a plain number."""
+    """Counts its steps in a Python number."""
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
@@ -267,7 +267,7 @@ def test_optimizer_state_that_is_not_a_tensor_is_refused(tmp_path):
 
 
 def test_a_state_of_none_is_not_kept():
-    """What some versions of torch note for a parameter without momentum."""
+    """Some versions of torch set None for a parameter without momentum."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = OPTIMIZERS["sgd"]([weight])
     optimizer.state[weight]["momentum_buffer"] = None
@@ -275,7 +275,7 @@ def test_a_state_of_none_is_not_kept():
 
 
 def test_a_module_in_a_plain_trainer_continues_from_the_given_state():
-    """Under a plain `Trainer` the module's optimizer starts from what it is given."""
+    """In a plain `Trainer` the module's optimizer starts from the given state."""
     module = ClientModule(torch.nn.Linear(2, 2), optimizer=OPTIMIZERS["sgd"])
     given = {"0/momentum_buffer": torch.full((2, 2), 3.0)}
     module.optimizer_state, module.lr_scale = given, 0.5

@@ -1,4 +1,4 @@
-"""`FromModule` computes what the module computes: trained, exported and refused as such."""
+"""`FromModule` computes, trains and exports the user's module unchanged, or refuses it."""
 
 import copy
 from functools import partial
@@ -46,7 +46,7 @@ class Softmax(Plain):
 
 
 class Skip(Plain):
-    """A connection goes past the head."""
+    """Adds a connection around its head."""
 
     def forward(self, x):
         features = self.features(x)
@@ -54,21 +54,21 @@ class Skip(Plain):
 
 
 class DropsAfter(Plain):
-    """Differs from a plain network in train mode alone."""
+    """Differs from `Plain` only in train mode."""
 
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
 class ClampsAfter(Plain):
-    """Differs from a plain network for large outputs alone."""
+    """Differs from `Plain` only for large outputs."""
 
     def forward(self, x):
         return super().forward(x).clamp(-100, 100)
 
 
 class RectifiesInPlace(Plain):
-    """Writes into its head's output."""
+    """Changes its head's output in place."""
 
     def forward(self, x):
         return super().forward(x).relu_()
@@ -85,7 +85,7 @@ NOT_ENDING_WITH_HEAD = [Softmax, Skip, DropsAfter, ClampsAfter, RectifiesInPlace
 
 
 def wrapped(kind):
-    """The network as a backbone, from a fixed seed."""
+    """Return the network as a backbone, from a fixed seed."""
     torch.manual_seed(0)
     return FromModule((1, 8, 8), 10, f"{__name__}.{kind.__name__}", "fc")
 
@@ -165,7 +165,7 @@ def model(kind):
 
 
 def by_hand(run, kind):
-    """FedAvg of the original module: SGD with momentum in each client, then the mean by samples."""
+    """Return the weights after FedAvg of the original module, in plain PyTorch."""
     worker = run.worker
     seed_everything(run.seed, Stream.INITIAL_WEIGHTS)
     weights = kind().state_dict()
@@ -210,7 +210,7 @@ def test_stacked_clients_equal_sequential_ones(kind, method, tmp_path):
 
 @pytest.mark.thorough
 def test_terms_on_features_train_a_whole_module(tmp_path):
-    """FedUV reads features alone: a module that computes after its head trains with it, as the plain one does."""
+    """FedUV reads only the features, so it also works with a module that computes something after its head."""
     weights = [
         weights_after(tmp_path / str(mu), FedUV(mu=mu), model=model(Softmax), trainer=ONE_EPOCH, rounds=1)
         for mu in (0.0, 5.0)
@@ -229,7 +229,7 @@ def test_compile_refuses_a_whole_module(tmp_path):
 
 @pytest.fixture(scope="module", params=[Plain, Softmax, Skip])
 def trained(request, tmp_path_factory):
-    """A finished run of each network."""
+    """Return a network, the folder of a finished run with it, and the trained module."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param.__name__)
     settings = yaml.safe_load(TINY) | {"algorithm": "FedAvg"}
     init_args = {"module": f"{__name__}.{kind.__name__}", "head": "fc"}
@@ -264,7 +264,7 @@ def test_the_exported_file_gives_the_outputs_of_the_original_module(trained, suf
 
 
 class WithTrainingStep(L.LightningModule):
-    """A network with a training of its own."""
+    """A LightningModule with its own training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class WithTrainingStep(L.LightningModule):
 
 
 class WithoutTrainingStep(L.LightningModule):
-    """A network without."""
+    """A LightningModule without a training step."""
 
     def __init__(self) -> None:
         super().__init__()

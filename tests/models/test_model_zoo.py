@@ -31,7 +31,7 @@ from fl_lightning.models import (
 
 NORMED = [ResNet8, ResNet18, ResNet50, VGG11, ShuffleNetV2, MobileNetV2]
 IMAGE_MODELS = [MLP, CNN, CNN4, LeNet, *NORMED]
-# ResNet-50 is built as ResNet-18 is, and slow to try everything on.
+# ResNet-50 is built like ResNet-18, and slow.
 LIGHT = [model for model in IMAGE_MODELS if model is not ResNet50]
 LIGHT_NORMED = [model for model in NORMED if model is not ResNet50]
 TEXT_MODELS = [FastText, TextCNN, BiLSTM]
@@ -53,7 +53,7 @@ def count(module: nn.Module) -> int:
 
 
 def ids(*lengths: int, padded: int, seed: int = 0) -> torch.Tensor:
-    """Random texts of given lengths in words, filled up with padding."""
+    """Return random texts with the given numbers of words, filled up with padding."""
     generator = torch.Generator().manual_seed(seed)
     batch = torch.full((len(lengths), padded), PADDING)
     for row, length in zip(batch, lengths, strict=True):
@@ -63,7 +63,7 @@ def ids(*lengths: int, padded: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def meta():
-    """Build networks on the meta device, which has no memory: enough to count weights and sizes."""
+    """Build networks on the meta device, without memory, to count weights and sizes."""
     with torch.device("meta"):
         yield
 
@@ -260,7 +260,7 @@ def test_cosine_logits_are_scaled_cosines() -> None:
 
 
 def by_hand(layers: str, weights: dict, x: torch.Tensor) -> torch.Tensor:
-    """Linear layers one after another, a `r` in the string for each that ReLU follows."""
+    """Return the outputs of linear layers. `r` in the string marks a layer that is followed by ReLU."""
     names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     for name, followed_by in zip(names, layers, strict=True):
         x = x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
@@ -358,7 +358,7 @@ def test_padding_is_never_learnt() -> None:
     assert backbone.encoder[0].weight.grad[PADDING].abs().max() == 0
 
 
-# --- What does not fit ---
+# --- Refused inputs ---
 
 
 @pytest.mark.parametrize("model", [CNN, CNN4, LeNet, *NORMED])
@@ -382,11 +382,11 @@ def test_text_models_refuse_images(model: type) -> None:
         model((1, 28, 28), 4)
 
 
-# --- Anybody's module ---
+# --- A user's module ---
 
 
 class UserModule(nn.Module):
-    """A stranger's network with a nested head."""
+    """A user's network with a nested head."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()

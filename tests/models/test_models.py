@@ -80,7 +80,7 @@ def batch_norm(x: Tensor, layer: nn.BatchNorm2d, training: bool) -> Tensor:
 
 
 def resnet8(model: ResNet8, x: Tensor, training: bool) -> Tensor:
-    """Features, written out from He et al.: post-activation blocks, 1x1 convolution where the shape changes."""
+    """Return the features, computed as in He et al.: a 1x1 convolution is the shortcut if the shape changes."""
     convs = iter([module for module in model.modules() if isinstance(module, nn.Conv2d)])
     norms = iter([module for module in model.modules() if isinstance(module, nn.BatchNorm2d)])
 
