@@ -9,7 +9,6 @@ import pytest
 import torch
 from experiments import NormMLP, client_series, digits, experiment, finished, in_float64, same_bytes, weights_after
 from peers import mean_by_hand
-from stacking import compare
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import IFCA, ClusterMeans, FedAvg
@@ -176,12 +175,6 @@ def test_the_received_models_of_all_clients_are_evaluated(tmp_path):
     module = run.client_module(1)
     acc = (module(run.data.data.x_train[test]).argmax(1) == run.data.data.y_train[test]).float().mean()
     assert client_series(tmp_path, 3)["client_1/acc"] == pytest.approx(float(acc))
-
-
-@pytest.mark.thorough
-def test_clients_of_different_clusters_can_be_stacked(tmp_path):
-    run = compare(tmp_path, IFCA(clusters=3), model=NormMLP, scenario=digits(8, alpha=0.1), seed=3)
-    assert len({int(run.client_module(client).notes["choice"]["cluster"]) for client in range(8)}) > 1
 
 
 def test_a_shared_layer_that_does_not_exist_is_refused(tmp_path):

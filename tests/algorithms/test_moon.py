@@ -20,7 +20,6 @@ from experiments import (
 )
 from peers import mean_by_hand
 from servers import watched
-from stacking import compare
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import MOON, ModelContrast
@@ -153,9 +152,3 @@ def test_a_client_keeps_its_last_encoders_in_order(tmp_path):
         found = [dict(encoder.state_dict()) for encoder in term._previous]
         wanted = [{k[8:]: v for k, v in own.items()} for own in theirs]
         assert all(same_bytes(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-@pytest.mark.thorough
-def test_stacked_clients_use_their_own_earlier_encoders(tmp_path):
-    run = compare(tmp_path, MOON(history=2), model=NormMLP)
-    assert 0 < len(run.memory) < 6  # of the second round's clients some had a last model, some had none

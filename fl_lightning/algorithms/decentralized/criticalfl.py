@@ -22,7 +22,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     EntryMean,
     MeasuredModule,
     check_shares,
-    flat,
+    flatten_entries,
     largest_changes,
     mask_entries,
 )
@@ -116,7 +116,7 @@ class PeerCriticalFL(PeerAlgorithm):
             model = message.section("model")
             names = parameter_names(model)
             before = {name: module.received[name].to(model[name]) for name in names}
-            changed = largest_changes(flat(model, names) - flat(before, names), self.keep)
+            changed = largest_changes(flatten_entries(model, names) - flatten_entries(before, names), self.keep)
             message = message.plus({CHANGED: {"entries": pack_mask(changed)}})
         norms = [module.gradient_norm, *module.notes[PEER_NORMS]["norms"].tolist()]
         detector = self.periods.update(module.notes[DETECTOR], sum(norms) / len(norms), len(norms) - 1)

@@ -222,7 +222,7 @@ class DisPFL(PeerAlgorithm):
             "masks": {name: pack_mask(mask) for name, mask in masks.items()},
         }
         module.next_masks = self.search_mask(module, batches)
-        return Message(message.without("model").tensors | Message.pack(sections).tensors, message.numbers)
+        return message.without("model").plus(sections)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the publication and the mask of the next round."""

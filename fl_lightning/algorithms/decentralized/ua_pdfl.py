@@ -115,7 +115,7 @@ class UnitRepresentation(SharedKnowledge):
 
 
 def alignment_loss(features: Tensor, average: Tensor) -> Tensor:
-    """Return Eq. 12's `||I^Aux_i - I^Aux_avg||_2²` of features `(d,)` and an average `(d,)`."""
+    """Return the squared distance `||I^Aux_i - I^Aux_avg||_2²` (Eq. 12) of features `(d,)` to an average `(d,)`."""
     return (features - average).square().sum()
 
 
@@ -272,4 +272,4 @@ def model_part(model: Tensors, head: bool) -> Tensors:
 def without_head(message: Message) -> Message:
     """Return a publication without its classifier `h`."""
     kept = model_part(message.section("model"), head=False)
-    return Message(message.without("model").tensors | {f"model/{name}": v for name, v in kept.items()}, message.numbers)
+    return message.without("model").plus({"model": kept})

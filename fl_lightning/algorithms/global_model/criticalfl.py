@@ -123,7 +123,7 @@ def largest_changes(changes: Tensor, keep: float) -> Tensor:
     return sizes >= float(np.quantile(sizes.numpy(), 1 - keep))
 
 
-def flat(model: Tensors, names: Iterable[str]) -> Tensor:
+def flatten_entries(model: Tensors, names: Iterable[str]) -> Tensor:
     """Return the named entries of a model as one vector, `(P,)`."""
     return torch.cat([model[name].flatten() for name in names])
 
@@ -137,7 +137,7 @@ def mask_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
         chosen: The mask of the entries to keep, `(P,)` bool.
     """
     whole = {name: value for name, value in model.items() if name not in names}
-    return whole | {MASK: pack_mask(chosen), VALUES: flat(model, names)[chosen]}
+    return whole | {MASK: pack_mask(chosen), VALUES: flatten_entries(model, names)[chosen]}
 
 
 class EntryMean(Aggregator):
@@ -168,7 +168,7 @@ class EntryMean(Aggregator):
         if sums is None:
             return {"model": model}
         names = [name for name in before["model"] if name not in model]
-        old = flat(before["model"], names).double()
+        old = flatten_entries(before["model"], names).double()
         total, weight = sums[:, : len(old)]
         new = torch.where(weight > 0, total / weight, old).split([before["model"][name].numel() for name in names])
         for name, values in zip(names, new, strict=True):
@@ -286,9 +286,9 @@ class CriticalFL(Algorithm):
             return Message(message.tensors, numbers)
         model, buffers = message.section("model"), buffer_names(module.backbone)
         names = [name for name in model if name not in buffers]
-        chosen = largest_changes(flat(model, names) - flat(module.received, names), self.keep)
-        sent = Message.pack({"model": mask_entries(model, names, chosen)})
-        return Message(message.without("model").tensors | sent.tensors, numbers)
+        chosen = largest_changes(flatten_entries(model, names) - flatten_entries(module.received, names), self.keep)
+        masked = message.without("model").plus({"model": mask_entries(model, names, chosen)})
+        return Message(masked.tensors, numbers)
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Return the mean of the uploads, and the detector updated with the gradient norms."""

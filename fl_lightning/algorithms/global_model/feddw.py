@@ -49,7 +49,7 @@ def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor:
-    """Return Eq. 7's `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` over this round's participants.
+    """Return the merged matrix `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` over this round's participants (Eq. 7).
 
     Args:
         local: `(K, C, C)` SL matrices.
@@ -111,7 +111,7 @@ class SoftLabels(SharedKnowledge):
 
 
 def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
-    """Return Eq. 11's `1/C² · ||Ω - softmax(ω ωᵀ)||_F²`, softmax by rows.
+    """Return the regulariser `1/C² · ||Ω - softmax(ω ωᵀ)||_F²` (Eq. 11), with softmax by rows.
 
     Args:
         soft_labels: `Ω`, `(C, C)`; rows sum to 1.

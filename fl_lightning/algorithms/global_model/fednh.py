@@ -160,7 +160,7 @@ class FedNH(Algorithm):
         own = to_cpu({PROTOTYPES: {"values": class_prototypes(sums, counts), "counts": counts}})
         message = super().upload(module, batches, n_samples, num_classes)
         sent = {key: value for key, value in message.tensors.items() if key != f"model/{name}.weight"}
-        return Message(sent | Message.pack(own).tensors, message.numbers)
+        return Message(sent, message.numbers).plus(own)
 
 
 def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]:

@@ -47,7 +47,7 @@ class Proximal(LossTerm):
         self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts]
 
     def forward(self, step: Step) -> Tensor:
-        """Return the proximal term at the present weights, or zero outside a fit."""
+        """Return the proximal term at the current weights, or zero outside a fit."""
         if not self._anchors or step.backbone is None:
             return step.logits.new_zeros(())
         return self.mu / 2 * proximal_distance(list(step.backbone.parameters()), self._anchors)

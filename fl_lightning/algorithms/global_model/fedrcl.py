@@ -24,7 +24,7 @@ HARDEST = 2
 
 
 def similarities(features: Tensor) -> Tensor:
-    """Return `s_ij`, the cosines between the features of a batch, `(B, B)`.
+    """Return the cosines `s_ij` between the features of a batch, `(B, B)`.
 
     Args:
         features: `(B, d)`, or feature maps `(B, d, ...)`, which are averaged over their positions.

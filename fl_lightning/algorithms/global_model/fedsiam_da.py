@@ -44,7 +44,9 @@ def negative_similarity(one: Tensor, other: Tensor) -> Tensor:
 
 
 def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
-    """Return Eq. 6's `½ D-(p, sg(z))`. Eq. 7 is its sum for the global model and for the client's model.
+    """Return one half of the siamese loss, `½ D-(p, sg(z))` (Eq. 6).
+
+    Eq. 7 is the sum of both halves, for the global model and for the client's model.
 
     Args:
         prediction: `p` of the model in training, `(B, d)`.

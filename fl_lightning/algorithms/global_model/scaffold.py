@@ -187,26 +187,26 @@ class SCAFFOLD(Algorithm):
         super().__init__([ControlVariates(), *(loss_terms or [])], server, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights and a `c` of zeros."""
+        """Return the initial weights, and a server's control variate `c` of zeros."""
         zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable_parameters(backbone)}
         return super().initial_state(backbone, num_classes, clients, rng) | {CONTROL: zeros}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the weights and `c`."""
+        """Return the weights and the server's control variate `c`."""
         return super().download(state, client, rng).plus({CONTROL: state[CONTROL]})
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the weights and `c`."""
+        """Load the weights and the server's control variate `c`."""
         super().receive(module, download, memory)
         control_term(module).load(download.section(CONTROL))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights and `Δc`."""
+        """Return the weights and the change `Δc` of the client's control variate."""
         _, change = control_term(module).controls(module)
         return super().upload(module, batches, n_samples, num_classes).plus(to_cpu({CONTROL: change}))
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the next weights, and the next `c` from the uploaded `Δc`."""
+        """Return the next weights, and the server's next control variate `c` from the uploaded `Δc`."""
         changes = RunningMean()
 
         def record_changes() -> Iterator[Upload]:

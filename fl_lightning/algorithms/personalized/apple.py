@@ -226,9 +226,9 @@ class APPLE(Algorithm):
         """Return the other clients' cores, the initial ratios and the shared knowledge."""
         others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
         cores = bundle({j: tensors_to_message(state[section(j)]) for j in others})
-        first = Message.pack({RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}})
-        known = super().download(state, client, rng).without("model")
-        return Message(known.tensors | first.tensors | cores.tensors, cores.numbers)
+        first = {RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}}
+        known = super().download(state, client, rng).without("model").plus(first)
+        return Message(known.tensors | cores.tensors, cores.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the client's core and ratios, and the mixture."""
@@ -249,8 +249,7 @@ class APPLE(Algorithm):
         """Return the core, not the mixture."""
         assert isinstance(module, MixedModule)
         core = to_cpu({"model": dict(zip(mixed_parameters(module.backbone), module.core, strict=True))})
-        message = super().upload(module, batches, n_samples, num_classes).without("model")
-        return Message(message.tensors | Message.pack(core).tensors, message.numbers)
+        return super().upload(module, batches, n_samples, num_classes).without("model").plus(core)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the core, which the server sends to others, and the ratios, which stay private."""

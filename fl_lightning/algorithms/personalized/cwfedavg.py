@@ -1,4 +1,4 @@
-"""cwFedAVG: a global model for each class. Every client starts from its own mixture of them. Also WDR.
+"""cwFedAVG: one global model for each class, and a mixture of them for each client. Also the regularizer WDR.
 
 Lee, Choi: "Regularizing and Aggregating Clients with Class Distribution for Personalized Federated Learning", 2024.
 Sections, equations and tables below are the paper's.
@@ -34,7 +34,7 @@ BLOCK_BYTES = 64 << 20
 
 
 def class_shares(counts: Tensor) -> Tensor:
-    """Return `p_i`, the share of each class in a client's data, `(C,)`, from its class counts."""
+    """Return the class shares `p_i` of a client's data, `(C,)`, from its class counts."""
     counts = counts.float()
     return counts / counts.sum().clamp(min=1)
 

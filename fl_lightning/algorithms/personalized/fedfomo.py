@@ -76,7 +76,7 @@ def choose_models(
 
 
 class Affinities(Aggregator):
-    """Add the clients' model weights to the affinity matrix, and record which clients have a model."""
+    """Add the models' benefits to the affinity matrix, and record which clients have a model."""
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
         """Return the benefits that each client computed for the models it received."""
@@ -151,7 +151,7 @@ class FedFomo(Algorithm):
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the client's own last model, and keep the received models."""
         own = tensors_to_message(memory.get(UPLOADED, {})).section("model")
-        super().receive(module, Message(download.tensors | Message.pack({"model": own}).tensors), memory)
+        super().receive(module, download.plus({"model": own}), memory)
         module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copy_model(module)}
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
@@ -168,7 +168,7 @@ class FedFomo(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained model, and the benefits of the received models."""
         message = super().upload(module, batches, n_samples, num_classes)
-        return Message(message.tensors | Message.pack({AFFINITY: module.notes[AFFINITY]}).tensors, message.numbers)
+        return message.plus({AFFINITY: module.notes[AFFINITY]})
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the trained model, which the server sends to others, and its start."""
