@@ -130,6 +130,7 @@ def test_the_loss_scale_of_half_precision_does_not_change_the_updates(batches):
 # --- The spec's two facts ---
 
 
+@pytest.mark.thorough
 def test_constant_ratios_of_the_own_core_are_local_training_bit_for_bit(tmp_path):
     own, alone = (
         experiment(tmp_path / type(method).__name__, method, model=NormMLP, rounds=2, **RECEIVED)
@@ -149,6 +150,7 @@ def test_constant_ratios_of_the_own_core_are_local_training_bit_for_bit(tmp_path
         assert one["client/acc_mean"] == other["client/acc_mean"]
 
 
+@pytest.mark.thorough
 @in_float64
 def test_constant_equal_ratios_are_fedavg_with_an_nth_of_the_learning_rate(tmp_path):
     """One full-batch step of all clients per round, without momentum, and FedAvg's unweighted mean."""

@@ -37,7 +37,15 @@ def variables(run) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
+def cases():
+    """Return every method. Those that send whole models like FedAvg are in the thorough tier."""
+    for name, kind in CLASSES.items():
+        is_like_fedavg = "down `model`, up `model + 8`" in (getattr(kind, "func", kind).__doc__ or "")
+        if name != "Algorithm":
+            yield pytest.param(name, marks=pytest.mark.thorough if is_like_fedavg and name != "FedAvg" else ())
+
+
+@pytest.mark.parametrize("name", list(cases()))
 def test_bytes_of_a_round_are_those_of_the_docstring(tmp_path, name):
     method, options = METHODS[name]
     algorithm = method()

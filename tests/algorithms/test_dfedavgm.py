@@ -63,6 +63,7 @@ def test_mixing_applies_the_matrix_and_preserves_the_mean(tmp_path, graph):
         torch.testing.assert_close(run.state["model"][name].double(), mean, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.thorough
 @in_float64
 def test_in_a_complete_graph_it_is_fedavg_with_uniform_weights(tmp_path):
     options = {"optimizer": PLAIN, "rounds": 2, **ALL}

@@ -186,6 +186,7 @@ def test_a_round_equals_the_algorithm_by_hand(tmp_path, regrow):
         assert not torch.equal(next_masks_of(run, 0)["encoder.1.weight"], masks[0]["encoder.1.weight"])
 
 
+@pytest.mark.thorough
 @in_float64
 def test_with_full_masks_it_is_gossip_averaging(tmp_path):
     options = {"model": NormMLP, "rounds": 2}

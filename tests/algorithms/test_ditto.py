@@ -41,6 +41,7 @@ def test_the_shared_model_equals_fedavg_for_every_lambda(tmp_path, lam, buffers)
             assert mine[name] == theirs[name]
 
 
+@pytest.mark.thorough
 def test_with_lambda_zero_personalised_models_are_those_of_local(tmp_path):
     one = finished(tmp_path / "ditto", Ditto(0.0), evaluation=RECEIVED, **ALL)
     other = finished(tmp_path / "local", Local(), evaluation=RECEIVED, **ALL)

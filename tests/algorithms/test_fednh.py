@@ -128,6 +128,7 @@ def test_an_upload_contains_the_clients_prototypes_and_not_the_received_ones(map
 # --- The method ---
 
 
+@pytest.mark.thorough
 def test_with_rho_one_it_is_fedavg_with_a_fixed_layer_bit_for_bit(tmp_path):
     class UnderPrototypes(FedAvg):
         def client_module(self, backbone, optimizer=None, lr_scheduler=None):

@@ -55,7 +55,7 @@ def test_a_change_of_zero_leaves_the_model_without_nan(rule):
     assert list(after["second_moment"]) == ["w"]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", METHODS)
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_a_huge_tau_is_fedavg(tmp_path, rule, weighting):

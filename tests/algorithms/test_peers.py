@@ -160,6 +160,7 @@ def test_two_rounds_equal_a_hand_written_loop(tmp_path):
         torch.testing.assert_close(run.state["model"][name], value, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.thorough
 @in_float64
 def test_collecting_from_all_peers_equals_fedavg(tmp_path):
     peers, server = (

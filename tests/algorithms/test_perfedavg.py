@@ -224,7 +224,7 @@ def test_autocasts_cache_holds_no_old_weights():
 # --- The method ---
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLPWithoutDropout])
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_alpha_zero_it_is_fedavg_on_the_second_parts(tmp_path, order, model):

@@ -118,6 +118,7 @@ def test_weights_are_averaged_over_uploads_and_controls_over_all_clients(arrived
 # --- Identities ---
 
 
+@pytest.mark.thorough
 def test_one_step_of_all_clients_is_fedavg_in_every_round(tmp_path):
     trainer = {"accelerator": "cpu", "precision": "64-true", "max_steps": 1}
     options = PLAIN | {"rounds": 4, "clients_per_round": None, "trainer": trainer}

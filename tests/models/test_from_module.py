@@ -239,7 +239,7 @@ def trained(request, tmp_path_factory):
     return kind, folder / "run", opened.worker.modules.build_shared(opened.state["model"]).eval()
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".ts", ".onnx"])
 def test_the_exported_file_gives_the_outputs_of_the_original_module(trained, suffix, tmp_path):
     kind, folder, module = trained
