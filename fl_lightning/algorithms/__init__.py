@@ -1,7 +1,7 @@
-"""Federated methods: one file for each, in a folder for its family. `base` holds what they share.
+"""Federated methods: one file per method, one folder per family.
 
-Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge` and `Graph` in a file of this folder is exported: a new
-method needs a new file and nothing here.
+Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge` and `Graph` in a file of this folder is exported. A new
+method needs no change here.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fl_lightning.core.public_names import public_classes
 from fl_lightning.core.state_dicts import State as State
 
-if TYPE_CHECKING:  # for editors; one that is not listed is `Any` to a type checker
+if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not listed here is `Any`
     from fl_lightning.algorithms.aggregators import (
         Aggregator as Aggregator,
         ServerStep as ServerStep,
@@ -115,5 +115,5 @@ for _name, _module in public_classes().items():
 
 
 def __getattr__(name: str) -> Any:
-    """Refuse a name that no file defines."""
+    """Raise an AttributeError for a name that no file defines."""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Backbones: an `encoder` that gives features and a `head` that gives logits, one family a file."""
+"""Backbones: networks with an `encoder` for the features and a `head` for the logits. One file per family."""
 
 from fl_lightning.models.base import Backbone, ModelFactory, classification_layer, frozen_encoder, with_encoder
 from fl_lightning.models.cnn import CNN, CNN4, LeNet

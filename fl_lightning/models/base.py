@@ -14,10 +14,10 @@ from fl_lightning.core.message import Tensors
 
 
 class Backbone(nn.Module):
-    """A network in two parts, logits = head(encoder(x)).
+    """A network in two parts: `logits = head(encoder(x))`.
 
-    The encoder is all convolutional (or recurrent) layers and whatever maps their output to features; the head is the
-    rest. Methods that share one part and keep the other (FedPer, FedRep, FedBABU, UA-PDFL) cut here.
+    The encoder contains all convolutional (or recurrent) layers and what maps their output to features. The head is
+    the rest. Methods that share one part and keep the other (FedPer, FedRep, FedBABU, UA-PDFL) cut here.
 
     Args:
         encoder: Maps a batch of inputs to features `(B, feature_dim)`.
@@ -37,11 +37,11 @@ class Backbone(nn.Module):
 
     @property
     def classifier(self) -> nn.Module:
-        """The classification layer: the head or its last layer. Its `weight` is `(C, ...)`."""
+        """The classification layer: the head or its last layer, with a `weight` `(C, ...)`."""
         return self.head[-1] if isinstance(self.head, nn.Sequential) else self.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(B, C)` of a batch of inputs."""
+        """Return the logits `(B, C)` of a batch of inputs."""
         return self.features_and_logits(x)[1]
 
     def features_and_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
 
 
 def with_features(module: nn.Module | None) -> Backbone:
-    """Return the module if it is a `Backbone`.
+    """Return the module, which has to be a `Backbone`.
 
     Raises:
         ConfigError: It is not a backbone.
@@ -117,18 +117,18 @@ def with_features(module: nn.Module | None) -> Backbone:
 
 
 def with_encoder(module: nn.Module | None) -> Backbone:
-    """Return the module if it is a `Backbone` with a separate encoder and head.
+    """Return the module, which has to be a `Backbone` with a separate encoder and head.
 
     Raises:
         ConfigError: It is not a backbone, or its encoder and head cannot be called separately.
     """
     backbone = with_features(module)
-    _ = backbone.encoder  # `FromModule` refuses where it cannot be taken apart
+    _ = backbone.encoder  # a `FromModule` that is kept whole raises here
     return backbone
 
 
 def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Module:
-    """Return a copy of a model's encoder in eval mode and without gradients, as a reference for contrastive losses.
+    """Return a copy of a model's encoder in eval mode, without gradients. Contrastive losses compare with it.
 
     Args:
         module: The model, a `Backbone`. It is not changed.

@@ -23,7 +23,7 @@ class CNN(Backbone):
         head: What comes after the features.
 
     Raises:
-        ValueError: The input is no image or smaller than 4x4.
+        ValueError: The input is not an image, or is smaller than 4x4.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CNN(Backbone):
 
 
 class CNN4(Backbone):
-    """The 4-layer CNN of cwFedAvg and UA-PDFL: two unpadded 5x5 convolutions (32, 64), then 512 units in the head.
+    """The 4-layer CNN of cwFedAVG and UA-PDFL: two unpadded 5x5 convolutions (32, 64), then 512 units in the head.
 
     Each convolution is followed by ReLU and 2x2 max pooling. The encoder ends with the convolutions, so that both
     fully connected layers are the classifier `h` that UA-PDFL keeps personal. 582,026 parameters for 28x28 grey
@@ -58,7 +58,7 @@ class CNN4(Backbone):
         head: What comes after the features.
 
     Raises:
-        ValueError: The input is no image or smaller than 16x16.
+        ValueError: The input is not an image, or is smaller than 16x16.
     """
 
     def __init__(self, in_shape: tuple[int, ...], num_classes: int, head: Head = Head(hidden=(512,))) -> None:
@@ -68,7 +68,7 @@ class CNN4(Backbone):
 class LeNet(Backbone):
     """FedDW's LeNet-like CNN: two 5x5 convolutions, mapping layers of 256 and 128, a bias-free classification layer.
 
-    No ReLU stands between the mapping layers and the classification layer. FedDW uses it without pooling for MNIST
+    There is no ReLU between the mapping layers and the classification layer. FedDW uses it without pooling for MNIST
     and with 2x2 max pooling for CIFAR-10. Its published code for MNIST has 10 and 20 channels, and dropout 0.5, which
     this network does not have.
 
@@ -80,7 +80,7 @@ class LeNet(Backbone):
         head: What comes after the features.
 
     Raises:
-        ValueError: The input is no image or too small.
+        ValueError: The input is not an image, or is too small.
     """
 
     def __init__(

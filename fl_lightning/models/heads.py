@@ -1,4 +1,4 @@
-"""Layers after the convolutions, for every model: projections, mapping layers and classification layers."""
+"""Layers after the convolutions of every model: projections, mapping layers and classification layers."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class Head:
             projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, self.projection))
             encoder, width = nn.Sequential(encoder, projector), self.projection
         predictor = prediction_mlp(width, self.prediction) if self.prediction else None
-        return Parts(encoder, self._head(width, num_classes), width, predictor)
+        return Parts(encoder, self._build_head(width, num_classes), width, predictor)
 
-    def _head(self, width: int, num_classes: int) -> nn.Module:
+    def _build_head(self, width: int, num_classes: int) -> nn.Module:
         layers: list[nn.Module] = []
         for size in (*self.hidden, *self.mapping):
             layers += [nn.Linear(width, size), nn.ReLU()]
@@ -113,7 +113,7 @@ class CosineLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights as `nn.Linear` does."""
+        """Draw new weights from the distribution that `nn.Linear` uses."""
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class CosineLinear(nn.Module):
 
 
 def prediction_mlp(width: int, hidden: int) -> nn.Sequential:
-    """FedSiam-DA's predictor `h`: BatchNorm and ReLU on the hidden layer, neither on the output."""
+    """Return FedSiam-DA's predictor `h`: BatchNorm and ReLU on the hidden layer, none on the output."""
     return nn.Sequential(
         nn.Linear(width, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, width)
     )

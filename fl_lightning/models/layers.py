@@ -13,10 +13,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def image_shape(in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
-    """Check that an input shape is that of an image `(channels, height, width)`, large enough for a network.
+    """Return the channels, height and width of an image that is large enough for a network.
 
     Raises:
-        ValueError: It is not. The message says what the network needs.
+        ValueError: The shape is not that of an image, or is too small.
     """
     if len(in_shape) != 3 or min(in_shape[1:]) < smallest:
         raise ValueError(
@@ -30,21 +30,22 @@ class GlobalAveragePool(nn.Module):
     """Average `(B, d, h, w)` to `(B, d)`. Unlike adaptive pooling, this is deterministic on CUDA."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mean over height and width."""
+        """Return the mean over height and width."""
         return cast(Tensor, torch.mean(x, dim=(2, 3)))
 
 
 def with_norm(module: Module, norm: Norm) -> Module:
-    """Replace every BatchNorm2d by GroupNorm, which has no statistics to average, if `norm` is `group`.
+    """Return the module, with every BatchNorm2d replaced by GroupNorm if `norm` is `group`.
 
-    It has 32 groups (Wu and He 2018), or the greatest common divisor of 32 and the number of channels.
+    GroupNorm has no statistics to average. It has 32 groups (Wu and He 2018), or the greatest common divisor of 32 and
+    the number of channels.
     """
     if norm == "group":
         for parent in list(module.modules()):
             for name, child in parent.named_children():
                 if isinstance(child, nn.BatchNorm2d):
-                    groups = gcd(32, child.num_features)
-                    setattr(parent, name, nn.GroupNorm(groups, child.num_features))
+                    channels = child.num_features
+                    setattr(parent, name, nn.GroupNorm(gcd(32, channels), channels))
     return module
 
 

@@ -20,7 +20,7 @@ class MLP(Backbone):
         head: What comes after the features.
 
     Raises:
-        ValueError: `hidden` is empty or holds a width below 1.
+        ValueError: `hidden` is empty or contains a width below 1.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class ShuffleNetV2(Backbone):
         head: What comes after the features.
 
     Raises:
-        ValueError: The input is no image or smaller than 8x8.
+        ValueError: The input is not an image, or is smaller than 8x8.
     """
 
     def __init__(self, in_shape: tuple[int, ...], num_classes: int, norm: Norm = "batch", head: Head = Head()) -> None:
@@ -46,7 +46,7 @@ class MobileNetV2(Backbone):
         head: What comes after the features.
 
     Raises:
-        ValueError: The input is no image or smaller than 8x8.
+        ValueError: The input is not an image, or is smaller than 8x8.
     """
 
     # Expansion, channels, blocks and stride of each stage: Table 2 of the paper, less the second stage's stride.

@@ -25,19 +25,31 @@ class ResNet8(Backbone):
         head: What comes after the features.
 
     Raises:
-        ValueError: The input is no image or smaller than 4x4.
+        ValueError: The input is not an image, or is smaller than 4x4.
     """
 
     def __init__(self, in_shape: tuple[int, ...], num_classes: int, norm: Norm = "batch", head: Head = Head()) -> None:
         channels, _, _ = image_shape(in_shape, smallest=4)
         stem = [nn.Conv2d(channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-        stages = [_stage(64, 64, 1), _stage(64, 128, 2), _stage(128, 256, 2)]
+        stages = [basic_block(64, 64, 1), basic_block(64, 128, 2), basic_block(128, 256, 2)]
         encoder = with_norm(nn.Sequential(*stem, *stages, GlobalAveragePool()), norm)
         super().__init__(*head.attach(encoder, 256, num_classes))
         initialise_convolutions(self)
 
 
-class _SmallImageResNet(Backbone):
+class SmallImageResNet(Backbone):
+    """A torchvision ResNet with the stem for small images: one 3x3 convolution, no pooling.
+
+    Args:
+        in_shape: `(channels, height, width)`, height and width at least 8.
+        num_classes: Number of classes, `C`.
+        norm: `batch` or `group`.
+        head: What comes after the features.
+
+    Raises:
+        ValueError: The input is not an image, or is smaller than 8x8.
+    """
+
     build: Callable[..., ResNet]
     width: int
 
@@ -50,45 +62,28 @@ class _SmallImageResNet(Backbone):
         super().__init__(*head.attach(with_norm(encoder, norm), self.width, num_classes))
 
 
-class ResNet18(_SmallImageResNet):
+class ResNet18(SmallImageResNet):
     """torchvision's ResNet-18 with the stem for small images: one 3x3 convolution, no pooling.
 
     11,173,962 parameters for colour images and 10 classes.
-
-    Args:
-        in_shape: `(channels, height, width)`, height and width at least 8.
-        num_classes: Number of classes, `C`.
-        norm: `batch` or `group`.
-        head: What comes after the features.
-
-    Raises:
-        ValueError: The input is no image or smaller than 8x8.
     """
 
     build = staticmethod(resnet18)
     width = 512
 
 
-class ResNet50(_SmallImageResNet):
+class ResNet50(SmallImageResNet):
     """torchvision's ResNet-50 with the stem for small images: one 3x3 convolution, no pooling.
 
     23,520,842 parameters for colour images and 10 classes.
-
-    Args:
-        in_shape: `(channels, height, width)`, height and width at least 8.
-        num_classes: Number of classes, `C`.
-        norm: `batch` or `group`.
-        head: What comes after the features.
-
-    Raises:
-        ValueError: The input is no image or smaller than 8x8.
     """
 
     build = staticmethod(resnet50)
     width = 2048
 
 
-def _stage(channels: int, width: int, stride: int) -> BasicBlock:
+def basic_block(channels: int, width: int, stride: int) -> BasicBlock:
+    """Return a residual block of two 3x3 convolutions. A 1x1 convolution is the shortcut if the shape changes."""
     shortcut = None
     if stride != 1 or channels != width:
         shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))

@@ -27,7 +27,7 @@ class FastText(Backbone):
 
     Raises:
         ConfigError: A number is out of its range.
-        ValueError: The input is no text.
+        ValueError: The input is not a text.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TextCNN(Backbone):
 
     Raises:
         ConfigError: A number is out of its range.
-        ValueError: The input is no text.
+        ValueError: The input is not a text.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class BiLSTM(Backbone):
 
     Raises:
         ConfigError: A number is out of its range.
-        ValueError: The input is no text.
+        ValueError: The input is not a text.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class WordVectors(nn.Embedding):
 
     Args:
         in_shape: `(length,)`.
-        vocab_size: Number of vectors, padding's zero vector among them.
+        vocab_size: Number of vectors, including the zero vector of padding.
         embedding_dim: Size of a vector.
 
     Raises:
         ConfigError: A number is out of its range.
-        ValueError: `in_shape` is not that of token ids.
+        ValueError: `in_shape` is not the shape of token ids.
     """
 
     def __init__(self, in_shape: tuple[int, ...], vocab_size: int, embedding_dim: int) -> None:
@@ -143,7 +143,7 @@ class WordVectors(nn.Embedding):
         super().__init__(vocab_size, embedding_dim, padding_idx=PADDING)
 
     def forward(self, ids: Tensor) -> Words:  # type: ignore[override]
-        """Look up the vectors."""
+        """Return the vectors of the words, and which words are real."""
         known = torch.where(ids < self.num_embeddings, ids, UNKNOWN)
         return Words(super().forward(known), ids != PADDING)
 
@@ -152,13 +152,13 @@ class MeanOverWords(nn.Module):
     """Average the vectors of `Words` to `(B, d)`, zero for a text without words."""
 
     def forward(self, words: Words) -> Tensor:
-        """Average over the real words."""
+        """Return the mean over the real words."""
         vectors, real = words
         return vectors.sum(dim=1) / real.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 class WordConvolutions(nn.Module):
-    """Return the largest response of each convolution over `Words`, `(B, 3 · channels)`. Windows may pass the end.
+    """Return the largest response of each convolution over `Words`, `(B, 3 · channels)`. Windows can exceed the text.
 
     Args:
         embedding_dim: Size of a word's vector.
@@ -172,24 +172,24 @@ class WordConvolutions(nn.Module):
         self.convolutions = nn.ModuleList(nn.Conv1d(embedding_dim, channels, size) for size in self.windows)
 
     def forward(self, words: Words) -> Tensor:
-        """Convolve, and take the maximum over the windows that start at a real word."""
+        """Return the maxima over the windows that start at a real word."""
         vectors, real = words
         maxima = []
         for size, convolution in zip(self.windows, self.convolutions, strict=True):
             responses = F.relu(convolution(F.pad(vectors.transpose(1, 2), (0, size - 1))))
-            # After ReLU zero is the least there is, so a window masked to zero never wins over another.
+            # After ReLU no response is below zero, so a window masked to zero is never the only maximum.
             maxima.append((responses * real[:, None]).amax(dim=2))
         return torch.cat(maxima, dim=1)
 
 
 class TwoWayLSTM(nn.LSTM):
-    """Read `Words` in both directions, each from a real word, and return `Words` of size twice `hidden`."""
+    """Run an LSTM over `Words` in both directions, without padding. Return `Words` of size `2 · hidden`."""
 
     def __init__(self, embedding_dim: int, hidden: int) -> None:
         super().__init__(embedding_dim, hidden, batch_first=True, bidirectional=True)
 
     def forward(self, words: Words) -> Words:  # type: ignore[override]
-        """Run over the real words only."""
+        """Run the LSTM over the real words only."""
         vectors, real = words
         lengths = real.sum(dim=1).clamp(min=1).cpu()  # an empty text is read as one word of padding
         packed = pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)

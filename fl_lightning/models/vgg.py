@@ -23,7 +23,7 @@ class VGG11(Backbone):
         head: What comes after the features.
 
     Raises:
-        ValueError: The input is no image or smaller than 32x32.
+        ValueError: The input is not an image, or is smaller than 32x32.
     """
 
     def __init__(self, in_shape: tuple[int, ...], num_classes: int, norm: Norm = "batch", head: Head = Head()) -> None:

@@ -15,11 +15,11 @@ from fl_lightning.core.trusted_imports import find_object, require_trust
 from fl_lightning.models.base import Backbone, tapped
 
 WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}
-"""Arguments of torchvision's builders that download files."""
+"""Arguments of torchvision's functions that download weights."""
 
 
 class FromModule(Backbone):
-    """Your own `nn.Module` as a model. You name the layer that is its head; everything before it is the encoder.
+    """Your own `nn.Module` as a model. You name its head; everything before the head is the encoder.
 
     The module's own `forward` is computed. If it ends with the head, the encoder and the head can be used separately.
     If it computes anything after or around the head (a `log_softmax`, a skip connection), the module is kept whole:
@@ -70,7 +70,7 @@ class FromModule(Backbone):
         self.path, self.cut = module, head
 
     def __getattr__(self, name: str) -> Any:
-        """Raise a clear error for `encoder` and `head` of a module that is kept whole."""
+        """Raise a clear error if `encoder` or `head` of a module that is kept whole is read."""
         if name in ("encoder", "head") and name not in self._modules:
             raise ConfigError(
                 f"model.head: {self.path} computes something after or around {self.cut!r}, so its encoder and head "
@@ -87,11 +87,11 @@ class FromModule(Backbone):
         return taps[self.cut], logits
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the module's own `forward` computes, logits `(B, C)`."""
+        """Return the logits `(B, C)` that the module's own `forward` computes."""
         return cast(Tensor, self.module(x)) if "module" in self._modules else super().forward(x)
 
     def original(self) -> nn.Module:
-        """Return the module as `module` builds it, with the present weights under its own names."""
+        """Return the user's module with the current weights under their original names."""
         if "module" in self._modules:
             return self.module
         encoder, head = copy.deepcopy((self.encoder, self.head))
@@ -105,14 +105,14 @@ def original_of(backbone: nn.Module) -> nn.Module:
 
 
 def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str) -> bool:
-    """Return whether a module's `forward` returns one layer's output unchanged, so that it can be cut there.
+    """Return whether a module's `forward` returns the output of its head unchanged, so that it can be cut there.
 
     It is called with two samples, in train mode and in eval mode. Equal numbers are not enough, because a `clamp` does
     not change small ones. The output must be the same tensor, not modified in place.
 
     Args:
         module: The module. A copy of it is called.
-        head: The layer's name.
+        head: The name of the head.
         in_shape: Shape of one input.
         path: Name of the module in messages.
 
@@ -134,7 +134,7 @@ def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str
         module.set_submodule(head, nn.Identity())
         try:
             return torch.equal(layer(module(x)), returned)
-        except Exception:  # what it does with the layer's output works with no other
+        except Exception:  # the module does something with the layer's output that fails on its input
             return False
 
 
@@ -142,7 +142,7 @@ def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
     """Return a batch of two samples that a module accepts: floating-point numbers or token ids.
 
     Raises:
-        ConfigError: It accepts neither.
+        ConfigError: The module accepts neither.
     """
     numbers = torch.rand(2, *in_shape)
     try:
@@ -167,17 +167,17 @@ def build(path: str, arguments: dict[str, Any]) -> nn.Module:
     Raises:
         ConfigError: That fails, or the result is not an `nn.Module`.
     """
-    if not re.search("[.:]", path):  # it would be imported for being looked at
+    if not re.search("[.:]", path):  # `find_object` would import it as a module
         raise ConfigError(f"model.module: {path} names nothing in a module; give package.module.Class")
     try:
-        maker = find_object(path)
-        if not (issubclass(maker, nn.Module) if inspect.isclass(maker) else inspect.isroutine(maker)):
+        builder = find_object(path)
+        if not (issubclass(builder, nn.Module) if inspect.isclass(builder) else inspect.isroutine(builder)):
             raise TypeError("it is neither an nn.Module class nor a function")
-        if inspect.isbuiltin(maker):  # such as os.system
+        if inspect.isbuiltin(builder):  # such as os.system
             raise TypeError("no function of Python's own makes an nn.Module")
         for name in WEIGHTS & arguments.keys():
             require_trust(f"model.module_args.{name}", arguments[name])
-        module = maker(**arguments)
+        module = builder(**arguments)
     except ConfigError:
         raise
     except (ImportError, AttributeError, TypeError, ValueError) as error:

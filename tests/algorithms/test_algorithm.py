@@ -17,21 +17,21 @@ from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.evaluation.evaluation import Evaluation
 
 
-class OwnHead(FedAvg):
-    """Clients keep their heads."""
+class PersonalHead(FedAvg):
+    """The head never leaves its client."""
 
     personal = ("head.",)
 
 
-class OwnModel(FedAvg):
-    """Clients keep everything."""
+class PersonalModel(FedAvg):
+    """The whole model never leaves its client."""
 
     personal = ("",)
     one_model = False
 
 
-class Looking(FedAvg):
-    """Before training, a client adds its numbers of samples to its bias and draws random numbers."""
+class AddsSampleCounts(FedAvg):
+    """Before training, a client adds its numbers of samples to its bias, and uses random numbers."""
 
     validation = 0.25
 
@@ -44,7 +44,7 @@ class Looking(FedAvg):
             module.backbone.head.bias += torch.tensor([*counts, *[0] * 8]) / 1000
 
 
-class Personal(FedAvg):
+class AlwaysClassThree(FedAvg):
     """The evaluated model always predicts class 3."""
 
     def personalize(self, module, batches):
@@ -55,8 +55,8 @@ class Personal(FedAvg):
         module.backbone.head.bias.copy_(torch.eye(10)[3])
 
 
-class Growing(FedAvg):
-    """One client more in each round."""
+class GrowingCohort(FedAvg):
+    """Each round has one participant more."""
 
     def initial_state(self, *args):
         return super().initial_state(*args) | {"round": {"number": torch.tensor(1)}}
@@ -68,12 +68,12 @@ class Growing(FedAvg):
         return super().aggregate(state, uploads) | {"round": {"number": state["round"]["number"] + 1}}
 
 
-# --- Personal parts ---
+# --- AlwaysClassThree parts ---
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "drop"])
-def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
-    run = finished(tmp_path, OwnHead(buffers=buffers), model=NormMLP)
+def test_personal_parts_are_kept_by_the_client_and_never_sent(tmp_path, buffers):
+    run = finished(tmp_path, PersonalHead(buffers=buffers), model=NormMLP)
     entries = run.worker.template.backbone.state_dict()
     statistics = {name for name in entries if "running" in name or "num_batches" in name}
     head = {"head.weight", "head.bias"}
@@ -89,29 +89,13 @@ def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
     assert same_bytes({name: module[name] for name in shared}, run.state["model"])
 
 
-def test_a_client_that_has_not_trained_has_the_initial_personal_part(tmp_path):
-    run = finished(tmp_path, OwnHead(), clients_per_round=1, rounds=1)
-    client = next(k for k in range(6) if k not in run.server.participants(1))
-    head = run.worker.modules.receive(task_of_round(run, 2, client)).backbone.head
-    assert torch.equal(head.weight, run.worker.template.backbone.head.weight)
-
-
-def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
-    together = finished(tmp_path / "all", OwnModel(), clients_per_round=6)
-    for client in (0, 3):
-        alone = experiment(tmp_path / str(client), OwnModel(), clients_per_round=6, scenario=together.scenario)
-        alone.participants = lambda round, client=client: [client]
-        alone.fit()
-        assert same_bytes(alone.memory[client]["personal"], together.memory[client]["personal"])
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "engine",
     [lambda _: SequentialEngine(shared_fit=False), lambda _: StackedEngine(), lambda processes: processes],
     ids=["a fit each", "stacked", "processes"],
 )
-@pytest.mark.parametrize("method", [OwnHead, Looking, Personal, Growing])
+@pytest.mark.parametrize("method", [PersonalHead, AddsSampleCounts, AlwaysClassThree, GrowingCohort])
 @in_float64
 def test_every_engine_calls_the_hooks(tmp_path, method, engine, processes):
     one = experiment(tmp_path / "one", method())
@@ -123,11 +107,11 @@ def test_every_engine_calls_the_hooks(tmp_path, method, engine, processes):
         assert row["client/acc_mean"] == again["client/acc_mean"]
 
 
-# --- Looking at the client's own data ---
+# --- AddsSampleCounts at the client's own data ---
 
 
-def test_prepare_sees_the_share_that_is_trained_on_and_the_one_that_is_not(tmp_path):
-    run = experiment(tmp_path, Looking())
+def test_prepare_gets_the_training_and_the_validation_share(tmp_path):
+    run = experiment(tmp_path, AddsSampleCounts())
     run.load()
     client, shard = 2, run.data.shards[2].train
     train, validation = run.worker.client_data.split(client)
@@ -147,8 +131,8 @@ def test_prepare_sees_the_share_that_is_trained_on_and_the_one_that_is_not(tmp_p
 
 
 @pytest.mark.parametrize(("dealt", "held_back"), [(9, 2), (10, 2), (14, 4), (1, 0)])
-def test_the_validation_share_is_rounded_to_the_nearest_and_halves_to_even(tmp_path, dealt, held_back):
-    run = experiment(tmp_path, Looking())
+def test_the_size_of_the_validation_share_is_rounded_half_to_even(tmp_path, dealt, held_back):
+    run = experiment(tmp_path, AddsSampleCounts())
     run.load()
     run.worker.client_data.data = replace(run.data, shards=[Shard(torch.arange(dealt), torch.arange(1))])
     train, validation = run.worker.client_data.split(0)
@@ -156,7 +140,7 @@ def test_the_validation_share_is_rounded_to_the_nearest_and_halves_to_even(tmp_p
     assert run.worker.client_data.sample_count(0) == dealt - held_back
 
 
-def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):
+def test_random_numbers_in_prepare_do_not_change_the_training(tmp_path):
     class Drawing(FedAvg):
         def prepare(self, module, batches, validation):
             torch.rand(5)
@@ -170,11 +154,12 @@ def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):
 # --- What is measured ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_only_the_evaluated_model_is_personalized(tmp_path, clients):
     evaluation = Evaluation(client_model=clients, personal_on_global=True)
     plain = finished(tmp_path / "plain", FedAvg(), evaluation=evaluation)
-    run = finished(tmp_path / "personal", Personal(), evaluation=evaluation)
+    run = finished(tmp_path / "personal", AlwaysClassThree(), evaluation=evaluation)
     assert same_bytes(plain.state["model"], run.state["model"])
     for client in run.server.participants(3):
         labels = run.data.data.y_train[run.data.shards[client].test]
@@ -188,7 +173,7 @@ def test_only_the_evaluated_model_is_personalized(tmp_path, clients):
 
 
 def test_without_a_global_model_nothing_global_is_logged(tmp_path):
-    run = experiment(tmp_path, OwnModel(), callbacks=[Checkpointing(), EarlyStopping(patience=1, min_delta=1.0)])
+    run = experiment(tmp_path, PersonalModel(), callbacks=[Checkpointing(), EarlyStopping(patience=1, min_delta=1.0)])
     summary = run.fit().summary
     assert not [name for row in run.csv.rows for name in row if name.startswith("global/")]
     assert len(run.csv.rows) == 2  # stopped by the clients' mean
@@ -204,16 +189,9 @@ def test_without_a_global_model_nothing_global_is_logged(tmp_path):
 
 
 def test_a_method_can_set_the_number_of_participants(tmp_path):
-    run = finished(tmp_path, Growing(), clients_per_round=1)
+    run = finished(tmp_path, GrowingCohort(), clients_per_round=1)
     with (run.run_dir / "clients.csv").open(newline="") as file:
         seen = [int(line["round"]) for line in csv.DictReader(file)]
     assert [seen.count(round) for round in (1, 2, 3)] == [2, 3, 4]
     rng = generator(run.seed, Stream.PARTICIPANTS, 4)
     assert run.server.participants(4) == sorted(rng.choice(6, 5, replace=False).tolist())
-
-
-def test_with_the_usual_cohort_participants_are_those_of_any_method(tmp_path):
-    one, other = experiment(tmp_path / "a", FedAvg()), experiment(tmp_path / "b", OwnHead())
-    one.load()
-    other.load()
-    assert [one.server.participants(r) for r in range(5)] == [other.server.participants(r) for r in range(5)]

@@ -22,11 +22,11 @@ from fl_lightning.models import MLP
 
 RECEIVED = {"evaluation": Evaluation(client_model="received")}
 PLAIN = partial(torch.optim.SGD, lr=0.5)
-WHOLE = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}, "optimizer": PLAIN}
+FULL_BATCHES = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}, "optimizer": PLAIN}
 
 
-class From(APPLE):
-    """Ratios that start elsewhere: row i of a matrix for client i."""
+class FixedRatios(APPLE):
+    """APPLE whose initial ratios of client i are row i of a matrix."""
 
     def __init__(self, rows, **options):
         super().__init__(**options)
@@ -37,13 +37,13 @@ class From(APPLE):
         super().receive(module, Message(download.tensors | {"ratios/first": row}, download.numbers), memory)
 
 
-FROZEN = {"dr_lr": 0.0, "mu": 0.0}
+CONSTANT = {"dr_lr": 0.0, "mu": 0.0}
 
 
 # --- The formulas ---
 
 
-def test_a_ratios_gradient_is_a_sum_over_all_parameters_and_the_cores_is_scaled():
+def test_gradients_of_the_core_and_the_ratios_equal_the_formulas():
     torch.manual_seed(0)
     module = apple.MixedModule(MLP((6,), 4, hidden=(5,)), mu=0.0)
     shapes = [p.shape for p in module.backbone.parameters()]
@@ -67,7 +67,7 @@ def test_a_ratios_gradient_is_a_sum_over_all_parameters_and_the_cores_is_scaled(
     assert all(p.grad is None for p in module.backbone.parameters())
 
 
-def test_the_schedules_fall_from_one_to_nothing():
+def test_the_penalty_weight_falls_from_one_to_zero():
     for r in range(5):
         assert apple.penalty_weight(r, 5, "epsilon") == pytest.approx(0.001 ** (r / 5))
         assert apple.penalty_weight(r, 5, "cosine") == pytest.approx((math.cos(math.pi * r / 5) + 1) / 2)
@@ -77,7 +77,7 @@ def test_the_schedules_fall_from_one_to_nothing():
         assert apple.penalty_weight(0, 0, schedule) == 0
 
 
-def test_the_penalty_is_mu_lambda_times_the_squared_distance_of_the_ratios():
+def test_the_penalty_equals_the_formula():
     module = apple.MixedModule(MLP((6,), 4), mu=0.3, length=4, schedule="cosine")
     like = list(module.backbone.parameters())
     ratios, first = torch.tensor([0.5, -0.2]), torch.tensor([0.25, 0.75])
@@ -91,7 +91,7 @@ def test_the_penalty_is_mu_lambda_times_the_squared_distance_of_the_ratios():
     assert list(module.losses(step)) == ["ce"]
 
 
-def test_a_module_by_itself_trains_as_a_client_module_does():
+def test_a_module_without_other_cores_trains_like_a_client_module():
     data = TensorDataset(torch.randn(40, 6), torch.arange(40) % 4)
     trained = []
     for kind in (ClientModule, partial(apple.MixedModule, dr_lr=0.0)):
@@ -104,9 +104,10 @@ def test_a_module_by_itself_trains_as_a_client_module_does():
     copy.deepcopy(module)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("batches", [1, 2])
-def test_what_scales_the_loss_of_half_precision_is_taken_out_of_all_gradients(batches):
-    """A core's and a ratio's gradients come from the mixture's, which belongs to no optimizer."""
+def test_the_loss_scale_of_half_precision_does_not_change_the_updates(batches):
+    """The gradients of cores and ratios come from the mixture, which no optimizer and no gradient scaler knows."""
     torch.manual_seed(0)
     nets = [MLP((6,), 4, hidden=(5,)) for _ in range(2)]
     own, other = ([p.detach().clone() for p in net.parameters()] for net in nets)
@@ -129,10 +130,11 @@ def test_what_scales_the_loss_of_half_precision_is_taken_out_of_all_gradients(ba
 # --- The spec's two facts ---
 
 
-def test_ratios_that_stay_at_the_clients_own_are_local_bit_for_bit(tmp_path):
+@pytest.mark.thorough
+def test_constant_ratios_of_the_own_core_are_local_training_bit_for_bit(tmp_path):
     own, alone = (
         experiment(tmp_path / type(method).__name__, method, model=NormMLP, rounds=2, **RECEIVED)
-        for method in (From(torch.eye(6), **FROZEN), Local())
+        for method in (FixedRatios(torch.eye(6), **CONSTANT), Local())
     )
     own.fit()
     alone.fit()
@@ -148,8 +150,9 @@ def test_ratios_that_stay_at_the_clients_own_are_local_bit_for_bit(tmp_path):
         assert one["client/acc_mean"] == other["client/acc_mean"]
 
 
+@pytest.mark.thorough
 @in_float64
-def test_equal_ratios_that_stay_are_fedavg_at_an_nth_of_the_learning_rate(tmp_path):
+def test_constant_equal_ratios_are_fedavg_with_an_nth_of_the_learning_rate(tmp_path):
     """One full-batch step of all clients per round, without momentum, and FedAvg's unweighted mean."""
     one_step = {
         "rounds": 4,
@@ -157,7 +160,9 @@ def test_equal_ratios_that_stay_are_fedavg_at_an_nth_of_the_learning_rate(tmp_pa
         "batch_size": 10_000,
         "trainer": {"accelerator": "cpu", "max_epochs": 1},
     }
-    mixed = finished(tmp_path / "apple", From(torch.full((6, 6), 1 / 6), **FROZEN), optimizer=PLAIN, **one_step)
+    mixed = finished(
+        tmp_path / "apple", FixedRatios(torch.full((6, 6), 1 / 6), **CONSTANT), optimizer=PLAIN, **one_step
+    )
     slow = partial(torch.optim.SGD, lr=0.5 / 6)
     average = finished(tmp_path / "avg", FedAvg(weighting="uniform"), optimizer=slow, **one_step)
     for client in range(6):
@@ -169,10 +174,10 @@ def test_equal_ratios_that_stay_are_fedavg_at_an_nth_of_the_learning_rate(tmp_pa
 
 
 @in_float64
-def test_a_run_is_the_one_written_out_by_hand(tmp_path):
-    """Partial participation: absent clients' last cores count, untrained ones are the initial model."""
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """With partial participation: absent clients have their last core, and untrained clients the initial model."""
     mu, length, lr, dr_lr = 0.5, 2.5, 0.5, 0.05
-    run = finished(tmp_path, APPLE(dr_lr, mu, length), rounds=4, clients_per_round=3, **WHOLE)
+    run = finished(tmp_path, APPLE(dr_lr, mu, length), rounds=4, clients_per_round=3, **FULL_BATCHES)
     n = 6
     sizes = [len(shard.train) for shard in run.data.shards]
     first = torch.tensor([size / sum(sizes) for size in sizes])
@@ -211,7 +216,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
             )
 
 
-def test_what_goes_up_is_the_core_and_what_is_measured_the_mixture(tmp_path):
+def test_clients_upload_the_core_and_evaluate_the_mixture(tmp_path):
     run = finished(tmp_path, APPLE(dr_lr=0.1), model=NormMLP, rounds=2, optimizer=PLAIN)
     task = task_of_round(run, 3, run.server.participants(1)[0])
     module = run.worker.modules.receive(task)
@@ -226,7 +231,7 @@ def test_what_goes_up_is_the_core_and_what_is_measured_the_mixture(tmp_path):
     assert set(result.memory["personal"]) == set(module.backbone.state_dict()) - set(parameters)
 
 
-def test_loss_terms_and_clipping_see_the_mixture_and_what_is_trained(tmp_path):
+def test_loss_terms_use_the_mixture_and_clipping_the_trained_parameters(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 2, "gradient_clip_val": 1e-9}
     run = finished(tmp_path, APPLE(loss_terms=[Proximal(1.0)]), rounds=1, trainer=trainer, optimizer=PLAIN)
     start = dict(run.worker.template.backbone.named_parameters())

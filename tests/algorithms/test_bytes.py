@@ -13,14 +13,14 @@ SENTENCE = re.compile(r"Bytes a round, each participant(, at most)?: down `([^`]
 
 
 def formulas(kind: type[Algorithm]) -> tuple[str, str, bool]:
-    """The formulas down and up in the docstring of the class itself, and whether they are bounds."""
+    """Return the formulas of bytes down and up in a class's docstring, and whether they are bounds."""
     found = SENTENCE.search(" ".join((kind.__doc__ or "").split()))
     assert found, f"{kind.__name__}: no sentence like: Bytes a round, each participant: down `model`, up `model + 8`"
     return found[2], found[3], bool(found[1])
 
 
-def known(run) -> dict[str, int]:
-    """Return the sizes and numbers that a formula can use besides the method's attributes."""
+def variables(run) -> dict[str, int]:
+    """Return the variables of the formulas, in addition to the method's attributes."""
     backbone = run.worker.template.backbone
     entries = {name: value.numel() * value.element_size() for name, value in backbone.state_dict().items()}
     return {
@@ -37,15 +37,27 @@ def known(run) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
+def cases():
+    """Return every method. Those that send whole models like FedAvg are in the thorough tier."""
+    for name, kind in CLASSES.items():
+        is_like_fedavg = "down `model`, up `model + 8`" in (getattr(kind, "func", kind).__doc__ or "")
+        if name != "Algorithm":
+            yield pytest.param(name, marks=pytest.mark.thorough if is_like_fedavg and name != "FedAvg" else ())
+
+
+@pytest.mark.parametrize("name", list(cases()))
 def test_bytes_of_a_round_are_those_of_the_docstring(tmp_path, name):
     method, options = METHODS[name]
     algorithm = method()
     scenario = digits(6, alpha=100.0)  # so even that every client holds every class
-    run = finished(tmp_path, algorithm, **options | {"scenario": scenario, "rounds": 2, "trainer": ONE_EPOCH})
+    run = finished(
+        tmp_path,
+        algorithm,
+        **options | {"scenario": scenario, "rounds": 2, "trainer": ONE_EPOCH},
+    )
     assert (run.data.class_counts() > 0).all()
     down, up, bound = formulas(type(algorithm))
-    names = {name: value for name, value in vars(algorithm).items() if not name.startswith("_")} | known(run)
+    names = {name: value for name, value in vars(algorithm).items() if not name.startswith("_")} | variables(run)
     counted = [int(run.csv.rows[-1][f"comm/{way}_bytes"]) for way in ("down", "up")]
-    wanted = [run.clients_per_round * eval(formula, {}, names) for formula in (down, up)]
-    assert counted == wanted or (bound and counted[0] <= wanted[0] and counted[1] <= wanted[1])
+    expected = [run.clients_per_round * eval(formula, {}, names) for formula in (down, up)]
+    assert counted == expected or (bound and counted[0] <= expected[0] and counted[1] <= expected[1])

@@ -1,4 +1,4 @@
-"""CFL against the authors' algorithm (baselines: C1)."""
+"""CFL compared with the authors' algorithm (baselines: C1)."""
 
 import math
 from itertools import combinations
@@ -8,6 +8,7 @@ import pytest
 import torch
 from experiments import NormMLP, experiment, finished, same_bytes
 from fl_lightning.callbacks import ClusterNorms
+from peers import mean_by_hand
 
 from fl_lightning.algorithms import CFL, FedAvg, Splits
 from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, is_nearer_to_second, update
@@ -20,13 +21,13 @@ ALWAYS = {"eps1": math.inf, "eps2": 0.0, "min_rounds": 0}
 ALL = {"clients_per_round": 6}
 
 
-def test_an_update_is_what_training_added_to_the_parameters():
+def test_an_update_is_the_change_of_the_parameters():
     start = {"w": torch.tensor([1.0, 2.0]), "n.running_mean": torch.tensor([5.0]), "steps": torch.tensor(3)}
     end = {"w": torch.tensor([4.0, 1.0]), "n.running_mean": torch.tensor([7.0]), "steps": torch.tensor(9)}
     assert update(start, end).tolist() == [3.0, -1.0]
 
 
-def test_cosines_are_the_formula_and_zero_for_no_update():
+def test_cosines_equal_the_formula_and_are_zero_for_an_update_of_zero():
     one, other = torch.randn(3, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     other[2] = 0.0
     for i, j in np.ndindex(3, 4):
@@ -56,7 +57,7 @@ def test_bipartition_is_complete_linkage(m):
         assert away.any()
 
 
-def test_an_absent_client_goes_with_the_group_whose_least_similar_member_is_nearer():
+def test_an_update_is_compared_with_the_least_similar_member_of_each_group():
     updates = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [-1.0, 0.2]]).double()
     groups = torch.tensor([False, False, True, True])
     assert not is_nearer_to_second(torch.tensor([1.0, 1.0]), updates, groups)  # 0.7 and 0.8 against 0.7 and -0.6
@@ -66,7 +67,7 @@ def test_an_absent_client_goes_with_the_group_whose_least_similar_member_is_near
 
 
 def after_round(aggregator, before, ends, samples=None):
-    """The state after a round in which some clients end with these weights."""
+    """Return the state after a round in which some clients end with these weights."""
     uploads = [
         Upload(k, Message({"model/w": w}, {"n_samples": (samples or {}).get(k, 1)})) for k, w in sorted(ends.items())
     ]
@@ -84,7 +85,7 @@ def state_of(clients, **models):
     } | {name: {"w": torch.tensor(value)} for name, value in models.items()}
 
 
-def test_a_split_gives_each_part_the_mean_of_its_own():
+def test_each_part_of_a_split_gets_the_mean_of_its_members():
     start = torch.tensor([1.0, 1.0, 1.0])
     deltas = {0: [1.0, 0.0, 0.0], 1: [-1.0, 0.1, 0.0], 2: [1.0, 0.2, 0.0], 3: [-1.0, 0.0, 0.1], 4: [0.9, 0.0, 0.0]}
     ends = {k: start + torch.tensor(d) for k, d in deltas.items()}
@@ -115,12 +116,12 @@ def test_a_split_gives_each_part_the_mean_of_its_own():
         ({}, True),
         ({"eps1": 0.75}, False),  # the norm of the mean update
         ({"eps1": 0.7501}, True),
-        ({"eps2": 1.5}, False),  # of the largest update
+        ({"eps2": 1.5}, False),  # the norm of the largest update
         ({"eps2": 1.4999}, True),
         ({"min_rounds": 1}, False),
         ({"min_size": 3}, True),
         ({"min_size": 4}, False),
-        ({"eps1": 0.3751, "weighting": "samples"}, True),  # weighed, the mean is 1.5 · (1 + 2 + 2 - 3) / 8
+        ({"eps1": 0.3751, "weighting": "samples"}, True),  # the weighted mean is 1.5 · (1 + 2 + 2 - 3) / 8
         ({"eps1": 0.375, "weighting": "samples"}, False),
     ],
 )
@@ -131,7 +132,7 @@ def test_when_a_cluster_is_split(options, splits):
     assert after["assignment"]["cluster"].tolist() == ([0, 0, 0, 1, 0] if splits else [0] * 5)
 
 
-def test_two_clusters_that_are_split_in_one_round_get_ids_of_their_own():
+def test_two_clusters_split_in_one_round_get_different_ids():
     before = state_of(6, cluster_0=[0.0] * 3, cluster_1=[0.0] * 3)
     before["assignment"]["cluster"][3:] = 1
     ends = {k: torch.tensor([-1.0 if k in (2, 5) else 1.0, 0.1 * k, 0.0]) for k in range(6)}
@@ -141,7 +142,7 @@ def test_two_clusters_that_are_split_in_one_round_get_ids_of_their_own():
     torch.testing.assert_close(after["cluster_3"]["w"], ends[5])
 
 
-def test_who_is_absent_goes_by_its_last_update_and_who_was_never_there_stays():
+def test_absent_clients_are_split_by_their_last_update_and_new_clients_stay():
     before = state_of(6, cluster_0=[0.0] * 3)
     before["assignment"]["heard"][[0, 1, 2, 3, 4]] = True
     before["assignment"]["cluster"][4] = 1
@@ -154,9 +155,8 @@ def test_who_is_absent_goes_by_its_last_update_and_who_was_never_there_stays():
     assert after["assignment"]["cluster"].tolist() == [0, 2, 2, 0, 1, 0]
 
 
-@pytest.mark.parametrize("per_round", [6, 4])
-def test_a_run_is_the_loop_by_hand(tmp_path, per_round):
-    rounds, options = 3, {"model": NormMLP, "clients_per_round": per_round}
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    rounds, options = 3, {"model": NormMLP}
     plain = experiment(tmp_path / "plain", FedAvg(), **options)
     plain._build()
     models, groups, last = {0: plain.state["model"]}, {0: set(range(6))}, {}
@@ -190,12 +190,7 @@ def test_a_run_is_the_loop_by_hand(tmp_path, per_round):
         for cluster, members in groups.items():
             there = sorted(members & ends.keys())
             if there:
-                models[cluster] = {
-                    name: torch.stack([ends[k][name].double() for k in there]).mean(0).to(value.dtype)
-                    if value.is_floating_point()
-                    else torch.stack([ends[k][name] for k in there]).amax(0)
-                    for name, value in ends[there[0]].items()
-                }
+                models[cluster] = mean_by_hand([ends[k] for k in there], [1] * len(there))
     run = finished(tmp_path / "run", CFL(**ALWAYS), rounds=rounds, **options)
     assert len(groups) > 2
     for cluster, members in groups.items():
@@ -209,7 +204,7 @@ def test_a_run_is_the_loop_by_hand(tmp_path, per_round):
         torch.testing.assert_close(run.memory[client]["last_update"]["update"], wanted.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_norms_are_logged_to_set_the_thresholds_from(tmp_path):
+def test_cluster_norms_are_logged(tmp_path):
     run = finished(tmp_path, CFL(**ALWAYS), callbacks=[ClusterNorms()], rounds=2, **ALL)
     first, second = run.csv.rows
     assert (first["clusters/count"], second["clusters/count"]) == (2, run.state["assignment"]["cluster"].max() + 1)

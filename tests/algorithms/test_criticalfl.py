@@ -1,4 +1,4 @@
-"""CriticalFL's detector, its single entries and its rounds, by hand (baselines: A10)."""
+"""CriticalFL's detector, masked entries and rounds, compared with loops by hand (baselines: A10)."""
 
 import copy
 from functools import partial
@@ -21,7 +21,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     CriticalPeriods,
     growth,
     largest_changes,
-    only_entries,
+    mask_entries,
 )
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
@@ -36,7 +36,7 @@ CRITICAL = "critical"
 
 
 class ByHand:
-    """The authors' server, with its list of norms as it grows, and its number of participants."""
+    """The authors' server: a growing list of norms, and the number of participants."""
 
     def __init__(self, least, most, delta):
         self.norms, self.m, self.least, self.most, self.delta = [0.0] * 12, least, least, most, delta
@@ -70,22 +70,20 @@ def test_the_detector_equals_the_authors_list(least, most, delta, norms):
         assert m == server.m
         assert bool(state["critical"]) is server.critical
         before = {name: value.clone() for name, value in state.items()}
-        after = periods.after(state, norm, m)
-        assert all(
-            torch.equal(state[name], value) for name, value in before.items()
-        )  # new tensors, the old as they were
+        after = periods.update(state, norm, m)
+        assert same_bytes(state, before)
         state = after
         if (round + 1) % 2 == 0:  # before rounds 2, 4, ..., at the norms of the round before
             server.look(norm)
 
 
 @pytest.mark.parametrize(("share", "clients", "most"), [(0.75, 10, 7), (0.75, 128, 96), (1.0, 6, 6), (0.0, 6, 0)])
-def test_the_largest_number_of_participants_is_the_share_rounded_down(share, clients, most):
+def test_the_maximum_number_of_participants_is_rounded_down(share, clients, most):
     state = CriticalFL(max_share=share).initial_state(MLP((4,), 3), 3, clients, np.random.default_rng(0))
     assert int(state[CRITICAL]["most"]) == most
 
 
-def test_growth_is_of_the_means_of_ten_and_the_first_norm_is_of_nothing():
+def test_growth_compares_two_moving_averages():
     norms = torch.tensor([0.0, 2.0, 4.0, 9.0], dtype=torch.float64)
     assert growth(norms, 3) == pytest.approx((5.0 - 2.0) / 2.0)
     assert growth(torch.tensor([0.0, 0.0, 3.0]), 2) == pytest.approx((1.5 - 1e-7) / 1e-7)
@@ -95,7 +93,7 @@ def test_growth_is_of_the_means_of_ten_and_the_first_norm_is_of_nothing():
 
 
 @given(st.integers(1, 60), st.floats(0.01, 1.0))
-def test_what_is_kept_is_at_or_above_the_percentile(size, keep):
+def test_the_largest_changes_are_those_above_the_quantile(size, keep):
     changes = torch.randn(size).round(decimals=1)
     kept = largest_changes(changes, keep)
     threshold = np.percentile(changes.abs().double().numpy(), 100 * (1 - keep))
@@ -106,10 +104,10 @@ def test_what_is_kept_is_at_or_above_the_percentile(size, keep):
     assert kept[changes.abs().argmax()]
 
 
-def test_a_fifth_of_the_entries_is_a_fifth_of_the_bytes_and_a_bit_each():
+def test_masked_entries_cost_their_values_and_one_bit_per_entry():
     model = {"a": torch.randn(70, 10), "n": torch.tensor(3), "b": torch.randn(303)}
     chosen = largest_changes(torch.randn(1003), 0.2)
-    sent = only_entries(model, ["a", "b"], chosen)
+    sent = mask_entries(model, ["a", "b"], chosen)
     assert sent.keys() == {"n", MASK, VALUES}
     assert int(chosen.sum()) == 201
     assert Message.pack({"model": sent}).nbytes == 8 + 126 + 4 * 201
@@ -117,7 +115,7 @@ def test_a_fifth_of_the_entries_is_a_fifth_of_the_bytes_and_a_bit_each():
 
 
 @given(st.integers(1, 4), st.integers(0, 1000))
-def test_the_mean_of_each_entry_is_over_those_who_sent_it(clients, seed):
+def test_each_entry_is_averaged_over_the_clients_that_sent_it(clients, seed):
     torch.manual_seed(seed)
     shapes = {"w": (3, 4), "b": (5,)}
     before = {name: torch.randn(shape) for name, shape in shapes.items()} | {"stat": torch.zeros(2)}
@@ -126,7 +124,7 @@ def test_the_mean_of_each_entry_is_over_those_who_sent_it(clients, seed):
     chosen = torch.rand(clients, 17) < 0.4
     samples = torch.randint(1, 50, (clients,)).tolist()
     uploads = [
-        Upload(k, Message.pack({"model": only_entries(model, ["w", "b"], chosen[k])}, n_samples=samples[k]))
+        Upload(k, Message.pack({"model": mask_entries(model, ["w", "b"], chosen[k])}, n_samples=samples[k]))
         for k, model in enumerate(models)
     ]
     mean = EntryMean()
@@ -155,7 +153,7 @@ def test_the_mean_of_each_entry_is_over_those_who_sent_it(clients, seed):
 @pytest.mark.parametrize("clip", [None, 0.5])
 @in_float64
 def test_two_rounds_equal_a_loop_by_hand(tmp_path, clip):
-    """Full-batch steps, the gradients' norms, the entries that changed most, and their means; then two clients more."""
+    """Full-batch steps, gradient norms, the largest changes and their means; two more participants in round 2."""
     lr, keep = 0.5, 0.3
     trainer = {"accelerator": "cpu", "max_epochs": 3, "gradient_clip_val": clip}
     options = {"rounds": 2, "batch_size": 10_000, "optimizer": partial(torch.optim.SGD, lr=lr), "trainer": trainer}
@@ -198,7 +196,7 @@ def test_two_rounds_equal_a_loop_by_hand(tmp_path, clip):
     torch.testing.assert_close(run.state[CRITICAL]["norms"], torch.tensor(norms), rtol=1e-9, atol=1e-9)
 
 
-def test_steps_that_a_loss_scaler_leaves_out_are_no_part_of_the_norm():
+def test_steps_skipped_by_a_loss_scaler_do_not_count_in_the_norm():
     torch.manual_seed(0)
     module = CriticalFL().client_module(MLP((6,), 4, hidden=(5,)), partial(torch.optim.SGD, lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
@@ -221,7 +219,7 @@ def test_steps_that_a_loss_scaler_leaves_out_are_no_part_of_the_norm():
     assert module.gradient_norm == pytest.approx(0.1 * sum(finite), rel=1e-5)
 
 
-def test_a_critical_round_sends_a_fifth_and_a_bit_an_entry(tmp_path):
+def test_the_bytes_of_a_critical_round(tmp_path):
     run = finished(tmp_path, CriticalFL(), model=NormMLP, rounds=1)
     p = sum(t.numel() for t in run.worker.template.backbone.parameters())
     buffers = 4 * (16 + 16) + 8

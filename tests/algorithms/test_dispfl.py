@@ -1,4 +1,4 @@
-"""DisPFL against its algorithms (baselines: D1)."""
+"""DisPFL compared with its algorithms (baselines: D1)."""
 
 import math
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, experiment, finished, in_float64, publish
+from experiments import NormMLP, descend, experiment, finished, in_float64, publish, samples_of
 from peers import model_of, published
 
 from fl_lightning.algorithms import DisPFL, PeerAlgorithm, Ring
@@ -31,7 +31,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 0.9, 0.999])
-def test_erk_keeps_the_ratio_and_goes_by_the_shapes(ratio):
+def test_erk_densities_keep_the_total_and_follow_the_shapes(ratio):
     densities = erk_densities(SHAPES, ratio)
     sizes = {name: shape.numel() for name, shape in SHAPES.items()}
     assert sum(densities[n] * sizes[n] for n in sizes) == pytest.approx(ratio * sum(sizes.values()))
@@ -42,7 +42,7 @@ def test_erk_keeps_the_ratio_and_goes_by_the_shapes(ratio):
     assert all(0 < d <= 1 for d in densities.values())
 
 
-def test_erk_of_random_shapes_never_crashes_and_density_one_is_all():
+def test_erk_densities_of_random_shapes_are_at_most_one():
     rng = np.random.default_rng(0)
     for _ in range(200):
         shapes = {str(i): torch.Size(rng.integers(1, 30, rng.integers(1, 5)).tolist()) for i in range(5)}
@@ -51,7 +51,7 @@ def test_erk_of_random_shapes_never_crashes_and_density_one_is_all():
         assert max(erk_densities(shapes, 1 - 1e-9).values()) <= 1
 
 
-def test_random_masks_have_their_share_and_never_nothing():
+def test_random_masks_have_the_given_density_and_are_never_empty():
     one, other = (random_mask(torch.Size([20, 10]), 0.3) for _ in range(2))
     assert one.sum() == other.sum() == 60
     assert not torch.equal(one, other)
@@ -59,18 +59,18 @@ def test_random_masks_have_their_share_and_never_nothing():
     assert random_mask(torch.Size([]), 1.0).item()
 
 
-def test_the_rate_falls_by_a_cosine_to_nothing():
+def test_the_search_rate_falls_to_zero_by_a_cosine():
     assert [search_rate(t, 0.4, 10) for t in (0, 5, 10, 99)] == pytest.approx([0.4, 0.2, 0.0, 0.0])
     assert search_rate(3, 0.4, 10) == pytest.approx(0.2 * (1 + math.cos(0.3 * math.pi)))
 
 
-def test_the_next_mask_drops_the_smallest_and_takes_in_the_highest_scores():
+def test_the_next_mask_drops_the_smallest_weights_and_adds_the_highest_scores():
     weights = torch.tensor([[5.0, -0.1, 3.0, 0.2], [-4.0, 0.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, True, True], [True, False, False, False]])
     score = torch.tensor([[0.0, 7.0, 0.0, 1.0], [9.0, 2.0, 8.0, 1.5]])
     # of 5, ceil(0.3 * 5) = 2 go: -0.1 and 0.2; the best of what is out are 8 and 7, the latter has just been dropped
     assert next_mask(weights, mask, score, 0.3).tolist() == [[True, True, True, False], [True, False, True, False]]
-    assert mask.sum() == 5  # the old one is left as it is
+    assert mask.sum() == 5  # the old mask is not changed
     assert mask[0].all()
     assert torch.equal(next_mask(weights, mask, score, 0.0), mask)
     full = torch.ones(3, 3, dtype=torch.bool)
@@ -79,7 +79,7 @@ def test_the_next_mask_drops_the_smallest_and_takes_in_the_highest_scores():
     assert zeros.tolist() == [False, True] * 3
 
 
-def test_means_are_over_those_who_have_an_entry():
+def test_entries_are_averaged_over_the_masks_that_contain_them():
     w = torch.randn(3, 4, 5)
     m = torch.rand(3, 4, 5) < 0.4
     mean = intersection_mean([a * b for a, b in zip(w, m, strict=True)], list(m))
@@ -90,7 +90,7 @@ def test_means_are_over_those_who_have_an_entry():
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 8)])
-def test_a_mask_travels_as_bits(shape):
+def test_masks_are_packed_to_bits(shape):
     mask = torch.rand(shape) < 0.5
     bits = pack_mask(mask)
     assert bits.dtype == torch.uint8
@@ -100,15 +100,15 @@ def test_a_mask_travels_as_bits(shape):
     assert torch.equal(scatter_values(weights[mask], mask), weights)
 
 
-def laid_out(run, client):
-    """A client's weights and the mask it trained with, as its peers see them."""
+def published_weights(run, client):
+    """Return a client's published weights and the mask that it trained with."""
     tensors, _ = published(run, client)
     shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
     masks = {name: unpack_mask(tensors[f"masks/{name}"], shape) for name, shape in shapes.items()}
     return {name: scatter_values(tensors[f"values/{name}"], mask) for name, mask in masks.items()}, masks
 
 
-def searched(run, client):
+def next_masks_of(run, client):
     shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
     return {name: unpack_mask(run.memory[client]["next_masks"][name], shape) for name, shape in shapes.items()}
 
@@ -122,35 +122,35 @@ def test_before_round_1_each_client_has_the_initial_weights_in_its_own_mask(tmp_
     size = sum(value.numel() for value in start.values())
     seen = []
     for client in range(6):
-        weights, masks = laid_out(run, client)
+        weights, masks = published_weights(run, client)
         assert sum(int(m.sum()) for m in masks.values()) == pytest.approx(0.3 * size, abs=len(masks))
         for name, value in start.items():
             assert torch.equal(weights[name], value * masks[name])
-        now = searched(run, client)
+        now = next_masks_of(run, client)
         assert all(torch.equal(now[name], masks[name]) for name in masks)
         seen.append(masks["encoder.1.weight"])
     assert not any(torch.equal(seen[0], other) for other in seen[1:])
     module = run.worker.modules.receive(run.server.task(1, 0, run.server.download(1, 0)))
-    for name, p in module.backbone.named_parameters():  # all have the same weights, so means are those
-        assert torch.equal(p.detach(), start[name] * laid_out(run, 0)[1][name])
+    for name, p in module.backbone.named_parameters():  # the mean of equal weights
+        assert torch.equal(p.detach(), start[name] * published_weights(run, 0)[1][name])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("regrow", ["gradient", "random", "none"])
 @in_float64
-def test_a_round_is_the_algorithm(tmp_path, regrow):
+def test_a_round_equals_the_algorithm_by_hand(tmp_path, regrow):
     lr, rate, cpu = 0.1, 0.4, {"accelerator": "cpu", "max_epochs": 2}
     method = DisPFL(0.4, rate, 10, regrow, graph=Ring())
     run = experiment(tmp_path, method, clients_per_round=6, rounds=2, batch_size=10_000, optimizer=PLAIN, trainer=cpu)
     run._build()
     run._begin(None, None, None)
     publish(run)
-    x, y = run.data.data.x_train, run.data.data.y_train
     for round in (1, 2):
-        before = {k: laid_out(run, k) for k in range(6)}
-        masks = {k: searched(run, k) for k in range(6)}
+        before = {k: published_weights(run, k) for k in range(6)}
+        masks = {k: next_masks_of(run, k) for k in range(6)}
         run._run_round(round)
         for k in (0, 3):
-            own = run.data.shards[k].train
+            x, y = samples_of(run, k)
             around = [k, (k - 1) % 6, (k + 1) % 6]
             network = run.worker.modules.build().backbone
             with torch.no_grad():
@@ -159,20 +159,17 @@ def test_a_round_is_the_algorithm(tmp_path, regrow):
                     count = sum(before[j][1][name].double() for j in around)
                     p.copy_(torch.where(count > 0, total / count, 0.0) * masks[k][name])
             for _ in range(2):
-                network.zero_grad()
-                torch.nn.functional.cross_entropy(network(x[own]), y[own]).backward()
+                descend(network, torch.nn.functional.cross_entropy(network(x), y), lr, 0.01)
                 with torch.no_grad():
                     for name, p in network.named_parameters():
-                        p -= lr * (p.grad + 0.01 * p)
                         p *= masks[k][name]
-            weights, trained_in = laid_out(run, k)
-            network.zero_grad()
-            torch.nn.functional.cross_entropy(network(x[own]), y[own]).backward()
+            weights, trained_in = published_weights(run, k)
+            torch.nn.functional.cross_entropy(network(x), y).backward()
             alpha = rate / 2 * (1 + math.cos(math.pi * (round - 1) / 10))
             for name, p in network.named_parameters():
                 assert torch.equal(trained_in[name], masks[k][name])
                 torch.testing.assert_close(weights[name], p.detach(), rtol=1e-9, atol=1e-9)
-                following = searched(run, k)[name]
+                following = next_masks_of(run, k)[name]
                 assert following.sum() == trained_in[name].sum()
                 few = math.ceil(alpha * int(following.sum()))
                 if regrow == "none":
@@ -186,18 +183,19 @@ def test_a_round_is_the_algorithm(tmp_path, regrow):
                 if regrow == "gradient" and left.any():
                     assert p.grad.abs()[taken].min() >= p.grad.abs()[left].max() - 1e-4
     if regrow == "random":
-        assert not torch.equal(searched(run, 0)["encoder.1.weight"], masks[0]["encoder.1.weight"])
+        assert not torch.equal(next_masks_of(run, 0)["encoder.1.weight"], masks[0]["encoder.1.weight"])
 
 
+@pytest.mark.thorough
 @in_float64
-def test_with_everything_in_the_mask_it_is_gossip(tmp_path):
+def test_with_full_masks_it_is_gossip_averaging(tmp_path):
     options = {"model": NormMLP, "rounds": 2}
     run = finished(tmp_path / "one", DisPFL(dense_ratio=1.0, n_com=2), **options)
     other = finished(tmp_path / "other", PeerAlgorithm(n_com=2, weighting="uniform"), **options)
     for client in range(6):
-        weights, masks = laid_out(run, client)
+        weights, masks = published_weights(run, client)
         assert all(mask.all() for mask in masks.values())
-        assert all(mask.all() for mask in searched(run, client).values())
+        assert all(mask.all() for mask in next_masks_of(run, client).values())
         theirs = model_of(published(other, client)[0])
         ours = weights | model_of(published(run, client)[0])
         assert ours.keys() == theirs.keys()
@@ -205,6 +203,7 @@ def test_with_everything_in_the_mask_it_is_gossip(tmp_path):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -212,7 +211,7 @@ def test_with_everything_in_the_mask_it_is_gossip(tmp_path):
         partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
     ],
 )
-def test_no_step_leaves_the_mask_by_decay_or_by_the_momentum_of_an_earlier_one(tmp_path, optimizer):
+def test_weight_decay_and_kept_momentum_do_not_leave_the_mask(tmp_path, optimizer):
     method, trained = DisPFL(0.3), []
     upload = method.upload
 
@@ -230,20 +229,20 @@ def test_no_step_leaves_the_mask_by_decay_or_by_the_momentum_of_an_earlier_one(t
         assert (weights[mask] != 0).any()
 
 
-def test_the_model_that_is_measured_and_handed_out_is_the_one_that_was_trained(tmp_path):
-    run = finished(tmp_path, DisPFL(0.3), rounds=2, clients_per_round=6)
+def test_the_evaluated_and_the_returned_model_are_the_trained_one(tmp_path):
+    run = finished(tmp_path, DisPFL(0.3), rounds=1, clients_per_round=6)
     assert "global/acc" not in run.csv.rows[-1]
     assert run.test()["client/acc_mean"] == pytest.approx(run.csv.rows[-1]["client/acc_mean"])
-    weights, _ = laid_out(run, 2)
+    weights, _ = published_weights(run, 2)
     module = run.client_module(2)
     assert all(torch.equal(p.detach(), weights[name]) for name, p in module.backbone.named_parameters())
-    module.masks = searched(run, 2)
+    module.masks = next_masks_of(run, 2)
     module.on_fit_start()
     for name, p in module.backbone.named_parameters():
-        assert torch.equal(p.detach(), weights[name] * searched(run, 2)[name])
+        assert torch.equal(p.detach(), weights[name] * next_masks_of(run, 2)[name])
 
 
-def test_what_crosses_is_sparse_and_its_bytes_are_counted(tmp_path):
+def test_the_bytes_of_sparse_models(tmp_path):
     run = finished(tmp_path, DisPFL(0.3, n_com=2), rounds=1)
     sizes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
     densities = erk_densities(sizes, 0.3)

@@ -1,4 +1,4 @@
-"""Ditto: two models on the same batches, neither of which disturbs the other (baselines: B11)."""
+"""Ditto: two models on the same batches, that do not affect each other (baselines: B11)."""
 
 import copy
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from experiments import SGD, NormMLP, assert_near, experiment, finished, in_float64, same_bytes, samples_of
+from peers import mean_by_hand
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -31,7 +32,7 @@ ALL = {
 
 
 @pytest.mark.parametrize(("lam", "buffers"), [(1.0, "average"), pytest.param(5.0, "local", marks=pytest.mark.thorough)])
-def test_the_shared_model_is_fedavgs_whatever_lambda_is(tmp_path, lam, buffers):
+def test_the_shared_model_equals_fedavg_for_every_lambda(tmp_path, lam, buffers):
     one = finished(tmp_path / "ditto", Ditto(lam, buffers=buffers), **ALL)
     other = finished(tmp_path / "avg", FedAvg(buffers=buffers), **ALL)
     assert same_bytes(one.state["model"], other.state["model"])
@@ -40,13 +41,14 @@ def test_the_shared_model_is_fedavgs_whatever_lambda_is(tmp_path, lam, buffers):
             assert mine[name] == theirs[name]
 
 
-def test_lambda_zero_makes_own_models_those_of_local(tmp_path):
+@pytest.mark.thorough
+def test_with_lambda_zero_personalised_models_are_those_of_local(tmp_path):
     one = finished(tmp_path / "ditto", Ditto(0.0), evaluation=RECEIVED, **ALL)
     other = finished(tmp_path / "local", Local(), evaluation=RECEIVED, **ALL)
     assert one.memory.keys() == other.memory.keys()
     for client in one.memory:
         assert same_bytes(one.memory[client]["personal_model"], other.memory[client]["personal"])
-    for client in range(6):  # those never drawn too
+    for client in range(6):  # also clients that never took part
         mine, theirs = (run.client_module(client).backbone.state_dict() for run in (one, other))
         assert same_bytes(dict(mine), dict(theirs))
     for mine, theirs in zip(one.csv.rows, other.csv.rows, strict=True):
@@ -54,7 +56,7 @@ def test_lambda_zero_makes_own_models_those_of_local(tmp_path):
 
 
 @in_float64
-def test_rounds_by_hand(tmp_path):
+def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, rounds = 3.0, 3
     run = experiment(tmp_path, Ditto(lam), rounds=rounds, clients_per_round=3)
     run.load()
@@ -78,9 +80,8 @@ def test_rounds_by_hand(tmp_path):
                         optimizer.step()
             trained.append(w.state_dict())
             weights.append(len(index))
-        mean = {k: sum(n * w[k] for n, w in zip(weights, trained, strict=True)) / sum(weights) for k in trained[0]}
         shared = copy.deepcopy(shared)
-        shared.load_state_dict(mean)
+        shared.load_state_dict(mean_by_hand(trained, weights))
     run.fit()
     assert_near(run.state["model"], shared.state_dict())
     assert run.memory.keys() == own.keys()
@@ -90,8 +91,9 @@ def test_rounds_by_hand(tmp_path):
         assert same_bytes(dict(sorted(handed_out.items())), run.memory[client]["personal_model"])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clients", ["trained", "received"])
-def test_the_own_model_is_what_is_measured(tmp_path, clients):
+def test_the_personalised_model_is_evaluated(tmp_path, clients):
     run = finished(tmp_path, Ditto(), model=NormMLP, rounds=1, evaluation=Evaluation(client_model=clients))
     scores = []
     for client in run.server.participants(1) if clients == "trained" else range(6):
@@ -103,7 +105,7 @@ def test_the_own_model_is_what_is_measured(tmp_path, clients):
     assert run.csv.rows[0]["client/acc_mean"] == pytest.approx(sum(scores) / len(scores))
 
 
-def test_an_own_model_that_diverges_is_named(tmp_path):
+def test_a_diverged_personalised_model_is_reported(tmp_path):
     run = experiment(tmp_path, Ditto(1e30), model=SMALL, rounds=1)
     with pytest.raises(ClientFailure, match=r"the personalised model's '.*' is NaN or Inf. Lower .* algorithm.lam"):
         run.fit()

@@ -1,11 +1,11 @@
-"""FedAMP and HeurFedAMP against their equations (baselines: B8)."""
+"""FedAMP and HeurFedAMP compared with their equations (baselines: B8)."""
 
 import math
 from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, finished, full_batch, in_float64, same_bytes
+from experiments import NormMLP, assert_near, experiment, finished, full_batch, in_float64, same_bytes, samples_of
 
 from fl_lightning.algorithms import FedAMP, HeurFedAMP, LastUploads
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.numeric
 ALL = {"clients_per_round": 6}
 
 
-def test_message_weights_are_the_formula():
+def test_message_weights_equal_the_formula():
     own, *others = torch.randn(4, 7, dtype=torch.float64)
     alpha, sigma = 0.3, 5.0
     weights = message_weights(own, others, alpha, sigma)
@@ -30,7 +30,7 @@ def test_message_weights_are_the_formula():
     assert alike[0] == alike[1] > alike[2]
 
 
-def test_heuristic_weights_are_the_formula():
+def test_heuristic_weights_equal_the_formula():
     own, *others = torch.randn(5, 7, dtype=torch.float64)
     weights = heuristic_weights(own, others, 0.2, 3.0)
     parts = []
@@ -51,7 +51,7 @@ def state_of(models, last, ever, start):
 @pytest.mark.parametrize(
     "kind", [partial(FedAMP, alpha=2.0, sigma=4.0), partial(HeurFedAMP, self_weight=0.3, sigma=2.0)]
 )
-def test_a_cloud_model_mixes_the_last_rounds_participants_and_the_clients_own(kind):
+def test_a_cloud_model_mixes_the_clients_model_and_the_last_participants(kind):
     method = kind()
     models = {k: torch.randn(5) for k in range(4)}
     start = torch.randn(5)
@@ -64,7 +64,7 @@ def test_a_cloud_model_mixes_the_last_rounds_participants_and_the_clients_own(ki
         assert 0 < weights.sum() < 1
 
 
-def test_the_server_knows_who_uploaded_last_and_who_ever_did():
+def test_the_server_records_the_last_participants_and_all_participants():
     before = {"heard": {"last": torch.zeros(4, dtype=torch.bool), "ever": torch.tensor([True, False, False, False])}}
     uploads = (Upload(k, Message({}, {"n_samples": 1})) for k in (1, 3))
     notes = LastUploads()
@@ -75,14 +75,14 @@ def test_the_server_knows_who_uploaded_last_and_who_ever_did():
     assert not before["heard"]["last"].any()
 
 
-def test_no_other_participant_leaves_a_client_its_own_model():
+def test_without_other_participants_the_cloud_model_is_the_clients_own():
     state = state_of({2: torch.randn(5)}, [2], [2], torch.randn(5))
     assert torch.equal(FedAMP().cloud_model(state, 2)["w"], state["peer_2"]["w"])
     assert torch.equal(HeurFedAMP().cloud_model(state, 2)["w"], state["peer_2"]["w"])
 
 
 @in_float64
-def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(tmp_path):
+def test_two_rounds_equal_a_loop_by_hand(tmp_path):
     alpha, lam, lr = 0.5, 0.2, 0.1
     run = experiment(
         tmp_path,
@@ -95,7 +95,6 @@ def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(t
     run._begin(None, None, None)
     assert run.server.download(1, 0).nbytes == 0
     own = {k: run.worker.template.backbone.state_dict() for k in range(6)}
-    x, y = run.data.data.x_train, run.data.data.y_train
     for round in (1, 2):
         flat = {k: torch.cat([v.double().flatten() for v in model.values()]) for k, model in own.items()}
         trained = {}
@@ -103,11 +102,10 @@ def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(t
             network = run.worker.modules.build_shared(own[k]).backbone
             others = [j for j in range(6) if j != k]
             weights = [alpha * math.exp(-float((flat[k] - flat[j]).square().sum()) / 50.0) / 50.0 for j in others]
+            x, y = samples_of(run, k)
             for _ in range(2):
                 network.zero_grad()
-                torch.nn.functional.cross_entropy(
-                    network(x[run.data.shards[k].train]), y[run.data.shards[k].train]
-                ).backward()
+                torch.nn.functional.cross_entropy(network(x), y).backward()
                 with torch.no_grad():
                     for name, p in network.named_parameters():
                         cloud = (1 - sum(weights)) * own[k][name]
@@ -121,7 +119,7 @@ def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(t
     assert run.csv.rows == []
 
 
-def test_late_comers_are_held_near_a_cloud_model_of_the_initial_weights_too(tmp_path):
+def test_a_new_client_is_pulled_to_a_cloud_model_that_includes_the_initial_model(tmp_path):
     run = finished(tmp_path, FedAMP(sigma=100.0), rounds=1, clients_per_round=2)
     late = next(k for k in range(6) if k not in run.server.participants(1))
     cloud, start = run.server.download(2, late).section("cloud"), run.worker.template.backbone.state_dict()
@@ -142,7 +140,7 @@ def test_late_comers_are_held_near_a_cloud_model_of_the_initial_weights_too(tmp_
     assert float(loss) == pytest.approx(float(distance) / 2, rel=1e-4)
 
 
-def test_statistics_of_batchnorm_stay_at_home(tmp_path):
+def test_batchnorm_statistics_never_leave_the_client(tmp_path):
     run = finished(tmp_path, FedAMP(sigma=100.0), model=NormMLP, rounds=2)
     client = run.server.participants(2)[0]
     assert not [name for name in run.server.download(3, client).tensors if "running" in name or "num_batches" in name]

@@ -1,4 +1,4 @@
-"""FedAvg through the orchestrator against a plain PyTorch loop, and what one seed fixes."""
+"""FedAvg runs compared with a plain PyTorch loop, and reproducibility by the seed."""
 
 import copy
 from functools import partial
@@ -15,7 +15,7 @@ from fl_lightning.models import MLP
 pytestmark = pytest.mark.numeric
 
 
-def test_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
+def test_a_run_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
     seed, rounds, epochs, batch_size, lr, momentum = 3, 3, 2, 32, 0.1, 0.9
 
     def spawned(*key):
@@ -49,7 +49,7 @@ def test_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
 
 
 @in_float64
-def test_one_full_batch_step_of_all_clients_is_one_central_step(tmp_path):
+def test_one_full_batch_step_of_all_clients_is_one_step_on_all_data(tmp_path):
     scenario = digits()
     options = {
         "clients_per_round": None,
@@ -92,7 +92,7 @@ def test_one_participant_keeps_its_weights_bit_for_bit(tmp_path):
     assert same_bytes(run.state["model"], uploads[0].section("model"))
 
 
-def test_one_seed_one_result(tmp_path):
+def test_the_same_seed_gives_the_same_result(tmp_path):
     first, second = (experiment(tmp_path / name) for name in ("first", "second"))
     first.fit()
     second.fit()
@@ -101,7 +101,7 @@ def test_one_seed_one_result(tmp_path):
     assert not same_bytes(first.state["model"], weights_after(tmp_path / "third", seed=1))
 
 
-def test_methods_with_one_seed_share_split_start_and_participants(tmp_path):
+def test_methods_with_one_seed_have_the_same_partition_initial_model_and_participants(tmp_path):
     runs = [experiment(tmp_path / type(a).__name__, a, seed=5) for a in (FedAvg(), FedSKC())]
     for run in runs:
         run.fit()
@@ -113,14 +113,3 @@ def test_methods_with_one_seed_share_split_start_and_participants(tmp_path):
         dict(one.worker.template.backbone.state_dict()), dict(other.worker.template.backbone.state_dict())
     )
     assert [one.server.participants(r) for r in range(1, 9)] == [other.server.participants(r) for r in range(1, 9)]
-
-
-@pytest.mark.parametrize("buffers", ["local", "drop"])
-def test_buffers_that_are_not_averaged_do_not_travel(tmp_path, buffers):
-    run = finished(tmp_path, FedAvg(buffers=buffers), rounds=2, model=NormMLP, batch_size=64)
-    backbone = run.worker.template.backbone
-    names = set(dict(backbone.named_buffers()))
-    assert set(run.server.download(run.round + 1, 0).section("model")) == set(backbone.state_dict()) - names
-    kept = [set(memory.get("personal", {})) for memory in run.memory.values()]
-    assert all(own == (names if buffers == "local" else set()) for own in kept)
-    assert set(torch.load(tmp_path / "final" / "model.pt")) == set(backbone.state_dict())

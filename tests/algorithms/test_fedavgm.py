@@ -1,4 +1,4 @@
-"""FedAvgM's server against its equations (baselines: A5)."""
+"""FedAvgM's server compared with its equations (baselines: A5)."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.numeric
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_a_step_number_by_number(nesterov):
+def test_a_momentum_step_equals_the_formula(nesterov):
     change, momentum, beta = torch.randn(7), torch.randn(7), 0.7
     direction, new = momentum_step(change, momentum, beta, nesterov)
     for i in range(7):
@@ -22,8 +22,8 @@ def test_a_step_number_by_number(nesterov):
 
 
 @pytest.mark.parametrize(("nesterov", "weighting"), [(True, "samples"), (False, "uniform")])
-def test_a_run_is_the_pseudo_gradients_momentum_and_statistics_have_none(tmp_path, nesterov, weighting):
-    """As the literature writes it: `d = w - mean`, `v = β v + d`, `w - η d` or `w - η (d + β v)`."""
+def test_a_run_equals_momentum_on_pseudo_gradients(tmp_path, nesterov, weighting):
+    """With the usual signs of the literature: `d = w - mean`, `v = β v + d`, `w - η d` or `w - η (d + β v)`."""
     beta, lr = 0.6, 0.8
     method = FedAvgM(beta, lr, nesterov, weighting)
     run, rounds = watched(tmp_path, method, rounds=4, model=NormMLP)
@@ -43,7 +43,7 @@ def test_a_run_is_the_pseudo_gradients_momentum_and_statistics_have_none(tmp_pat
             assert name not in parameters or after["momentum"][name].dtype == value.dtype
 
 
-def test_a_state_that_was_handed_over_is_left_as_it_was(tmp_path):
+def test_aggregation_does_not_change_the_given_state(tmp_path):
     run, rounds = watched(tmp_path, FedAvgM(), rounds=1, trainer={"accelerator": "cpu", "precision": "64-true"})
     before, uploads, after = rounds[0]
     copies = {section: {name: value.clone() for name, value in before[section].items()} for section in before}

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from experiments import (
-    SGD,
     NormMLP,
     assert_near,
     experiment,
@@ -14,14 +13,12 @@ from experiments import (
     in_float64,
     same_bytes,
     samples_of,
-    task_of_round,
 )
 from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedBABU
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -42,8 +39,9 @@ def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", [HEAVY, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
-def test_the_head_is_the_initial_one_on_every_client_after_any_round(tmp_path, optimizer):
+def test_the_head_stays_initial_on_every_client(tmp_path, optimizer):
     method, heads = FedBABU(tune_epochs=1), []
     upload = method.upload
     method.upload = lambda module, *rest: (heads.append(weights(module.backbone, "head.")), upload(module, *rest))[1]
@@ -60,8 +58,8 @@ def test_the_head_is_the_initial_one_on_every_client_after_any_round(tmp_path, o
 
 
 @in_float64
-def test_a_fit_by_hand(tmp_path):
-    """The gradient of the body alone, through the initial head."""
+def test_a_fit_equals_a_loop_by_hand(tmp_path):
+    """Only the body has a gradient, through the initial head."""
     run = finished(tmp_path, FedBABU(), optimizer=HEAVY, rounds=1, clients_per_round=1, batch_size=10_000)
     net = copy.deepcopy(run.worker.template.backbone)
     x, y = samples_of(run, run.server.participants(1)[0])
@@ -75,7 +73,7 @@ def test_a_fit_by_hand(tmp_path):
     assert_near(run.state["model"], weights(net, "encoder."))
 
 
-def test_statistics_in_a_frozen_head_are_shared_though_its_weights_are_not(tmp_path):
+def test_batchnorm_statistics_of_a_frozen_head_are_shared(tmp_path):
     run = finished(tmp_path, FedBABU(tune_epochs=0), model=NormedHead, rounds=1)
     assert {name for name in run.state["model"] if name.startswith("head.")} == {
         f"head.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
@@ -86,8 +84,9 @@ def test_statistics_in_a_frozen_head_are_shared_though_its_weights_are_not(tmp_p
 # --- Fine-tuning ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("tune", "moves"), [("full", ("encoder.", "head.")), ("body", "encoder."), ("head", "head.")])
-def test_what_is_tuned_is_what_was_asked_for_from_the_global_model(tmp_path, tune, moves):
+def test_only_the_chosen_part_is_fine_tuned(tmp_path, tune, moves):
     received = {"evaluation": Evaluation(client_model="received"), "model": NormMLP, "optimizer": HEAVY}
     plain = experiment(tmp_path / "plain", FedBABU(tune_epochs=0), rounds=1, **received)
     tuned = experiment(tmp_path / "tuned", FedBABU(tune=tune, tune_epochs=2), rounds=1, **received)
@@ -104,26 +103,7 @@ def test_what_is_tuned_is_what_was_asked_for_from_the_global_model(tmp_path, tun
     }
 
 
-def test_fine_tuning_by_hand(tmp_path):
-    run = experiment(tmp_path, FedBABU(tune_epochs=3), batch_size=16)
-    run.load()
-    module = run.worker.modules.receive(task_of_round(run, 1, 1))
-    net = copy.deepcopy(module.backbone).requires_grad_(True)
-    x, y = samples_of(run, 1)
-    optimizer = SGD(net.parameters())
-    state = torch.get_rng_state()
-    for _ in range(3):
-        for chosen in torch.randperm(len(y)).split(16):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x[chosen]), y[chosen]).backward()
-            optimizer.step()
-    torch.set_rng_state(state)
-    with inference(module, run.worker.idle_trainer):
-        run.algorithm.personalize(module, run.worker.client_data.training_batches(1))
-    assert same_bytes(weights(module.backbone), weights(net))
-
-
-def test_what_the_model_has_frozen_stays_frozen():
+def test_fine_tuning_does_not_train_parameters_that_the_model_freezes():
     backbone = MLP((4,), 3, (8, 8))
     backbone.encoder[1].weight.requires_grad_(False)
     method = FedBABU(tune_epochs=2)
@@ -139,7 +119,7 @@ def test_what_the_model_has_frozen_stays_frozen():
 # --- What is refused ---
 
 
-def test_a_part_that_is_not_there_is_refused_before_round_1(tmp_path):
+def test_an_unknown_part_is_refused_before_round_1(tmp_path):
     run = experiment(tmp_path, FedBABU(frozen=["tail"]))
     with pytest.raises(ConfigError, match=r"algorithm.frozen: 'tail' is no part of MLP"):
         run.fit()

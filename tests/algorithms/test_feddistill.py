@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from experiments import descend, finished, full_batch, in_float64, samples_of
+from peers import mean_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedDistill, FedDistillPlus, LogitDistillation, MeanLogits
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.numeric
 C = 4
 
 
-def test_the_loss_is_a_true_kl_divergence_and_a_mean_over_the_batch():
+def test_the_loss_is_the_batch_mean_of_kl_divergences():
     logits, teacher = torch.randn(6, C, requires_grad=True), torch.randn(C, C)
     targets, known = torch.tensor([0, 1, 2, 2, 3, 0]), torch.tensor([True, False, True, False])
     loss = fd.distillation_loss(logits, targets, teacher, known)
@@ -33,15 +34,7 @@ def test_the_loss_is_a_true_kl_divergence_and_a_mean_over_the_batch():
         torch.testing.assert_close(logits.grad[i], gap.detach() / 6)
 
 
-def test_no_gradient_reaches_the_mean_logits():
-    term = LogitDistillation()
-    term.logits.load({"values": torch.randn(C, C), "known": torch.ones(C, dtype=torch.bool)})
-    term(Step(torch.randn(2, C, requires_grad=True), torch.tensor([0, 1]))).backward()
-    assert not term.logits.values.requires_grad
-    assert not list(term.parameters())
-
-
-def test_the_term_is_gamma_times_the_loss_and_zero_before_anything_is_known():
+def test_the_term_is_gamma_times_the_loss_and_zero_without_knowledge():
     term, step = LogitDistillation(gamma=3.0), Step(torch.randn(2, C), torch.tensor([0, 3]))
     assert term(step) == 0
     assert not LogitDistillation(gamma=0.0).active  # skipped, not multiplied by zero
@@ -51,7 +44,7 @@ def test_the_term_is_gamma_times_the_loss_and_zero_before_anything_is_known():
 
 
 def observed(piece, rounds, seed=0):
-    """What a piece of a client that lives for so many rounds is shown, as `(round, logits, targets)`."""
+    """Let a client's knowledge observe some rounds. Return it and what it observed, as `(round, logits, targets)`."""
     generator, seen = torch.Generator().manual_seed(seed), []
     for round in range(rounds):
         if round:
@@ -65,7 +58,7 @@ def observed(piece, rounds, seed=0):
 
 
 def resumed(piece):
-    """The piece of the client's next round."""
+    """Return the knowledge that the client has in its next round."""
     one, other = LogitDistillation(cumulative=True), LogitDistillation(cumulative=True)
     one.logits.tracked = piece.tracked
     other.recall(one.remember(None))
@@ -73,7 +66,7 @@ def resumed(piece):
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
-def test_rows_are_means_over_what_was_seen_in_the_round_or_in_all_rounds(cumulative):
+def test_rows_are_mean_logits_of_the_round_or_of_all_rounds(cumulative):
     piece, seen = observed(MeanLogits(cumulative), rounds=3)
     sent = piece.summarize(None, [], C)
     counted = [(logits, targets) for round, logits, targets in seen if cumulative or round == 2]
@@ -85,7 +78,7 @@ def test_rows_are_means_over_what_was_seen_in_the_round_or_in_all_rounds(cumulat
     assert not sent["values"][C - 1].any()
 
 
-def test_a_client_remembers_nothing_of_a_round_unless_told_to():
+def test_a_client_keeps_no_sums_by_default():
     term = LogitDistillation()
     term.logits.observe(Step(torch.randn(5, C), torch.arange(5) % C), 0)
     assert term.remember(None) == {}
@@ -95,7 +88,7 @@ def test_a_client_remembers_nothing_of_a_round_unless_told_to():
 
 
 def by_hand(run, gamma, cumulative, plus):
-    """Every round in full batches: the mean logits, and each client's model; with `plus` the shared one."""
+    """Return the mean logits, the clients' models and, with `plus`, the shared model after full-batch rounds."""
     lr = 0.1
     start = copy.deepcopy(run.worker.template.backbone)
     models, sums, counts = {}, {}, {}
@@ -124,15 +117,14 @@ def by_hand(run, gamma, cumulative, plus):
         if plus:
             sizes = [len(run.data.shards[k].train) for k in participants]
             states = [models[k].state_dict() for k in participants]
-            shared = {n: sum(a * s[n] for a, s in zip(sizes, states, strict=True)) / sum(sizes) for n in states[0]}
-            start.load_state_dict(shared)
+            start.load_state_dict(mean_by_hand(states, sizes))
     return teacher, known, models, start
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
 @pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
 @in_float64
-def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
+def test_a_run_equals_a_loop_by_hand(tmp_path, kind, cumulative):
     options = full_batch(0.1, 2)
     run = finished(tmp_path, kind(2.0, cumulative), **options)
     teacher, known, models, shared = by_hand(run, 2.0, cumulative, plus=kind is FedDistillPlus)
@@ -144,14 +136,3 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
     else:
         for k, memory in run.memory.items():
             torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-9, atol=1e-9)
-
-
-def test_fedgens_target_of_a_class_without_samples_is_uniform():
-    piece = MeanLogits(cumulative=True)
-    piece.observe(Step(torch.randn(5, C), torch.zeros(5, dtype=torch.long)), 0)
-    sent = piece.summarize(None, [], C)
-    piece.load(sent)
-    logits = torch.randn(1, C)
-    loss = fd.distillation_loss(logits, torch.tensor([2]), piece.values, piece.known)
-    expected = sum(math.log((1 / C) / q) / C for q in logits.softmax(dim=1)[0].tolist())
-    assert loss.item() == pytest.approx(expected, rel=1e-4)

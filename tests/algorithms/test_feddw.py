@@ -37,7 +37,7 @@ def uploads(local, counts):
 # --- Eq. 3, 4 and 7 ---
 
 
-def test_eq3_is_every_pair_of_rows():
+def test_eq3_is_the_product_of_every_pair_of_rows():
     weight = torch.randn(C, 7, dtype=torch.float64)
     for i in range(C):
         for j in range(C):
@@ -45,7 +45,7 @@ def test_eq3_is_every_pair_of_rows():
 
 
 def test_eq4_is_the_mean_softmax_of_each_class():
-    logits, targets = torch.randn(30, C), torch.randint(0, C - 1, (30,))  # nobody holds class C - 1
+    logits, targets = torch.randn(30, C), torch.randint(0, C - 1, (30,))  # no client holds class C - 1
     matrix = dw.soft_label_matrix(*class_sums(logits.softmax(dim=1), targets, C))
     for i in range(C - 1):
         mean = torch.stack([F.softmax(logits[k], dim=0) for k in range(30) if targets[k] == i]).mean(dim=0)
@@ -121,7 +121,7 @@ def test_the_surrogate_has_the_terms_gradient_at_its_anchor_and_a_psd_hessian():
     assert torch.linalg.eigvalsh(hessian).min() > -1e-9
 
 
-def test_the_anchor_is_taken_anew_every_n_steps():
+def test_the_anchor_is_updated_every_n_steps():
     omega, net = soft_labels(C, C), nn.Linear(4, C, bias=False)
     term = DistillingWeights(mu=2.0, linearize_every=2)
     term.load(omega)
@@ -184,7 +184,7 @@ HELD = [  # a round a row: the classes that each of its participants holds
 
 
 def reference_by_hand(rounds):
-    """Every upload there has been, kept in one list: the average of all of them, and the mean of it and the old."""
+    """Return `Ω` after each round: the mean of the old one and the average over all uploads so far."""
     heard, omega, states = [], [[float(i == j) for j in range(C)] for i in range(C)], []
     for uploaded in rounds:
         heard += uploaded
@@ -199,7 +199,7 @@ def reference_by_hand(rounds):
     return states
 
 
-def test_reference_averages_all_rounds_and_halves_with_the_old():
+def test_reference_averages_over_all_rounds_and_with_the_old_matrix():
     piece, rounds = SoftLabels(reference=True), []
     for r, clients in enumerate(HELD):
         local = soft_labels(len(clients), C, C, seed=r)
@@ -219,7 +219,7 @@ def test_reference_averages_all_rounds_and_halves_with_the_old():
     torch.testing.assert_close(state["values"][ONLY_IN_2], seen + (torch.eye(C)[ONLY_IN_2] - seen) / 2**4)
 
 
-def test_reference_mu_falls_to_a_tenth_before_every_ninth_round():
+def test_reference_divides_mu_by_ten_in_every_ninth_round():
     module = FedDW(mu=3.0, preset="reference").client_module(MLP(in_shape=(4,), num_classes=3))
     (term,) = module.terms()
     expected = {1: 3.0, 8: 3.0, 9: 0.3, 10: 0.3, 17: 0.3, 18: 0.03, 26: 0.03, 27: 0.003}

@@ -1,4 +1,4 @@
-"""FedFomo's equations against brute force, its identities, and who is sent what (baselines: B9)."""
+"""FedFomo's equations against brute force, its identities, and the choice of models (baselines: B9)."""
 
 from functools import partial
 
@@ -31,8 +31,8 @@ def loss_of(weights, x=X, y=Y):
         return float(F.cross_entropy(backbone(x), y))
 
 
-def prepared(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
-    """A client's module after it has mixed."""
+def mixed_module(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
+    """Return a client's module after it has mixed the models."""
     method = FedFomo()
     module = method.client_module(SMALL())
     download = fomo.bundle({j: Message.pack({"model": weights}, n_samples=7) for j, weights in sent.items()})
@@ -47,7 +47,7 @@ def prepared(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
 
 
 def by_hand(own, previous, sent):
-    """Eq. 3 and 4, number by number: what each model is worth, the client's own first, and the mixture."""
+    """Return the benefits of the models (Eq. 3), the client's own first, and the mixture (Eq. 4)."""
     worths = []
     for weights in [own, *sent.values()]:
         distance = sum(float(((weights[n] - previous[n]).double() ** 2).sum()) for n in weights) ** 0.5
@@ -64,10 +64,10 @@ def by_hand(own, previous, sent):
 
 @pytest.mark.parametrize("peers", [(), (4,), (1, 2, 5)])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_mixture_is_the_one_written_out_by_hand(peers, seed):
+def test_a_mixture_equals_a_loop_by_hand(peers, seed):
     own, previous = model(seed + 10, 0.5), model(seed + 20)
     sent = {j: model(seed + j, 0.8 * j) for j in peers}
-    module = prepared(own, previous, sent)
+    module = mixed_module(own, previous, sent)
     worths, expected = by_hand(own, previous, sent)
     assert len(peers) < 2 or (min(worths) < 0 < max(worths))
     torch.testing.assert_close(dict(module.backbone.state_dict()), expected, rtol=1e-4, atol=1e-5)
@@ -77,13 +77,13 @@ def test_a_mixture_is_the_one_written_out_by_hand(peers, seed):
     assert same_bytes(module.notes[fomo.PREVIOUS], dict(module.backbone.state_dict()))
 
 
-def test_it_is_of_no_account_in_which_order_models_are_stored():
-    """A client's own memory comes back sorted by name, a module's weights do not."""
+def test_the_order_of_a_models_entries_does_not_matter():
+    """Entries of the client state are sorted by name, those of a module are not."""
     own, previous, sent = model(1, 0.5), model(2), {3: model(4, 0.3)}
     worths, mixtures = [], []
     for order in (list, sorted, lambda names: sorted(names, reverse=True)):
         kept = {name: previous[name] for name in order(previous)}
-        module = prepared(own, kept, {j: {n: m[n] for n in order(m)} for j, m in sent.items()})
+        module = mixed_module(own, kept, {j: {n: m[n] for n in order(m)} for j, m in sent.items()})
         worths.append(module.notes[fomo.AFFINITY]["worth"])
         mixtures.append(dict(module.backbone.state_dict()))
     expected, mixture = by_hand(own, previous, sent)
@@ -93,41 +93,41 @@ def test_it_is_of_no_account_in_which_order_models_are_stored():
         torch.testing.assert_close(mixed, mixture, rtol=1e-4, atol=1e-5)
 
 
-def test_where_no_model_gains_a_client_keeps_its_own_bit_for_bit():
+def test_a_client_keeps_its_own_model_if_no_model_has_a_benefit():
     best = model(0, 0.0)  # uniform outputs
     own, worse = model(1, 3.0), model(2, 4.0)
-    module = prepared(own, best, {3: worse, 5: model(4, 5.0)})
+    module = mixed_module(own, best, {3: worse, 5: model(4, 5.0)})
     assert (module.notes[fomo.AFFINITY]["worth"] < 0).all()
     assert same_bytes(dict(module.backbone.state_dict()), own)
 
 
-def test_a_model_that_is_the_previous_one_is_worth_nothing():
+def test_a_copy_of_the_previous_model_has_no_benefit():
     own = model(1)
-    module = prepared(own, own, {3: own})
+    module = mixed_module(own, own, {3: own})
     assert module.notes[fomo.AFFINITY]["worth"].tolist() == [0.0]
     assert same_bytes(dict(module.backbone.state_dict()), own)
     assert fomo.model_benefit(1.0, 0.5, 0.0) == pytest.approx(5e4)
 
 
-def test_the_held_back_data_decide_and_the_training_data_where_there_are_none():
+def test_benefits_use_the_validation_data_or_else_the_training_data():
     own, previous, sent = model(1, 0.5), model(2), {3: model(4, 0.3)}
     other = X.flip(0) * 2, Y
-    one = prepared(own, previous, sent, validation=[(X[:20], Y[:20]), (X[20:], Y[20:])], training=[other])
-    without = prepared(own, previous, sent, validation=[], training=[(X, Y)])
+    one = mixed_module(own, previous, sent, validation=[(X[:20], Y[:20]), (X[20:], Y[20:])], training=[other])
+    without = mixed_module(own, previous, sent, validation=[], training=[(X, Y)])
     worths, _ = by_hand(own, previous, sent)
     for module in (one, without):
         assert module.notes[fomo.AFFINITY]["worth"].tolist() == pytest.approx(worths[1:], rel=1e-4)
 
 
-def test_eq4_shares_what_is_above_zero():
+def test_eq4_normalises_the_positive_benefits():
     assert fomo.mixing_shares(torch.tensor([3.0, -2.0, 1.0])).tolist() == [0.75, 0.0, 0.25]
     assert fomo.mixing_shares(torch.tensor([-1.0, 0.0])).tolist() == [0.0, 0.0]
 
 
-# --- Who is sent what ---
+# --- The choice of models ---
 
 
-def test_the_models_that_were_worth_most_are_chosen_and_ties_are_drawn():
+def test_the_models_of_highest_affinity_are_chosen_and_ties_are_random():
     row = torch.tensor([9.0, -1.0, 3.0, 0.0, 0.0, 0.0])
     rngs = [np.random.default_rng(seed) for seed in range(40)]
     picks = [fomo.choose_models(row, [1, 2, 3, 4, 5], 2, False, rng) for rng in rngs]
@@ -139,7 +139,7 @@ def test_the_models_that_were_worth_most_are_chosen_and_ties_are_drawn():
     assert explored == {1, 2, 3, 4, 5}
 
 
-def test_worths_add_up_in_the_clients_row_and_the_old_state_stays():
+def test_benefits_are_added_to_the_clients_row_of_affinities():
     state = FedFomo().initial_state(SMALL(), 4, 4, np.random.default_rng(0))
     state = {fomo.AFFINITY: state[fomo.AFFINITY]}
     start = state[fomo.AFFINITY]["matrix"].clone()
@@ -157,8 +157,8 @@ def test_worths_add_up_in_the_clients_row_and_the_old_state_stays():
     assert not state[fomo.AFFINITY]["trained"].any()
 
 
-class Draws:
-    """Stands in for a generator whose next random number is known."""
+class FixedRandom:
+    """A random generator whose next number is given."""
 
     def __init__(self, number):
         self.number, self.rest = number, np.random.default_rng(0)
@@ -171,17 +171,17 @@ class Draws:
 
 
 @pytest.mark.parametrize(("rounds", "chance"), [(0, 0.3), (1, 0.25), (4, 0.1), (6, 0.0), (9, 0.0)])
-def test_the_chance_to_explore_falls_each_round(monkeypatch, rounds, chance):
+def test_the_probability_to_explore_falls_each_round(monkeypatch, rounds, chance):
     method, seen = FedFomo(), []
     state = method.initial_state(SMALL(), 4, 4, np.random.default_rng(0))
     state[fomo.AFFINITY] |= {"rounds": torch.tensor(rounds)}
     monkeypatch.setattr(fomo, "choose_models", lambda row, others, models, explores, rng: seen.append(explores) or [])
     for number in (chance - 1e-6, chance + 1e-6):
-        method.download(state, 0, Draws(max(number, 0.0)))
+        method.download(state, 0, FixedRandom(max(number, 0.0)))
     assert seen == [chance > 0, False]
 
 
-def test_a_client_is_sent_others_last_uploads_and_never_untrained_ones(tmp_path):
+def test_a_client_receives_last_uploads_of_clients_that_have_trained(tmp_path):
     run = finished(tmp_path, FedFomo(models=3), rounds=2)
     trained = {k for round in (1, 2) for k in run.server.participants(round)}
     assert len(trained) < 6 or run.state[fomo.AFFINITY]["trained"].all()
@@ -199,7 +199,7 @@ def test_a_client_is_sent_others_last_uploads_and_never_untrained_ones(tmp_path)
 # --- Runs ---
 
 
-def test_a_round_is_mixing_then_training_and_what_is_kept_is_of_both(tmp_path):
+def test_a_client_keeps_its_mixture_and_its_trained_model(tmp_path):
     run = finished(tmp_path, FedFomo(models=3), model=NormMLP, rounds=2, clients_per_round=6)
     task = task_of_round(run, 3, 0)
     start = run.worker.modules.receive(task)

@@ -1,4 +1,4 @@
-"""FedAdagrad's, FedAdam's and FedYogi's server against Algorithm 2 (baselines: A4)."""
+"""FedAdagrad's, FedAdam's and FedYogi's server compared with Algorithm 2 (baselines: A4)."""
 
 import math
 
@@ -19,7 +19,7 @@ METHODS = {"adagrad": FedAdagrad, "adam": FedAdam, "yogi": FedYogi}
 
 
 def one(rule, v, m, d, beta1, beta2, tau):
-    """A number's moments and direction, by Algorithm 2."""
+    """Return the moments and the direction of one number by Algorithm 2."""
     m = beta1 * m + (1 - beta1) * d
     if rule == "adagrad":
         v = v + d * d
@@ -34,7 +34,7 @@ numbers = st.floats(-2.0, 2.0)
 
 
 @given(st.sampled_from(sorted(METHODS)), st.lists(st.tuples(numbers, numbers, st.floats(0.0, 4.0)), min_size=1))
-def test_a_step_number_by_number(rule, rows):
+def test_a_step_equals_algorithm_2_for_each_number(rule, rows):
     d, m, v = torch.tensor(rows, dtype=torch.float64).T
     server = AdaptiveServer(rule, beta1=0.8, beta2=0.7, tau=0.05)
     direction, moments = server.direction(d, {"first_moment": m, "second_moment": v})
@@ -44,16 +44,8 @@ def test_a_step_number_by_number(rule, rows):
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
-def test_yogi_stays_where_the_square_is_the_moment_and_moves_both_ways_by_as_much():
-    server = AdaptiveServer("yogi", beta1=0.0, beta2=0.9)
-    v = torch.tensor([4.0, 100.0, 0.0])
-    moments = {"first_moment": torch.zeros(3), "second_moment": v}
-    _, after = server.direction(torch.tensor([2.0, 2.0, 2.0]), moments)
-    torch.testing.assert_close(after["second_moment"] - v, torch.tensor([0.0, -0.4, 0.4]))
-
-
 @pytest.mark.parametrize("rule", METHODS)
-def test_no_change_moves_nothing_and_is_no_nan(rule):
+def test_a_change_of_zero_leaves_the_model_without_nan(rule):
     server = AdaptiveServer(rule, initial_v=0.0)
     model = {"w": torch.randn(3), "bn.running_var": torch.ones(3)}
     state = {"model": model, **server.initial(model, 2)}
@@ -63,8 +55,9 @@ def test_no_change_moves_nothing_and_is_no_nan(rule):
     assert list(after["second_moment"]) == ["w"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", METHODS)
-@pytest.mark.parametrize("weighting", ["samples", pytest.param("uniform", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_a_huge_tau_is_fedavg(tmp_path, rule, weighting):
     options = DOUBLE | {"model": NormMLP}
     average = weights_after(tmp_path / "avg", FedAvg(weighting), **options)
@@ -82,7 +75,7 @@ def test_a_huge_tau_is_fedavg(tmp_path, rule, weighting):
         ("yogi", FedYogi(0.2, 0.3, 0.6, 0.05)),
     ],
 )
-def test_a_run_is_algorithm_2_and_statistics_are_the_mean(tmp_path, rule, method):
+def test_a_run_equals_algorithm_2_by_hand(tmp_path, rule, method):
     weighting = "uniform" if rule == "adagrad" else "samples"
     run, rounds = watched(tmp_path, method, rounds=3, model=NormMLP)
     parameters = dict(run.worker.template.backbone.named_parameters())
@@ -106,7 +99,7 @@ def test_a_run_is_algorithm_2_and_statistics_are_the_mean(tmp_path, rule, method
         assert_near(after["second_moment"], v, 1e-6)
 
 
-def test_defaults_are_the_papers_for_cifar10():
+def test_defaults_are_those_of_the_paper_for_cifar10():
     found = [
         (server.server_lr, server.beta1, server.beta2, server.tau, server.moments["second_moment"])
         for server in (FedAdagrad().aggregator, FedAdam().aggregator, FedYogi().aggregator)

@@ -16,21 +16,22 @@ DEEP = partial(MLP, hidden=(16, 8))
 RECEIVED = {"evaluation": Evaluation(client_model="received")}
 
 
-def cut(entries, *parts):
-    """The entries of some parts, and the others."""
+def split_entries(entries, *parts):
+    """Return the entries of some parts, and the other entries."""
     own = {name for name in entries if name.startswith(parts)}
     return {n: v for n, v in entries.items() if n in own}, {n: v for n, v in entries.items() if n not in own}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("personal", "begin"),
     [(["head"], ("head.",)), (["head", "encoder.3"], ("head.", "encoder.3.")), (["encoder"], ("encoder.",))],
 )
-def test_a_round_by_hand(tmp_path, personal, begin):
-    """Each participant trains all of its model from the shared part and its own; the shared parts are averaged."""
+def test_a_run_equals_a_loop_by_hand(tmp_path, personal, begin):
+    """Each participant trains the shared part and its personal part. Shared parts are averaged."""
     run = experiment(tmp_path, FedPer(personal), model=DEEP, clients_per_round=3)
     run.load()
-    initial, shared = cut(dict(run.worker.template.backbone.state_dict()), *begin)
+    initial, shared = split_entries(dict(run.worker.template.backbone.state_dict()), *begin)
     own = {}
     for round in range(1, 4):
         states, weights = [], []
@@ -39,7 +40,7 @@ def test_a_round_by_hand(tmp_path, personal, begin):
             module = run.worker.modules.receive(task)
             module.backbone.load_state_dict(shared | own.get(client, initial))
             run.worker.fit(module, task)
-            own[client], theirs = cut(copy.deepcopy(module.backbone.state_dict()), *begin)
+            own[client], theirs = split_entries(copy.deepcopy(module.backbone.state_dict()), *begin)
             states.append(theirs)
             weights.append(len(run.data.shards[client].train))
         shared = weighted_mean(states, weights)
@@ -52,33 +53,33 @@ def test_a_round_by_hand(tmp_path, personal, begin):
         assert same_bytes(whole, {name: (shared | entries)[name] for name in whole})
 
 
-def test_a_client_that_was_never_drawn_has_the_new_body_and_the_initial_head(tmp_path):
+def test_a_client_that_never_took_part_has_the_new_body_and_the_initial_head(tmp_path):
     run = finished(tmp_path, FedPer(), rounds=1, clients_per_round=2, **RECEIVED)
     (never, *_) = set(range(6)) - run.memory.keys()
-    head, _ = cut(dict(run.worker.template.backbone.state_dict()), "head.")
+    head, _ = split_entries(dict(run.worker.template.backbone.state_dict()), "head.")
     model = dict(run.client_module(never).backbone.state_dict())
-    assert same_bytes(cut(model, "head.")[0], head)
-    assert same_bytes(cut(model, "head.")[1], run.state["model"])
+    assert same_bytes(split_entries(model, "head.")[0], head)
+    assert same_bytes(split_entries(model, "head.")[1], run.state["model"])
 
 
-def test_statistics_stay_with_the_part_they_sit_in(tmp_path):
+def test_batchnorm_statistics_belong_to_their_part(tmp_path):
     for personal, sent in ((["head"], True), (["encoder.2", "head"], False)):
-        run = finished(tmp_path / str(sent), FedPer(personal), model=NormMLP, rounds=2)
+        run = finished(tmp_path / str(sent), FedPer(personal), model=NormMLP, rounds=1)
         assert ("encoder.2.running_mean" in run.state["model"]) == sent
         for memory in run.memory.values():
             assert ("encoder.2.running_mean" in memory["personal"]) == (not sent)
             assert not any(name.startswith("encoder.1") for name in memory["personal"])
 
 
-def test_a_part_is_a_whole_name(tmp_path):
-    """The part `encoder.1` is not `encoder.10` too."""
+def test_a_part_is_matched_by_its_whole_name(tmp_path):
+    """The part `encoder.1` does not include `encoder.11`."""
     run = finished(tmp_path, FedPer(["encoder.1"]), model=partial(MLP, hidden=(8,) * 6), rounds=1)
     assert {name for m in run.memory.values() for name in m["personal"]} == {"encoder.1.weight", "encoder.1.bias"}
     assert "encoder.11.weight" in run.state["model"]
 
 
 @pytest.mark.parametrize("part", ["heads", "encoder.0", ""])
-def test_a_part_that_is_not_there_is_refused_before_round_1(tmp_path, part):
+def test_an_unknown_part_is_refused_before_round_1(tmp_path, part):
     run = experiment(tmp_path, FedPer(["head", part]))
     with pytest.raises(ConfigError, match=rf"algorithm.personal: '{part}' is no part of MLP with weights; it has enc"):
         run.fit()

@@ -7,11 +7,10 @@ import torch
 from experiments import descend, experiment, finished, in_float64, same_bytes, samples_of
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedProto, PrototypeAlignment, Prototypes
+from fl_lightning.algorithms import FedProto, PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized import fedproto as fp
 from fl_lightning.client.knowledge import mean_over_holders
 from fl_lightning.client.module import Step
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
@@ -31,7 +30,7 @@ def uploads(local, held):
 
 
 @pytest.mark.parametrize("clients", [1, 3])
-def test_the_server_takes_the_plain_mean_over_owners_and_forgets_nothing(clients):
+def test_prototypes_are_the_mean_over_clients_that_hold_the_class(clients):
     local = torch.randn(clients, C, WIDTH)
     held = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)[:clients]
     previous = {"values": torch.randn(C, WIDTH), "known": torch.tensor([True, False, True, False])}
@@ -45,7 +44,7 @@ def test_the_server_takes_the_plain_mean_over_owners_and_forgets_nothing(clients
         assert merged["known"].tolist() == ([True, True, bool(before), False])
 
 
-def test_one_owners_prototype_comes_back_bit_for_bit_and_strangers_rows_do_not_count():
+def test_the_prototype_of_a_single_holder_is_unchanged():
     local, held = torch.randn(2, C, WIDTH), torch.eye(2, C, dtype=torch.bool)
     local[0, 1] = torch.nan
     means, known = mean_over_holders(local, held)
@@ -55,7 +54,7 @@ def test_one_owners_prototype_comes_back_bit_for_bit_and_strangers_rows_do_not_c
     assert known.tolist() == [True, True, False, False]
 
 
-def test_the_distance_is_a_mean_over_samples_and_features_and_none_where_nothing_is_known():
+def test_the_distance_is_a_mean_over_samples_and_features():
     features = torch.randn(6, WIDTH, requires_grad=True)
     targets, known = torch.tensor([0, 1, 2, 2, 3, 0]), torch.tensor([True, False, True, False])
     prototypes = torch.randn(C, WIDTH)
@@ -69,7 +68,7 @@ def test_the_distance_is_a_mean_over_samples_and_features_and_none_where_nothing
         torch.testing.assert_close(features.grad[i], expected.detach())
 
 
-def test_the_term_is_lam_times_the_distance_and_zero_before_anything_is_known():
+def test_the_term_is_lam_times_the_distance_and_zero_without_prototypes():
     term = PrototypeAlignment(lam=3.0)
     step = Step(torch.zeros(2, C), torch.tensor([0, 3]), features=torch.randn(2, WIDTH))
     assert term(step) == 0
@@ -84,7 +83,7 @@ def test_the_term_is_lam_times_the_distance_and_zero_before_anything_is_known():
 
 
 def trained_module(seen, batches):
-    """A module that has seen these batches as two epochs of two steps each."""
+    """Return a module after two epochs of two batches each, and the features of each step."""
     module = FedProto(seen=seen).client_module(MLP((4,), C, hidden=(WIDTH,)))
     (piece,) = module.pieces()
     outputs = []
@@ -100,7 +99,7 @@ def trained_module(seen, batches):
 
 
 @pytest.mark.parametrize("seen", ["after", "last_epoch", "round"])
-def test_prototypes_are_of_one_pass_after_training_or_of_what_was_seen(seen):
+def test_prototypes_come_from_a_pass_after_training_or_from_training_features(seen):
     batches = [(torch.randn(5, 4), torch.randint(0, C - 1, (5,))) for _ in range(4)]
     module, outputs = trained_module(seen, batches)
     (piece,) = module.pieces()
@@ -123,7 +122,7 @@ def test_prototypes_are_of_one_pass_after_training_or_of_what_was_seen(seen):
 
 
 @in_float64
-def test_a_run_is_the_one_written_out_by_hand(tmp_path):
+def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, lr = 2.0, 0.1
     one_batch = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}}
     run = finished(tmp_path, FedProto(lam), **PLAIN | one_batch)
@@ -157,7 +156,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
 # --- Nearest prototypes ---
 
 
-def test_the_nearest_prototype_is_told_among_the_known():
+def test_the_nearest_known_prototype_is_predicted():
     features, prototypes = torch.randn(7, WIDTH), torch.randn(C, WIDTH)
     known = torch.tensor([True, False, True, True])
     scores = fp.NearestPrototype(prototypes, known)(features)
@@ -167,7 +166,7 @@ def test_the_nearest_prototype_is_told_among_the_known():
         assert scores[i].tolist() == pytest.approx([-gaps.get(c, float("inf")) for c in range(C)], rel=1e-4)
 
 
-def test_prediction_by_prototypes_changes_what_is_measured_and_nothing_else(tmp_path):
+def test_prediction_by_prototypes_changes_only_the_evaluation(tmp_path):
     received = {"evaluation": Evaluation(client_model="received")}
     runs = {
         how: experiment(tmp_path / how, FedProto(predict=how), **received, rounds=2) for how in ("logits", "prototypes")
@@ -187,13 +186,3 @@ def test_prediction_by_prototypes_changes_what_is_measured_and_nothing_else(tmp_
         assert torch.equal(nearest.client_module(client)(x).argmax(dim=1), gaps.argmin(dim=1))
         assert torch.equal(logits.client_module(client)(x).argmax(dim=1), own(x).argmax(dim=1))
     assert len(y) == 0 or nearest.csv.rows[-1]["client/acc_mean"] != logits.csv.rows[-1]["client/acc_mean"]
-
-
-# --- What is refused ---
-
-
-def test_bad_input_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.lam: -0.5 is below 0"):
-        FedProto(lam=-0.5)
-    with pytest.raises(ConfigError, match="this method looks at features, so the model must be a Backbone"):
-        FedAvg(loss_terms=[PrototypeAlignment()]).client_module(torch.nn.Linear(2, 2)).on_fit_start()

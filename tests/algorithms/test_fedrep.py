@@ -1,4 +1,4 @@
-"""FedRep: two phases of a fit, of which each leaves the other's part alone (baselines: B2)."""
+"""FedRep: two phases of a fit, each for one part of the model (baselines: B2)."""
 
 import copy
 from functools import partial
@@ -31,9 +31,10 @@ def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("head_epochs", [0, 1, 3])
 @pytest.mark.parametrize("optimizer", [HEAVY, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
-def test_each_phase_leaves_the_other_part_alone_to_the_bit(tmp_path, head_epochs, optimizer):
+def test_each_phase_changes_only_its_own_part(tmp_path, head_epochs, optimizer):
     run = experiment(
         tmp_path, FedRep(head_epochs=head_epochs), model=NormMLP, optimizer=optimizer, trainer=epochs(4), rounds=1
     )
@@ -51,8 +52,8 @@ def test_each_phase_leaves_the_other_part_alone_to_the_bit(tmp_path, head_epochs
 
 
 @in_float64
-def test_a_fit_by_hand(tmp_path):
-    """One momentum for both; BatchNorm and dropout of the body in eval mode while the head learns, and then not."""
+def test_a_fit_equals_a_loop_by_hand(tmp_path):
+    """One optimizer for both phases. While the head learns, BatchNorm and dropout of the body are in eval mode."""
     run = experiment(tmp_path, FedRep(head_epochs=2), model=NormMLP, optimizer=HEAVY, trainer=epochs(3))
     run.load()
     net = copy.deepcopy(run.worker.template.backbone).train()
@@ -75,9 +76,9 @@ def test_a_fit_by_hand(tmp_path):
 
 
 class Epochs(LossTerm):
-    """Notes the epochs of each fit."""
+    """Records the epochs of each fit."""
 
-    seen: ClassVar[list[int]] = []  # of all copies
+    seen: ClassVar[list[int]] = []  # shared by all copies of the term
 
     def begin_epoch(self, module):
         self.seen.append(module.current_epoch)
@@ -86,7 +87,7 @@ class Epochs(LossTerm):
         return step.logits.sum() * 0.0
 
 
-def test_loss_terms_are_told_of_the_epochs_of_both_phases(tmp_path):
+def test_loss_terms_are_notified_of_the_epochs_of_both_phases(tmp_path):
     Epochs.seen.clear()
     experiment(tmp_path, FedRep(loss_terms=[Epochs()]), rounds=1, clients_per_round=2, trainer=epochs(3)).fit()
     assert Epochs.seen == [0, 1, 2] * 2
@@ -94,8 +95,8 @@ def test_loss_terms_are_told_of_the_epochs_of_both_phases(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", [MLP, NormMLP])
-def test_clients_of_which_some_end_early_are_stacked_to_the_same(tmp_path, model):
-    """With max_steps a client with fewer batches has more epochs, all in the second phase."""
+def test_stacked_clients_with_different_numbers_of_epochs_equal_sequential_ones(tmp_path, model):
+    """With max_steps, clients with fewer batches have more epochs, all in the second phase."""
     for trainer in (epochs(3), {"accelerator": "cpu", "max_epochs": -1, "max_steps": 30}):
         runs = [
             experiment(
@@ -148,8 +149,8 @@ def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path, clients
 
 
 @pytest.mark.parametrize("fit", [False, True])
-def test_the_final_phase_by_hand(tmp_path, fit):
-    """Batches of the fit's size, in a new order in each epoch, with an optimizer like the fit's."""
+def test_the_final_phase_equals_a_loop_by_hand(tmp_path, fit):
+    """Batches of the fit's size in a new order in each epoch, with the fit's optimizer options."""
     run = experiment(tmp_path, FedRep(final_epochs=2), batch_size=16, optimizer=HEAVY)
     run.load()
     run.worker.client_data.eval_batch_size = 7  # must not matter
@@ -171,7 +172,7 @@ def test_the_final_phase_by_hand(tmp_path, fit):
     assert same_bytes(weights(module.backbone), weights(net))
 
 
-def test_a_last_batch_of_one_is_left_out_where_a_head_has_batchnorm():
+def test_the_final_phase_skips_a_batch_of_one_sample_if_the_head_has_batchnorm():
     class Normed(MLP):
         def __init__(self, in_shape, num_classes):
             super().__init__(in_shape, num_classes, (8,))
@@ -195,7 +196,7 @@ def test_a_fit_without_an_epoch_for_the_body_is_refused(tmp_path, head_epochs):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_model_has_frozen_stays_frozen(tmp_path):
+def test_parameters_that_the_model_freezes_are_not_trained(tmp_path):
     backbone = MLP((4,), 3, (8, 8))
     backbone.encoder[1].weight.requires_grad_(False)
     module = FedRep(head_epochs=0, final_epochs=1).client_module(backbone)

@@ -36,7 +36,7 @@ def upload(client, model, values, known, n):
 
 
 def test_local_knowledge_is_silu_of_the_class_means():
-    logits, targets = torch.randn(40, C), torch.randint(0, C - 1, (40,))  # nobody holds class C - 1
+    logits, targets = torch.randn(40, C), torch.randint(0, C - 1, (40,))  # no client holds class C - 1
     sums, counts = class_sums(logits, targets, C)
     result = skc.local_knowledge(sums, counts)
     for j in range(C - 1):
@@ -130,7 +130,7 @@ def test_lcl_gradient_treats_the_spread_as_a_constant():
 
 
 @pytest.mark.parametrize("spread", ["batch", "none"])
-def test_knowing_every_class_is_the_same_said_either_way(spread):
+def test_a_mask_of_all_classes_equals_no_mask(spread):
     generator = torch.Generator().manual_seed(3)
     logits, values = torch.randn(7, C, generator=generator), torch.randn(C, C, generator=generator)
     targets, known = torch.arange(7) % C, torch.ones(C, dtype=torch.bool)
@@ -138,7 +138,7 @@ def test_knowing_every_class_is_the_same_said_either_way(spread):
     torch.testing.assert_close(one, other)
 
 
-def test_what_is_loaded_by_hand_after_a_fit_has_begun_counts():
+def test_knowledge_loaded_during_a_fit_is_used():
     term = LocalContrastive()
     module = ClientModule(nn.Linear(2, C), [term])
     step = Step(logits=torch.randn(5, C, generator=torch.Generator().manual_seed(0)), targets=torch.arange(5) % C)
@@ -152,7 +152,7 @@ def test_what_is_loaded_by_hand_after_a_fit_has_begun_counts():
 
 @pytest.mark.parametrize("form", [{}, {"spread": "none"}, {"reference": True}], ids=str)
 @pytest.mark.parametrize("case", ["zero logits", "zero knowledge", "equal", "one sample", "cold", "nothing known"])
-def test_lcl_is_finite_in_every_corner(case, form):
+def test_lcl_is_finite_in_edge_cases(case, form):
     logits, values = torch.randn(6, C), torch.randn(C, C)
     known, tau = torch.ones(C, dtype=torch.bool), 0.08
     if case == "zero logits":
@@ -189,7 +189,7 @@ def test_lcl_runs_in_float32_under_mixed_precision():
     assert mixed == term(Step(logits, targets))
 
 
-def test_lcl_is_off_while_nothing_is_known():
+def test_lcl_is_off_without_knowledge():
     module = FedSKC().client_module(nn.Linear(3, C))
     (term,) = module.terms()
     term.structural.load(term.structural.initial(C))
@@ -224,14 +224,14 @@ def test_discrepancy_is_over_the_classes_a_client_holds():
     assert skc.discrepancy(local, held, merged, "share").tolist() == pytest.approx([total / 3, 0.0])
 
 
-def test_raw_counts_saturate_and_shares_do_not():
+def test_sample_counts_saturate_the_sigmoid_and_shares_do_not():
     d, n = torch.tensor([0.5, 6.0]), torch.tensor([2500, 2400])
     assert skc.aggregation_weights(d, n).tolist() == [0.5, 0.5]
     near, far = skc.aggregation_weights(d, n, "share").tolist()
     assert near > 0.9 > 0.1 > far
 
 
-def test_gda_weighs_every_floating_entry_by_eq4():
+def test_gda_averages_every_floating_point_entry_by_eq4():
     local, held = knowledge(3)
     models = [{"w": torch.randn(2), "mean": torch.randn(1), "steps": torch.tensor(k)} for k in (4, 9, 6)]
     uploads = [upload(k, models[k], local[k], held[k], 2 + k) for k in range(3)]
@@ -255,7 +255,7 @@ def test_gda_weighs_every_floating_entry_by_eq4():
 
 
 def variances(values, known, unbiased=False):
-    """Σ_j σ²_j over the known classes, in plain Python."""
+    """Return Σ_j σ²_j over the known classes, in plain Python."""
     total = 0.0
     for row in (row for row, is_known in zip(values.tolist(), known, strict=True) if is_known):
         mean = sum(row) / C
@@ -271,7 +271,7 @@ def test_review_ratio_equals_a_brute_force_loop_with_either_variance(unbiased):
     assert skc.review_ratio(now, before) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_review_ratio_of_flat_knowledge_is_zero():
+def test_the_review_ratio_of_constant_knowledge_is_zero():
     assert skc.review_ratio(torch.randn(C, C), torch.ones(C, C)) == 0.0
 
 
@@ -279,7 +279,7 @@ MEAN, LAST = torch.tensor([2.0, 1.0]), torch.tensor([10.0, 20.0])
 
 
 def reviewed(review, beta, growth=2.0, before_known=True):
-    """What two clients with the mean MEAN become, where knowledge grew to `growth` times the last round's variance."""
+    """Return the reviewed mean of two clients, if the variance of knowledge grew by the factor `growth`."""
     local, held = knowledge(1, seed=1)
     local, held = local.repeat(2, 1, 1), held.repeat(2, 1)
     last = {"values": local[0] / growth**0.5, "known": torch.full((C,), before_known)}
@@ -303,7 +303,7 @@ def test_interpolation_stays_between_the_two_models(growth, c):
 
 
 @pytest.mark.parametrize("review", ["interpolation", "literal"])
-def test_review_starts_when_knowledge_is_known_twice(review):
+def test_the_review_starts_in_the_second_round_with_knowledge(review):
     assert torch.equal(reviewed(review, 0.5, before_known=False), MEAN)
 
 
@@ -387,7 +387,7 @@ def test_reference_knowledge_is_the_last_epochs_training_logits():
     assert summary["known"].tolist() == [True, True, False, True, False]
 
 
-def test_reference_preset_binds_what_the_code_does():
+def test_the_reference_preset_uses_the_parts_of_the_authors_code():
     method = FedSKC(preset="reference")
     (term,) = method.loss_terms
     review = method.aggregator

@@ -12,20 +12,19 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import ClassifierVariance, FedUV, HypersphericalUniformity
 from fl_lightning.algorithms.global_model.feduv import uniformity_loss, variance_loss
 from fl_lightning.client.module import ClientModule, Step
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric
 
 
 def features(samples, width=5, zeros=0.4):
-    """As after a ReLU, with some rows all zero, some twice."""
+    """Return features as after a ReLU, with some rows of zeros and some equal rows."""
     made = F.relu(torch.randn(samples, width)) * (torch.rand(samples, 1) > zeros)
     return torch.cat([made, made[: samples // 3]])
 
 
 def uniformity_by_hand(z, detach=False):
-    """Pair by pair, with torch's own median of the distances that are not zero."""
+    """Return the loss, computed pair by pair with `torch.median`."""
     pairs = [(z[a] - z[b]).square().sum() for a in range(len(z)) for b in range(a + 1, len(z))]
     distances = torch.stack(pairs)
     sigma = distances[distances > 0].median()
@@ -44,7 +43,7 @@ def test_gamma_is_the_deviation_of_a_column_of_the_identity(classes):
     assert variance_loss(torch.full((4, classes), 1 / classes)).item() == pytest.approx(classes**-0.5)
 
 
-def test_variance_equals_a_loop_over_classes_some_of_which_vary_enough():
+def test_variance_loss_equals_a_loop_over_classes():
     p = (4 * torch.randn(9, 4)).softmax(dim=1)
     total = 0.0
     for c in range(4):
@@ -54,7 +53,7 @@ def test_variance_equals_a_loop_over_classes_some_of_which_vary_enough():
     assert variance_loss(p).item() == pytest.approx(total / 4, rel=1e-5, abs=1e-6)
 
 
-def test_the_hinge_lets_no_class_make_up_for_another():
+def test_the_hinge_applies_to_each_class_separately():
     p = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     assert p.std(dim=0)[0].item() == pytest.approx(2**-0.5)  # more than 1/√3; the third class does not vary
     assert variance_loss(p).item() == pytest.approx(3**-0.5 / 3)
@@ -65,7 +64,7 @@ def test_the_hinge_lets_no_class_make_up_for_another():
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 5, 9, 16])
 @pytest.mark.parametrize("detach", [False, True])
-def test_uniformity_and_its_gradient_equal_a_loop_over_pairs(samples, detach):
+def test_uniformity_loss_and_its_gradient_equal_a_loop_over_pairs(samples, detach):
     z = torch.cat([torch.randn(2, 5), features(samples)]).double().requires_grad_()
     own, by_hand = uniformity_loss(z, detach), uniformity_by_hand(z, detach)
     torch.testing.assert_close(own, by_hand)
@@ -73,7 +72,7 @@ def test_uniformity_and_its_gradient_equal_a_loop_over_pairs(samples, detach):
     torch.testing.assert_close(one, other)
 
 
-def test_sigma_is_the_lower_median_of_the_distances_that_are_not_zero():
+def test_sigma_is_the_lower_median_of_the_positive_distances():
     z = torch.tensor([[0.0], [0.0], [1.0], [3.0]])
     distances = [0.0, 1.0, 9.0, 1.0, 9.0, 4.0]
     sigma = median_low([d for d in distances if d])
@@ -103,8 +102,8 @@ def test_a_batch_of_one_and_equal_features_give_zero_and_no_gradient(z):
     assert len(z) > 1 or not variance.detach().any()
 
 
-def test_an_edge_case_in_a_stack_does_not_affect_other_clients():
-    """One of three stacked clients has equal features: its own term is zero, the others' are what they are alone."""
+def test_equal_features_of_one_stacked_client_do_not_affect_other_clients():
+    """One of three stacked clients has equal features: its term is zero, and the others' terms do not change."""
     z = torch.randn(3, 6, 4)
     z[1] = 2.0
     z = z.requires_grad_()
@@ -119,7 +118,7 @@ def test_an_edge_case_in_a_stack_does_not_affect_other_clients():
         torch.testing.assert_close(z.grad[i], torch.autograd.grad(by_hand, own)[0])
 
 
-def test_features_are_normalised_only_if_asked_for():
+def test_features_are_normalised_only_with_the_option():
     z = 3 * torch.rand(5, 4)
     step = Step(torch.zeros(5, 2), torch.zeros(5, dtype=torch.long), z)
     torch.testing.assert_close(HypersphericalUniformity(0.7)(step), 0.7 * uniformity_by_hand(z))
@@ -143,7 +142,7 @@ def test_half_precision_is_computed_in_float32():
 # --- The method ---
 
 
-def test_the_losses_are_added_under_their_names():
+def test_both_losses_are_added_under_their_names():
     method = FedUV(lam=1.5, mu=0.3)
     module = ClientModule(MLP(in_shape=(4,), num_classes=3), list(method.loss_terms))
     module.on_fit_start()
@@ -152,13 +151,6 @@ def test_the_losses_are_added_under_their_names():
     assert list(losses) == ["ce", "classifier_variance", "hyperspherical_uniformity"]
     torch.testing.assert_close(losses["classifier_variance"], 1.5 * variance_loss(step.logits.softmax(dim=1)))
     torch.testing.assert_close(losses["hyperspherical_uniformity"], 0.3 * uniformity_by_hand(step.features))
-
-
-def test_a_model_without_an_encoder_is_refused():
-    module = ClientModule(torch.nn.Linear(4, 3), list(FedUV().loss_terms))
-    with pytest.raises(ConfigError, match="the model must be a Backbone"):
-        module.on_fit_start()
-    ClientModule(torch.nn.Linear(4, 3), list(FedUV(mu=0.0).loss_terms)).on_fit_start()
 
 
 UV_AND_DW = """# FedUV+DW of FedDW's Table IV.
@@ -179,6 +171,7 @@ logger: null
 """
 
 
+@pytest.mark.thorough
 def test_feduv_plus_dw_runs_from_a_config(tmp_path):
     tiny(tmp_path / "both", text=UV_AND_DW)
     row = rows(tmp_path / "both")[-1]

@@ -50,7 +50,7 @@ from fl_lightning.algorithms import (
 from fl_lightning.models import MLP, Head
 
 
-class Held(Local):
+class LocalWithValidation(Local):
     """Local training on four fifths of the training data."""
 
     validation = 0.2
@@ -88,7 +88,7 @@ PAIRS = {
     "FedDistill": (partial(FedDistill, 0.0), Local, NormMLP),
     "FedDistill, cumulative": (partial(FedDistill, 0.0, True), Local, NormMLP),
     "FedDistillPlus": (partial(FedDistillPlus, 0.0), FedAvg, NormMLP),
-    "FedFomo": (partial(FedFomo, models=0), Held, NormMLP),
+    "FedFomo": (partial(FedFomo, models=0), LocalWithValidation, NormMLP),
     "FedPer": (partial(FedPer, personal=[]), FedAvg, NormMLP),
     "FedProto": (partial(FedProto, lam=0.0), Local, NormMLP),
     "FedProx": (partial(FedProx, mu=0.0), FedAvg, NormMLP),
@@ -129,7 +129,7 @@ PAIRS = {
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Finished runs of the methods that several others are compared with, each trained once."""
+    """Return a function that runs a method once, for all tests that compare with it."""
     runs = {}
 
     def finish(method, model, **options):

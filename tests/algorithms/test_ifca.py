@@ -1,4 +1,4 @@
-"""IFCA against its algorithm (baselines: C2)."""
+"""IFCA compared with its algorithm (baselines: C2)."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import NormMLP, client_series, digits, experiment, finished, in_float64, same_bytes, weights_after
-from stacking import compare
+from peers import mean_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import IFCA, ClusterMeans, FedAvg
@@ -24,7 +24,7 @@ from fl_lightning.models.heads import CosineLinear
 pytestmark = pytest.mark.numeric
 
 
-def test_starts_differ_and_the_first_is_the_runs_own(tmp_path):
+def test_initial_models_differ_and_the_first_is_that_of_the_run(tmp_path):
     run = experiment(tmp_path, IFCA(clusters=3))
     run.load()
     starts = [run.state[f"cluster_{j}"] for j in range(3)]
@@ -37,7 +37,7 @@ def test_starts_differ_and_the_first_is_the_runs_own(tmp_path):
     assert all(same_bytes(again.state[f"cluster_{j}"], starts[j]) for j in range(3))
 
 
-def test_other_weights_leave_the_backbone_and_torchs_generators_as_they_are():
+def test_reinitialising_changes_neither_the_backbone_nor_torchs_random_state():
     backbone = NormMLP((1, 8, 8), 10)
     backbone.head = CosineLinear(16, 10, scale=3.0)
     before, drawn = copy.deepcopy(backbone.state_dict()), torch.get_rng_state()
@@ -50,7 +50,7 @@ def test_other_weights_leave_the_backbone_and_torchs_generators_as_they_are():
     assert other["head.scale"] == 3.0
 
 
-def test_with_identical_starts_all_clients_choose_the_first(tmp_path):
+def test_with_identical_models_all_clients_choose_the_first(tmp_path):
     run = experiment(tmp_path, IFCA(clusters=3))
     run._build()
     run._begin(None, None, None)
@@ -64,7 +64,7 @@ def test_with_identical_starts_all_clients_choose_the_first(tmp_path):
 
 
 def by_hand(run, k, rounds, shared=()):
-    """The whole method in a loop: losses over all of a client's data, then the worker's own training."""
+    """Return the clusters' models and the choices after some rounds, with losses over all of a client's data."""
     models = [
         run.state[f"cluster_{j}"] | {n: v for n, v in run.state["model"].items() if n.startswith(shared)}
         for j in range(k)
@@ -86,29 +86,19 @@ def by_hand(run, k, rounds, shared=()):
             chosen.append((round, client, cluster))
             task = plain.server.task(round, client, Message.pack({"model": models[cluster]}))
             trained = plain.worker.run(task).upload.section("model")
-            groups.setdefault(cluster, []).append((len(own), trained))
-            everybody.append((len(own), trained))
-        common = average(everybody)
-        models = [average(groups[j]) if j in groups else models[j] for j in range(k)]
+            groups.setdefault(cluster, []).append((trained, len(own)))
+            everybody.append((trained, len(own)))
+        common = mean_by_hand(*zip(*everybody, strict=True))
+        models = [mean_by_hand(*zip(*groups[j], strict=True)) if j in groups else models[j] for j in range(k)]
         models = [m | {n: v for n, v in common.items() if n.startswith(shared)} for m in models]
     return models, chosen
 
 
-def average(members):
-    total = sum(n for n, _ in members)
-    mean = {}
-    for name, first in members[0][1].items():
-        if first.is_floating_point():
-            mean[name] = (sum(n * model[name].double() for n, model in members) / total).to(first.dtype)
-        else:
-            mean[name] = torch.stack([model[name] for _, model in members]).amax(0)
-    return mean
-
-
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("model", "shared"), [(partial(MLP, hidden=(16,)), ()), (NormMLP, ("encoder.",))])
 @in_float64
-def test_a_run_is_the_loop_by_hand(tmp_path, model, shared):
-    k, rounds = 3, 3
+def test_a_run_equals_a_loop_by_hand(tmp_path, model, shared):
+    k, rounds = 3, 2
     options = {"model": model, "scenario": digits(8, alpha=0.1), "clients_per_round": 5, "seed": 3}
     start = experiment(tmp_path / "start", IFCA(k, shared), **options)
     start._build()
@@ -128,7 +118,7 @@ def test_a_run_is_the_loop_by_hand(tmp_path, model, shared):
     assert len({cluster for *_, cluster in chosen}) > 1
 
 
-def test_the_choice_is_by_the_mean_over_all_samples_in_eval_mode(tmp_path):
+def test_the_cluster_is_chosen_by_the_mean_loss_in_eval_mode(tmp_path):
     batches = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (5, 1)]
     network = torch.nn.Linear(4, 3)
     wanted = sum(-network(x).log_softmax(1)[range(len(y)), y].sum() for x, y in batches) / 6
@@ -146,13 +136,13 @@ def test_the_choice_is_by_the_mean_over_all_samples_in_eval_mode(tmp_path):
     assert same_bytes(module.backbone.state_dict(), run.state[f"cluster_{chosen}"])
 
 
-def test_ties_go_to_the_lowest_and_nan_is_never_chosen():
+def test_ties_choose_the_first_cluster_and_nan_is_never_chosen():
     assert best_cluster(torch.tensor([2.0, 1.0, 1.0])) == 1
     assert best_cluster(torch.tensor([math.nan, 3.0])) == 1
     assert best_cluster(torch.tensor([math.inf, math.nan])) == 0
 
 
-def test_a_cluster_without_members_keeps_its_model_and_one_member_its_weights():
+def test_each_cluster_is_the_mean_of_its_members():
     def upload(client, n, value, cluster):
         tensors = {"model/a.w": torch.full((2,), value), "model/b.w": torch.full((2,), value)}
         return Upload(client, Message(tensors, {"n_samples": n, "cluster": cluster}))
@@ -187,13 +177,6 @@ def test_the_received_models_of_all_clients_are_evaluated(tmp_path):
     assert client_series(tmp_path, 3)["client_1/acc"] == pytest.approx(float(acc))
 
 
-def test_clients_of_different_clusters_are_stacked(tmp_path):
-    run = compare(tmp_path, IFCA(clusters=3), model=NormMLP, scenario=digits(8, alpha=0.1), seed=3)
-    assert len({int(run.client_module(client).notes["choice"]["cluster"]) for client in range(8)}) > 1
-
-
-def test_bad_options_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.clusters: 0 is below 1"):
-        IFCA(clusters=0)
+def test_a_shared_layer_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm.shared_layers: no entry's name begins with 'body'"):
         weights_after(tmp_path, IFCA(shared_layers=["body"]))

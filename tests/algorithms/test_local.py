@@ -1,10 +1,10 @@
-"""Local: what it is without a federation (baselines: A0)."""
+"""Local: training without federation (baselines: A0)."""
 
 import copy
 import json
 
 import pytest
-from experiments import SGD, NormMLP, client_series, experiment, finished, same_bytes
+from experiments import SGD, NormMLP, client_series, finished, same_bytes
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DistillingWeights, Local, Proximal
@@ -18,7 +18,7 @@ def own_models(run):
     return {client: memory["personal"] for client, memory in run.memory.items()}
 
 
-def test_each_client_goes_on_from_its_own_model_alone(tmp_path):
+def test_each_client_trains_its_own_model_as_in_a_plain_loop(tmp_path):
     run = finished(tmp_path, Local(), clients_per_round=3, model=NormMLP)
     data, expected = run.data, {}
     for round in range(1, 4):
@@ -40,7 +40,7 @@ def test_each_client_goes_on_from_its_own_model_alone(tmp_path):
         assert same_bytes(dict(run.client_module(client).backbone.state_dict()), dict(net.state_dict()))
 
 
-def test_a_client_that_was_never_drawn_is_measured_with_the_initial_model(tmp_path):
+def test_a_client_that_never_took_part_is_evaluated_with_the_initial_model(tmp_path):
     run = finished(tmp_path, Local(), rounds=1, clients_per_round=2, evaluation=Evaluation(client_model="received"))
     (never, *_) = set(range(6)) - run.memory.keys()
     initial = run.worker.template.backbone
@@ -53,7 +53,7 @@ def test_a_client_that_was_never_drawn_is_measured_with_the_initial_model(tmp_pa
     assert client_series(tmp_path, 1)[f"client_{never}/acc"] == pytest.approx(float(right))
 
 
-def test_nothing_crosses_and_no_global_model_is_measured_or_left(tmp_path):
+def test_nothing_is_sent_and_there_is_no_global_model(tmp_path):
     run = finished(tmp_path, Local())
     assert run.state == {"model": {}}
     for row in run.csv.rows:
@@ -63,18 +63,13 @@ def test_nothing_crosses_and_no_global_model_is_measured_or_left(tmp_path):
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["comm/total_up_bytes"] == 0
 
 
-def test_every_client_is_consumed_though_nothing_comes_of_it():
+def test_aggregation_waits_for_all_clients():
     seen = []
     state = {"model": {}}
     assert Local().aggregate(state, (seen.append(k) for k in range(3))) == state
     assert seen == [0, 1, 2]
 
 
-def test_terms_of_ones_own_work_and_terms_that_need_others_are_refused(tmp_path):
-    plain, held = (experiment(tmp_path / n, Local(t), rounds=2) for n, t in [("a", []), ("b", [Proximal(5.0)])])
-    plain.fit()
-    held.fit()
-    for client, memory in own_models(plain).items():
-        assert not same_bytes(memory, own_models(held)[client])
+def test_loss_terms_with_shared_knowledge_are_refused():
     with pytest.raises(ConfigError, match=r"algorithm.loss_terms: 'dw' needs shared knowledge"):
         Local([Proximal(0.1), DistillingWeights()])

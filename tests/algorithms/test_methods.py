@@ -1,4 +1,4 @@
-"""Every method of the package resumes runs, passes its parts on and can be stacked or is refused."""
+"""Every method of the package: resuming, common options, and stacking."""
 
 import inspect
 
@@ -18,7 +18,7 @@ FAST = ("CwFedAvg", "FedSKC", "SCAFFOLD", "UAPDFL")
 
 
 def tiers(names):
-    """Mark the methods that the fast tier does not run."""
+    """Mark all methods except those of the fast tier as thorough."""
     return [name if name in FAST else pytest.param(name, marks=pytest.mark.thorough) for name in names]
 
 
@@ -54,7 +54,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
     assert_same_run(whole, rest)
 
 
-class Own(LossTerm):
+class UserTerm(LossTerm):
     """A user's term."""
 
     def forward(self, step):
@@ -64,7 +64,7 @@ class Own(LossTerm):
 @pytest.mark.parametrize("name", NAMES)
 def test_common_options_reach_the_method(name):
     kind, accepted = CLASSES[name], inspect.signature(CLASSES[name]).parameters
-    term, aggregator = Own(), WeightedMean("uniform")
+    term, aggregator = UserTerm(), WeightedMean("uniform")
     parts = {"loss_terms": [term], "aggregator": aggregator, "buffers": "local"}
     method = kind(**{part: value for part, value in parts.items() if part in accepted})
     if "loss_terms" in accepted:
@@ -88,7 +88,7 @@ def test_stacked_clients_equal_sequential_ones(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", NOT_STACKED)
-def test_a_method_that_cannot_be_stacked_is_refused_in_one_line(tmp_path, name):
+def test_methods_that_cannot_be_stacked_are_refused_in_one_line(tmp_path, name):
     method, options = METHODS[name]
     run = experiment(tmp_path, method(), **options)
     run.load()

@@ -1,4 +1,4 @@
-"""MOON's loss against its equation, what a client remembers, and what it composes with (baselines: A6)."""
+"""MOON's loss compared with its equation, and the encoders that a client keeps (baselines: A6)."""
 
 import copy
 import math
@@ -6,16 +6,25 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, finished, full_batch, same_bytes, task_of_round, weights_after
+from experiments import (
+    NormMLP,
+    assert_near,
+    descend,
+    experiment,
+    finished,
+    full_batch,
+    same_bytes,
+    samples_of,
+    task_of_round,
+    weights_after,
+)
+from peers import mean_by_hand
 from servers import watched
-from stacking import compare
-from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import MOON, ModelContrast
 from fl_lightning.algorithms.global_model.moon import contrastive_loss
-from fl_lightning.client.module import ClientModule, Step
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.client.module import Step
 from fl_lightning.models import MLP, Head, frozen_encoder
 
 pytestmark = pytest.mark.numeric
@@ -39,7 +48,7 @@ def test_the_loss_equals_a_brute_force_loop(history, batch):
     assert contrastive_loss(now, received, previous, tau).item() == pytest.approx(total / batch, rel=1e-9)
 
 
-def test_the_received_model_in_the_previous_ones_place_is_log_2_and_has_no_gradient():
+def test_with_the_received_model_as_previous_one_the_loss_is_log_2():
     now, received = torch.randn(6, 8, requires_grad=True), torch.randn(6, 8)
     loss = contrastive_loss(now, received, [received], 0.5)
     loss.backward()
@@ -47,7 +56,7 @@ def test_the_received_model_in_the_previous_ones_place_is_log_2_and_has_no_gradi
     assert not now.grad.any()
 
 
-def test_features_of_norm_zero_are_no_nan():
+def test_features_of_norm_zero_give_no_nan():
     now = torch.zeros(2, 4, requires_grad=True)
     loss = contrastive_loss(now, torch.randn(2, 4), [torch.zeros(2, 4)], 0.01)
     loss.backward()
@@ -55,7 +64,7 @@ def test_features_of_norm_zero_are_no_nan():
     assert now.grad.isfinite().all()
 
 
-def test_a_frozen_encoder_is_a_copy_that_draws_and_learns_nothing():
+def test_a_frozen_encoder_is_a_copy_without_dropout_and_gradients():
     model = NormMLP((4,), 3).train()
     other = {name: value + 1 for name, value in model.encoder.state_dict().items()}
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -69,21 +78,15 @@ def test_a_frozen_encoder_is_a_copy_that_draws_and_learns_nothing():
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_zero_in_a_module_whose_fit_was_never_begun():
+def test_the_term_is_zero_outside_a_fit():
     step = Step(torch.zeros(2, 3), torch.zeros(2).long(), torch.randn(2, 4), torch.randn(2, 4))
     assert ModelContrast()(step).item() == 0
-
-
-def test_a_model_without_an_encoder_is_refused():
-    module = ClientModule(nn.Linear(4, 3), [ModelContrast()])
-    with pytest.raises(ConfigError, match=r"model: this method looks at features"):
-        module.on_fit_start()
 
 
 # --- Identities ---
 
 
-def test_a_clients_first_round_is_fedavgs_bit_for_bit(tmp_path):
+def test_a_clients_first_round_equals_fedavg_bit_for_bit(tmp_path):
     run = finished(tmp_path / "moon", MOON(mu=3.0), model=NormMLP, rounds=1)
     assert same_bytes(run.state["model"], weights_after(tmp_path / "avg", model=NormMLP, rounds=1))
     assert run.csv.rows[0]["client/train_model_contrast"] == pytest.approx(3.0 * math.log(2))
@@ -92,8 +95,8 @@ def test_a_clients_first_round_is_fedavgs_bit_for_bit(tmp_path):
 # --- Whole runs ---
 
 
-def test_a_run_by_hand(tmp_path):
-    """Full batches; two of six clients a round, of which some come for the first time after round 1."""
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """With full batches and two of six clients per round. Some take part for the first time after round 1."""
     lr, mu, tau, epochs, rounds = 0.2, 2.0, 0.4, 2, 4
     run = experiment(
         tmp_path,
@@ -105,46 +108,41 @@ def test_a_run_by_hand(tmp_path):
     )
     run.load()
     model, last = copy.deepcopy(run.worker.template.backbone), {}
-    x, y = run.data.data.x_train, run.data.data.y_train
     came_back = came_late = 0
     for round in range(1, rounds + 1):
         ends, sizes = [], []
         for client in run.server.participants(round):
             came_back += client in last
             came_late += round > 1 and client not in last
-            local, own, previous = copy.deepcopy(model), run.data.shards[client].train, last.get(client, model)
+            local, (x, y), previous = copy.deepcopy(model), samples_of(run, client), last.get(client, model)
             for _ in range(epochs):
-                z = local.encoder(x[own])
-                with torch.no_grad():
-                    drawn, pushed = model.encoder(x[own]), previous.encoder(x[own])
-                drawn, pushed = (torch.exp(F.cosine_similarity(z, other) / tau) for other in (drawn, pushed))
-                loss = F.cross_entropy(local.head(z), y[own]) - mu * (drawn / (drawn + pushed)).log().mean()
-                with torch.no_grad():
-                    for p, g in zip(
-                        local.parameters(), torch.autograd.grad(loss, list(local.parameters())), strict=True
-                    ):
-                        p -= lr * g
+                z = local.encoder(x)
+                others = (network.encoder(x).detach() for network in (model, previous))
+                pulled, pushed = (torch.exp(F.cosine_similarity(z, other) / tau) for other in others)
+                loss = F.cross_entropy(local.head(z), y) - mu * (pulled / (pulled + pushed)).log().mean()
+                descend(local, loss, lr)
             last[client] = local
             ends.append(local.state_dict())
-            sizes.append(len(own))
-        share = [size / sum(sizes) for size in sizes]
-        mean = {name: sum(a * end[name] for a, end in zip(share, ends, strict=True)) for name in ends[0]}
+            sizes.append(len(y))
         model = copy.deepcopy(model)
-        model.load_state_dict(mean)
+        model.load_state_dict(mean_by_hand(ends, sizes))
     assert came_back
     assert came_late
     run.fit()
     assert_near(run.state["model"], model.state_dict(), 1e-5)
 
 
-def test_a_client_keeps_its_last_encoders_the_newest_first(tmp_path):
+def test_a_client_keeps_its_last_encoders_in_order(tmp_path):
     run, rounds = watched(tmp_path, MOON(history=2), rounds=4, model=NormMLP)
     uploads = {client: [] for client in range(6)}
     for _, arrived, _ in rounds:
         for client, message in arrived:
             encoder = {k: v for k, v in message.section("model").items() if k.startswith("encoder.")}
             uploads[client].insert(0, encoder)
-    assert {len(theirs) for theirs in uploads.values()} >= {2, 3}  # one more than it keeps
+    assert {len(theirs) for theirs in uploads.values()} >= {
+        2,
+        3,
+    }  # some clients trained more than twice
     for client, memory in run.memory.items():
         kept, theirs = memory["term_model_contrast"], uploads[client][:2]
         assert same_bytes(kept, {f"{age}/{k[8:]}": v for age, own in enumerate(theirs) for k, v in own.items()})
@@ -154,11 +152,3 @@ def test_a_client_keeps_its_last_encoders_the_newest_first(tmp_path):
         found = [dict(encoder.state_dict()) for encoder in term._previous]
         wanted = [{k[8:]: v for k, v in own.items()} for own in theirs]
         assert all(same_bytes(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def test_stacked_clients_contrast_each_with_its_own(tmp_path):
-    run = compare(tmp_path, MOON(history=2), model=NormMLP)
-    assert 0 < len(run.memory) < 6  # of the second round's clients some had a last model, some had none
-
-
-# --- MOON + DW ---

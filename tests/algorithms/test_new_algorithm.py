@@ -1,4 +1,4 @@
-"""A new algorithm is one file: dropped into a family folder, it is found everywhere that algorithms are named."""
+"""A file in a family folder is exported, listed, documented and has a config."""
 
 import os
 import shutil
@@ -79,7 +79,7 @@ assert "| `lr` | `0.5` | The share of the way. |" in filled
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("script", [LOOKUPS, LOOKUPS + RUN], ids=["names", "run and docs"])
-def test_a_file_in_a_family_folder_is_all_that_a_new_algorithm_needs(tmp_path, script):
+def test_a_new_algorithm_needs_only_a_file_in_a_family_folder(tmp_path, script):
     package = tmp_path / "fl_lightning"
     shutil.copytree(ROOT / "fl_lightning", package, ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("callbacks", "configs", "papers", "sweeps"):

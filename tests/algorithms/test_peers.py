@@ -1,4 +1,4 @@
-"""Peers without a server: collecting, mixing and client state, against hand-written loops."""
+"""Peers without a server: collecting, mixing and client state, compared with loops by hand."""
 
 from functools import partial
 
@@ -38,8 +38,8 @@ WEIGHTS = 64 * 16 + 16 + 16 * 10 + 10  # |w| of that model on digits
 ALL = {"clients_per_round": K, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
 
 
-class Trouble(LossTerm):
-    """NaN in one round, for clients with so many samples."""
+class NaNInOneRound(LossTerm):
+    """A loss that is NaN in one round, for the clients with `n` samples."""
 
     def __init__(self, round, n):
         super().__init__()
@@ -53,7 +53,7 @@ class Trouble(LossTerm):
 
 
 def publications(clients, seed=0):
-    """Random publications with a parameter, statistics and a counter."""
+    """Return random publications with a parameter, statistics and a counter."""
     generator = torch.Generator().manual_seed(seed)
     sections = [
         {"weight": torch.randn(3, 2, generator=generator), "tracked": torch.randint(9, (), generator=generator)}
@@ -64,29 +64,31 @@ def publications(clients, seed=0):
 
 
 def plain_worker(run, model=MODEL):
-    """FedAvg's worker: it trains from the weights it is sent, and knows of no peers."""
+    """Return FedAvg's worker, which trains from the weights that it receives."""
     return Worker(run.seed, FedAvg(), model, run.data, 32, {"accelerator": "cpu", "max_epochs": 1}, SGD)
 
 
 # --- Mixing ---
 
 
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
 @pytest.mark.parametrize("clients", [1, 2, 5])
-def test_mix_is_the_mean_by_samples_of_own_and_peers(clients):
+def test_mix_is_the_weighted_mean_of_the_own_and_the_peers_models(clients, weighting):
     own, *others = messages = publications(clients)
-    mixed = PeerAlgorithm().mix(own, [Upload(k, message) for k, message in enumerate(others)])
-    expected = mean_by_hand([m.section("model") for m in messages], [m.numbers["n_samples"] for m in messages])
+    mixed = PeerAlgorithm(weighting=weighting).mix(own, [Upload(k, message) for k, message in enumerate(others)])
+    weights = [m.numbers["n_samples"] if weighting == "samples" else 1 for m in messages]
+    expected = mean_by_hand([m.section("model") for m in messages], weights)
     assert mixed.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(mixed[name], value)
 
 
-def test_a_client_alone_keeps_its_weights_bit_for_bit():
+def test_a_client_without_peers_keeps_its_weights_bit_for_bit():
     (own,) = publications(1)
     assert same_bytes(PeerAlgorithm().mix(own, []), own.section("model"))
 
 
-def test_a_publication_survives_the_state_and_the_way():
+def test_publications_are_unchanged_by_the_state_and_by_bundles():
     messages = dict(zip((2, 10, 1), publications(3), strict=True))
     messages[4] = Message(numbers={"n_samples": 2**53 + 1, "share": 0.1})
     for message in messages.values():
@@ -101,15 +103,10 @@ def test_a_publication_survives_the_state_and_the_way():
     assert unbundle(bundle({})) == []
 
 
-def test_bytes_of_a_bundle_are_those_of_its_messages():
-    messages = dict(enumerate(publications(4)))
-    assert bundle(messages).nbytes == sum(message.nbytes for message in messages.values())
-
-
 # --- Collecting ---
 
 
-def test_peers_are_a_draw_of_n_com_others_anew_each_round(tmp_path):
+def test_n_com_other_clients_are_sampled_in_each_round(tmp_path):
     run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=1, **ALL)
     drawn = {(r, k): peers_in(run.server.download(r, k)) for r in range(2, 302) for k in range(K)}
     assert all(len(set(peers)) == 2 and k not in peers for (_, k), peers in drawn.items())
@@ -121,7 +118,7 @@ def test_peers_are_a_draw_of_n_com_others_anew_each_round(tmp_path):
 
 
 @pytest.mark.parametrize("n_com", [None, 1])
-def test_only_linked_peers_are_heard(tmp_path, n_com):
+def test_clients_collect_only_from_linked_peers(tmp_path, n_com):
     run = finished(tmp_path, PeerAlgorithm(n_com, graph=Ring()), rounds=1, **ALL)
     for client in range(K):
         around = {(client - 1) % K, (client + 1) % K}
@@ -130,7 +127,7 @@ def test_only_linked_peers_are_heard(tmp_path, n_com):
         assert all(len(peers) == (1 if n_com == 1 else 2) for peers in drawn)
 
 
-def test_more_peers_than_others_are_named(tmp_path):
+def test_more_peers_than_other_clients_are_refused(tmp_path):
     run = experiment(tmp_path, PeerAlgorithm(n_com=K))
     with pytest.raises(ConfigError, match=r"algorithm.n_com: 6 peers, but a client has only 5 others"):
         run.fit()
@@ -163,8 +160,9 @@ def test_two_rounds_equal_a_hand_written_loop(tmp_path):
         torch.testing.assert_close(run.state["model"][name], value, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.thorough
 @in_float64
-def test_if_all_hear_all_it_is_fedavg(tmp_path):
+def test_collecting_from_all_peers_equals_fedavg(tmp_path):
     peers, server = (
         experiment(tmp_path / type(method).__name__, method, rounds=2, **ALL) for method in (PeerAlgorithm(), FedAvg())
     )
@@ -186,7 +184,7 @@ def test_before_round_one_every_client_has_published_the_initial_model(tmp_path)
     assert run.csv.rows[0]["comm/total_bytes"] == (K - 1) * (4 * WEIGHTS + 8)  # publishing is not communication
 
 
-def test_who_does_not_take_part_keeps_its_last_publication(tmp_path):
+def test_a_client_that_does_not_take_part_keeps_its_last_publication(tmp_path):
     states, everybody = [], range(K)
 
     class Watch(RoundCallback):
@@ -204,7 +202,7 @@ def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
     probe = experiment(tmp_path / "probe", PeerAlgorithm())
     probe.load()
     victim = probe.server.participants(2)[0]
-    trouble = Trouble(2, len(probe.data.shards[victim].train))
+    trouble = NaNInOneRound(2, len(probe.data.shards[victim].train))
     method, options = partial(PeerAlgorithm, 2, loss_terms=[trouble]), {"on_client_failure": "drop"}
     runs = [experiment(tmp_path / str(rounds), method(), rounds=rounds, **options) for rounds in (1, 2)]
     runs[0].fit()
@@ -216,22 +214,10 @@ def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
     assert runs[1].csv.rows[1]["client/failed"] == 1
 
 
-def test_a_client_without_neighbours_trains_alone(tmp_path):
-    run = finished(tmp_path, PeerAlgorithm(graph=ErdosRenyi(p=0.0)), rounds=2, **ALL)
-    worker = plain_worker(run)
-    for client in (0, 3):
-        model = worker.modules.build().backbone.state_dict()
-        for round in (1, 2):
-            result = worker.run(Task(round, client, Message.pack({"model": model}), {}))
-            model = result.upload.section("model")
-        assert same_bytes(model_of(published(run, client)[0]), model)
-    assert [row["comm/total_bytes"] for row in run.csv.rows] == [0, 0]
-
-
 # --- Shared knowledge ---
 
 
-def test_soft_labels_are_merged_from_own_and_peers(tmp_path):
+def test_soft_labels_are_merged_over_the_client_and_its_peers(tmp_path):
     engine = Watching()
     model = partial(MLP, hidden=(16,), head=Head(classifier="bias_free"))
     method = PeerAlgorithm(n_com=1, loss_terms=[DistillingWeights()])
@@ -252,12 +238,12 @@ def test_soft_labels_are_merged_from_own_and_peers(tmp_path):
 
 
 @pytest.mark.parametrize("term", [LocalContrastive, HistoryContrast])
-def test_terms_that_need_a_trained_round_are_off_in_the_first(tmp_path, term):
+def test_terms_that_need_an_earlier_round_are_off_in_the_first(tmp_path, term):
     run = finished(tmp_path, PeerAlgorithm(n_com=2, loss_terms=[term()]), rounds=1, **ALL)
     assert run.csv.rows[0].get(f"client/train_{term.name}", 0.0) == 0.0
 
 
-def test_what_a_term_keeps_stays_with_its_client(tmp_path):
+def test_the_state_of_a_term_stays_with_its_client(tmp_path):
     engine = Watching()
     run = finished(tmp_path, PeerAlgorithm(2, loss_terms=[HistoryContrast()]), rounds=2, engine=engine, **ALL)
     assert run.csv.rows[1]["client/train_history"] > 0
@@ -324,8 +310,9 @@ def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
     assert same_bytes(saved, run.state["model"])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clients", ["trained", "received"])
-def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
+def test_clients_are_evaluated_as_trained_or_as_mixed(tmp_path, clients):
     run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=2, clients_per_round=3, evaluation=Evaluation(clients))
     scored = run.server.participants(2) if clients == "trained" else range(K)
     own = client_series(tmp_path, 2)
@@ -351,7 +338,7 @@ METHODS = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
-def test_another_order_of_clients_changes_nothing(tmp_path, method):
+def test_the_order_of_clients_does_not_matter(tmp_path, method):
     forth, back = (
         experiment(tmp_path / type(engine).__name__, METHODS[method](), model=NormMLP, engine=engine)
         for engine in (Watching(), Backwards())
@@ -365,7 +352,8 @@ def test_another_order_of_clients_changes_nothing(tmp_path, method):
 # --- The command line ---
 
 
-def test_peers_and_their_graph_can_be_named_in_the_shell(tmp_path):
+@pytest.mark.thorough
+def test_peers_and_their_graph_are_options_of_the_command_line(tmp_path):
     graph = ["--algorithm.n_com", "1", "--algorithm.graph", "Ring", "--algorithm.graph.reach", "2"]
     tiny(tmp_path / "run", "--algorithm", "UAPDFL", *graph, "--algorithm.th_i", ".inf", "--rounds", "2")
     weights = 64 * 8 + 8 + 8 * 10 + 10
@@ -377,8 +365,9 @@ def test_peers_and_their_graph_can_be_named_in_the_shell(tmp_path):
     assert run("test", tmp_path / "run").code == 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("buffers", ["average", "local"])
-def test_testing_a_run_scores_what_each_client_trained_last(tmp_path, buffers):
+def test_testing_a_run_evaluates_each_clients_last_model(tmp_path, buffers):
     finished(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
     again = experiment(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
     again.load()

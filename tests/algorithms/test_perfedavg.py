@@ -23,16 +23,14 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedAvg, PerFedAvg, Proximal
 from fl_lightning.algorithms.personalized import perfedavg as per
 from fl_lightning.client.module import ClientModule
-from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 ORDERS = {"first": 2, "hessian_free": 3}
-RECEIVED = {"evaluation": Evaluation(client_model="received")}
 DECAY = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-class OnOnePart(ClientModule):
-    """FedAvg's client on the second of so many parts of each batch."""
+class TrainsOnSecondPart(ClientModule):
+    """FedAvg's client, trained on the second of `parts` parts of each batch."""
 
     parts = 2
 
@@ -43,12 +41,12 @@ class OnOnePart(ClientModule):
         return super().training_step((x, y), batch_idx)
 
 
-class OnTwoThirds(OnOnePart):
+class TrainsOnSecondThird(TrainsOnSecondPart):
     parts = 3
 
 
-class Still(NormMLP):
-    """BatchNorm without dropout, whose masks FedAvg would draw in another order."""
+class NormMLPWithoutDropout(NormMLP):
+    """A network with BatchNorm, without dropout because FedAvg uses random numbers in another order."""
 
     def __init__(self, in_shape, num_classes):
         super().__init__(in_shape, num_classes)
@@ -59,7 +57,7 @@ class Still(NormMLP):
 
 
 @given(st.integers(1, 6), st.floats(0.0, 2.0), st.floats(0.001, 10.0), st.integers(0, 999))
-def test_on_a_quadratic_it_is_known(size, alpha, delta, seed):
+def test_the_meta_gradient_of_a_quadratic_is_exact(size, alpha, delta, seed):
     """With `∇f(w) = A w`: `A (I - αA) w` in first order, and `(I - αA) A (I - αA) w` without a Hessian, for any δ."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(size, size, generator=generator, dtype=torch.float64)
@@ -75,7 +73,7 @@ def test_on_a_quadratic_it_is_known(size, alpha, delta, seed):
         torch.testing.assert_close(found["w"], expected, rtol=1e-6, atol=1e-6 * (1 + float(a.norm()) ** 3))
 
 
-def test_each_gradient_is_of_its_own_batch():
+def test_each_gradient_uses_its_own_batch():
     a = [torch.randn(3, 3, dtype=torch.float64) for _ in range(3)]
     w = torch.randn(3, dtype=torch.float64)
     v = a[1] @ (w - 0.3 * a[0] @ w)
@@ -84,8 +82,8 @@ def test_each_gradient_is_of_its_own_batch():
         torch.testing.assert_close(found, expected)
 
 
-def test_it_is_the_gradient_of_the_loss_after_a_step():
-    """Without a Hessian it is autograd's gradient of `f'(w - α ∇f(w))` where one batch is all three."""
+def test_the_meta_gradient_is_the_gradient_of_the_loss_after_a_step():
+    """If all three batches are equal, the Hessian-free estimate is autograd's gradient of `f(w - α ∇f(w))`."""
     x, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
     w = torch.randn(3, 4, dtype=torch.float64)
 
@@ -103,7 +101,7 @@ def test_it_is_the_gradient_of_the_loss_after_a_step():
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-8)
 
 
-def test_weights_without_a_gradient_stay_and_get_none():
+def test_weights_without_a_gradient_do_not_change():
     def gradient(at, _):
         assert torch.equal(at["idle"], torch.ones(2))
         return {"w": at["w"]}
@@ -113,7 +111,7 @@ def test_weights_without_a_gradient_stay_and_get_none():
 
 
 @given(st.integers(1, 40), st.sampled_from([2, 3]))
-def test_parts_are_equal_disjoint_and_whole(size, parts):
+def test_a_batch_is_split_into_disjoint_parts_of_equal_size(size, parts):
     x, y = torch.arange(size)[:, None], torch.arange(size)
     found = per.split_batch((x, y), parts)
     assert len(found) == parts
@@ -131,7 +129,7 @@ def test_parts_are_equal_disjoint_and_whole(size, parts):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_step_by_hand(order):
+def test_a_step_equals_the_formula(order):
     torch.manual_seed(0)
     method = PerFedAvg(order, alpha=0.4, delta=0.01)
     module = method.client_module(MLP((4,), 3, (5,)).double()).train()
@@ -164,7 +162,7 @@ def test_a_step_by_hand(order):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_terms_are_part_of_the_objective():
+def test_loss_terms_are_part_of_the_meta_objective():
     torch.manual_seed(0)
     module = PerFedAvg(alpha=0.5, loss_terms=[Proximal(2.0)]).client_module(MLP((4,), 3, (5,))).train()
     module.on_fit_start()
@@ -182,7 +180,7 @@ def test_terms_are_part_of_the_objective():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_only_the_adapted_forward_moves_the_statistics(order):
+def test_batchnorm_statistics_come_from_the_adapted_model_only(order):
     torch.manual_seed(0)
     module = PerFedAvg(order, alpha=0.0).client_module(NormMLP((4,), 3)).train()
     x, y = torch.randn(12, 4), torch.arange(12) % 3
@@ -193,8 +191,8 @@ def test_only_the_adapted_forward_moves_the_statistics(order):
     assert same_bytes(dict(module.backbone.named_buffers()), dict(net.named_buffers()))
 
 
-def test_both_gradients_of_the_difference_see_the_same_dropout():
-    """Where the loss is the same everywhere but for the masks, the difference is nothing."""
+def test_both_gradients_of_the_difference_use_the_same_dropout_mask():
+    """With a tiny δ, different dropout masks would give a huge difference."""
     torch.manual_seed(0)
     module = PerFedAvg("hessian_free", alpha=10.0, delta=1e-9).client_module(NormMLP((4,), 3).double()).train()
     x, y = torch.randn(60, 4, dtype=torch.float64), torch.arange(60) % 3
@@ -202,7 +200,7 @@ def test_both_gradients_of_the_difference_see_the_same_dropout():
     assert all(p.grad.abs().max() < 1e3 for p in module.backbone.parameters())
 
 
-def test_the_difference_is_taken_in_full_precision():
+def test_the_difference_is_computed_in_full_precision():
     module = PerFedAvg("hessian_free").client_module(MLP((4,), 3, (5,))).train()
     seen = []
     module.backbone.head.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
@@ -211,7 +209,7 @@ def test_the_difference_is_taken_in_full_precision():
     assert seen == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
 
 
-def test_no_weights_of_before_are_left_in_autocasts_cache():
+def test_autocasts_cache_holds_no_old_weights():
     grads = []
     for context in (torch.autocast("cpu", torch.bfloat16, cache_enabled=cached) for cached in (True, False)):
         torch.manual_seed(0)
@@ -226,13 +224,14 @@ def test_no_weights_of_before_are_left_in_autocasts_cache():
 # --- The method ---
 
 
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), pytest.param(Still, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLPWithoutDropout])
 @pytest.mark.parametrize("order", ORDERS)
-def test_alpha_zero_is_fedavg_on_the_second_parts(tmp_path, order, model):
+def test_with_alpha_zero_it_is_fedavg_on_the_second_parts(tmp_path, order, model):
     options = {"model": model, "optimizer": DECAY, "rounds": 2, "clients_per_round": 2}
     one = experiment(tmp_path / "per", PerFedAvg(order, alpha=0.0), **options)
     plain = FedAvg("uniform")
-    plain.module_class = OnOnePart if order == "first" else OnTwoThirds
+    plain.module_class = TrainsOnSecondPart if order == "first" else TrainsOnSecondThird
     other = experiment(tmp_path / "avg", plain, **options)
     for run in (one, other):
         run.fit()
@@ -241,9 +240,9 @@ def test_alpha_zero_is_fedavg_on_the_second_parts(tmp_path, order, model):
 
 
 @in_float64
-def test_what_is_measured_is_one_full_step_from_the_global_model(tmp_path):
-    run = finished(tmp_path, PerFedAvg(alpha=0.7, adapt_steps=2), model=NormMLP, rounds=1, **RECEIVED)
-    for client in range(6):
+def test_the_evaluated_model_is_the_global_model_after_full_batch_steps(tmp_path):
+    run = finished(tmp_path, PerFedAvg(alpha=0.7, adapt_steps=2), model=NormMLP, rounds=1, clients_per_round=2)
+    for client in (0, 3):
         net = run.worker.modules.build_shared(run.state["model"]).backbone.eval()
         x, y = samples_of(run, client)
         for _ in range(2):
@@ -254,7 +253,7 @@ def test_what_is_measured_is_one_full_step_from_the_global_model(tmp_path):
     assert not run.memory
 
 
-def test_adapting_starts_without_the_fits_gradients_and_leaves_none():
+def test_adaptation_ignores_and_clears_gradients():
     torch.manual_seed(0)
     method = PerFedAvg(alpha=0.5)
     module = method.client_module(MLP((4,), 3, (5,))).eval()
@@ -270,7 +269,7 @@ def test_adapting_starts_without_the_fits_gradients_and_leaves_none():
         assert p.grad is None
 
 
-def test_what_is_measured_in_mixed_precision_is_the_adapted_model():
+def test_the_adapted_model_is_evaluated_in_mixed_precision():
     method = PerFedAvg(alpha=5.0, adapt_steps=2)
     x, y = torch.randn(12, 4), torch.arange(12) % 3
     logits = []
@@ -283,7 +282,7 @@ def test_what_is_measured_in_mixed_precision_is_the_adapted_model():
     assert torch.equal(*logits)
 
 
-def test_a_frozen_weight_stays(tmp_path):
+def test_a_frozen_weight_does_not_change(tmp_path):
     backbone = MLP((4,), 3, (5,))
     backbone.head.bias.requires_grad_(False)
     before = backbone.head.bias.clone()
@@ -297,8 +296,8 @@ def test_a_frozen_weight_stays(tmp_path):
     assert backbone.head.bias.grad is None
 
 
-def test_a_task_of_one_batch_of_three_works(tmp_path):
-    """Too few samples for parts: the batch is each of them."""
+def test_a_batch_too_small_to_split_is_used_for_all_parts(tmp_path):
+    """A batch of three samples is used three times."""
     run = experiment(tmp_path, PerFedAvg("hessian_free"), batch_size=3, rounds=1, model=NormMLP)
     run.load()
     assert run.worker.run(task_of_round(run, 1, 0)).failure is None

@@ -5,8 +5,19 @@ from math import nan
 
 import pytest
 from methods import NAMES
+from torch import nn
 
-from fl_lightning.algorithms import FedBABU, FedRep
+from fl_lightning.algorithms import (
+    FedBABU,
+    FedRep,
+    HistoryContrast,
+    HypersphericalUniformity,
+    ModelContrast,
+    PrototypeAlignment,
+    SiameseAlignment,
+    UnitAlignment,
+)
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 
 REFUSED = {
@@ -45,7 +56,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("method", REFUSED)
-def test_an_option_out_of_range_is_named(method):
+def test_an_option_out_of_range_is_refused_by_name(method):
     for option, values in REFUSED[method].items():
         for value in values:
             with pytest.raises(ConfigError, match=rf"^algorithm\.{option}: {re.escape(str(value))} is "):
@@ -60,6 +71,22 @@ def test_an_option_out_of_range_is_named(method):
         (FedRep, {"personal": [], "head_epochs": 0, "final_epochs": 3}, "algorithm.final_epochs: 3 needs a personal"),
     ],
 )
-def test_options_that_contradict_each_other_are_named(kind, options, message):
+def test_options_that_contradict_each_other_are_refused_by_name(kind, options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         kind(**options)
+
+
+TERMS_ON_FEATURES = (
+    HistoryContrast,
+    HypersphericalUniformity,
+    ModelContrast,
+    PrototypeAlignment,
+    SiameseAlignment,
+    UnitAlignment,
+)
+
+
+@pytest.mark.parametrize("term", TERMS_ON_FEATURES)
+def test_a_term_on_features_refuses_a_model_that_is_no_backbone(term):
+    with pytest.raises(ConfigError, match=r"^model: this method looks at features, so the model must be a Backbone"):
+        ClientModule(nn.Linear(4, 3), [term()]).on_fit_start()

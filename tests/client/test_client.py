@@ -34,15 +34,9 @@ def loader(n=20, batch_size=20):
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
-def quiet_trainer(**options):
-    return L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+def quiet_trainer(logger=False, **options):
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(accelerator="cpu", logger=logger, **quiet, **options)
 
 
 def model():
@@ -101,16 +95,7 @@ def test_validation_and_test_log_loss_and_accuracy():
 
 @plain_lightning
 def test_training_losses_reach_a_plain_trainers_logger(tmp_path):
-    logger = L.pytorch.loggers.CSVLogger(tmp_path)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-    )
+    trainer = quiet_trainer(L.pytorch.loggers.CSVLogger(tmp_path), max_epochs=1, log_every_n_steps=1)
     module = ClientModule(model(), [WeightNorm(1.0)])
     trainer.fit(module, loader())
     assert {"train_loss", "train_ce", "train_weight_norm"} <= trainer.logged_metrics.keys()
@@ -179,7 +164,7 @@ def test_terms_are_notified_of_the_start_of_fits_and_epochs():
 
 
 class Keeper(LossTerm):
-    """Keeps how often its client took part and what the client holds; its loss is the former."""
+    """Keeps the client's number of rounds and its class counts. Its loss is the number of rounds."""
 
     name = "keeper"
 
@@ -228,7 +213,7 @@ def test_a_term_without_state_has_no_section_in_the_client_state(tmp_path):
     assert not (tmp_path / "clients").exists()
 
 
-def test_a_module_knows_how_much_of_each_class_its_client_holds(tmp_path):
+def test_a_module_has_its_clients_class_counts(tmp_path):
     assert ClientModule(model()).class_counts is None
     run = experiment(tmp_path, FedAvg(loss_terms=[Keeper()]), rounds=1)
     run.fit()
@@ -238,7 +223,7 @@ def test_a_module_knows_how_much_of_each_class_its_client_holds(tmp_path):
         assert kept["term_keeper"]["counts"].tolist() == [labels.count(j) for j in range(10)]
 
 
-def test_an_optimizer_for_other_parameters_is_like_the_clients_own():
+def test_an_optimizer_for_other_parameters_has_the_clients_options():
     other = nn.Linear(2, 2)
     module = ClientModule(model(), optimizer=partial(torch.optim.Adam, lr=0.4, weight_decay=0.1))
     module.lr_scale = 0.5
@@ -254,6 +239,6 @@ def test_an_optimizer_for_other_parameters_is_like_the_clients_own():
     assert (group["lr"], group["momentum"]) == (0.005, 0)
 
 
-def test_a_checkpoint_cannot_name_any_function_as_its_objective():
+def test_a_checkpoint_cannot_call_arbitrary_functions_as_objective():
     with pytest.raises(ConfigError, match=r"^objective: .*os\.system is not allowed in a file"):
         ClientModule(torch.nn.Linear(1, 1), objective={"class_path": "os.system", "init_args": {"command": "true"}})

@@ -1,4 +1,4 @@
-"""A client's weights are copied where somebody could still change or read them, and only there."""
+"""A client's weights are copied only if they can still be changed or read."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,8 @@ from fl_lightning.models import MLP, ResNet8
 
 
 @pytest.fixture(autouse=True)
-def _noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left empty holds numbers that nobody could overlook."""
+def _fill_empty_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill empty copies with NaN, so that a test fails if a value is used."""
 
     def filled(tensor: Tensor) -> Tensor:
         made = empty_copy(tensor)
@@ -32,8 +32,8 @@ def _noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_copier, "empty_copy", filled)
 
 
-def begun(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker, Task]:
-    """A worker, and a client's task of round 1."""
+def worker_and_task(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker, Task]:
+    """Return a worker, and a client's task of round 1."""
     run = experiment(tmp_path, algorithm, **options)
     run._build()
     if not run.algorithm.server:
@@ -41,8 +41,8 @@ def begun(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker,
     return run.worker, task_of_round(run, 1, run.server.participants(1)[0])
 
 
-def ended(worker: Worker, task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ClientModule]:
-    """What comes of a task, and the module that it was done with."""
+def run_and_get_module(worker: Worker, task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ClientModule]:
+    """Return the result of a task, and the module that was trained."""
     modules: list[ClientModule] = []
     plain = Worker.finish
 
@@ -55,48 +55,48 @@ def ended(worker: Worker, task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
 
 def shared_with(module: ClientModule, upload: Message) -> int:
-    """How many tensors of an upload are the module's own."""
+    """Return how many tensors of an upload share memory with the module."""
     own = {value.data_ptr() for value in module.state_dict().values()}
     return sum(value.data_ptr() in own for value in upload.tensors.values())
 
 
-# --- Nothing comes out otherwise ---
+# --- Results do not change ---
 
 
 @pytest.mark.parametrize("name", FEW_QUICK)
-def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_equal_those_with_all_copies(tmp_path: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, options = METHODS[name]
-    worker, task = begun(tmp_path, method(), **options)
+    worker, task = worker_and_task(tmp_path, method(), **options)
 
     def outcome() -> list[dict[str, Tensor]]:
         start, result = worker.modules.receive(task).state_dict(), worker.run(task)
         return [start, result.upload.tensors, *(result.memory[key] for key in sorted(result.memory))]
 
-    lean = outcome()
+    without_copies = outcome()
     monkeypatch.setattr(worker.modules, "_overwrites", False)
     monkeypatch.setattr(worker.algorithm, "uploads_by_copying", False)
-    for one, other in zip(lean, outcome(), strict=True):
+    for one, other in zip(without_copies, outcome(), strict=True):
         assert same_bytes(one, other)
 
 
 # --- What a client starts from ---
 
 
-def test_weights_that_are_received_are_not_copied_from_the_initial_ones(tmp_path: Any) -> None:
-    worker, task = begun(tmp_path)
+def test_initial_weights_that_are_overwritten_are_not_copied(tmp_path: Any) -> None:
+    worker, task = worker_and_task(tmp_path)
     empty_copy = worker.modules.build(task.download.section("model")).backbone.state_dict()
     assert all(value.isnan().all() for value in empty_copy.values())
     assert not any(value.isnan().any() for value in worker.modules.receive(task).backbone.state_dict().values())
 
 
-def test_the_part_that_never_leaves_a_client_starts_as_initialised(tmp_path: Any) -> None:
-    worker, task = begun(tmp_path, FedPer())
+def test_personal_parts_start_from_the_initial_weights(tmp_path: Any) -> None:
+    worker, task = worker_and_task(tmp_path, FedPer())
     start, initial = worker.modules.receive(task).backbone, worker.modules.build().backbone
     assert same_bytes(start.head.state_dict(), initial.head.state_dict())
 
 
-class HalfTheWay(MLP):
-    """Goes half the way from its weights to those that it is to load."""
+class LoadsHalfway(MLP):
+    """Loading sets the mean of the current and the loaded weights."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -107,22 +107,22 @@ class HalfTheWay(MLP):
         weights |= {name: (value + own[name]) / 2 for name, value in weights.items()}
 
 
-class OwnWay(nn.Linear):
-    """Loads in a way of its own."""
+class OverridesLoadOfLayer(nn.Linear):
+    """A layer that overrides how it loads its entries."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
 
 
-class WholeWay(nn.Sequential):
-    """Loads as a whole in a way of its own."""
+class OverridesLoadStateDict(nn.Sequential):
+    """A module that overrides `load_state_dict`."""
 
     def load_state_dict(self, *args: Any, **options: Any) -> Any:
         return super().load_state_dict(*args, **options)
 
 
-def test_a_network_that_looks_at_its_weights_when_it_loads_others_has_them(tmp_path: Any) -> None:
-    worker, task = begun(tmp_path, model=HalfTheWay)
+def test_a_network_whose_loading_reads_its_weights_gets_the_initial_ones(tmp_path: Any) -> None:
+    worker, task = worker_and_task(tmp_path, model=LoadsHalfway)
     expected = worker.modules.build().backbone
     expected.load_state_dict({name: 3 * value for name, value in expected.state_dict().items()})
     tripled = Message({name: 3 * value for name, value in task.download.tensors.items()})
@@ -141,9 +141,9 @@ def hooked_after() -> nn.Module:
     [
         (lambda: ResNet8(in_shape=(3, 8, 8), num_classes=2), True),
         (lambda: nn.BatchNorm1d(2), True),
-        (lambda: HalfTheWay(in_shape=(1,), num_classes=2), False),
-        (lambda: nn.Sequential(nn.Sequential(OwnWay(1, 1))), False),
-        (lambda: WholeWay(nn.Linear(1, 1)), False),
+        (lambda: LoadsHalfway(in_shape=(1,), num_classes=2), False),
+        (lambda: nn.Sequential(nn.Sequential(OverridesLoadOfLayer(1, 1))), False),
+        (lambda: OverridesLoadStateDict(nn.Linear(1, 1)), False),
         (lambda: nn.Sequential(hooked_after()), False),
         (lambda: nn.LazyLinear(2), False),
     ],
@@ -152,8 +152,8 @@ def test_modules_with_default_loading(network: Any, plain: bool) -> None:
     assert loads_plainly(network()) == plain
 
 
-class Receives(FedAvg):
-    """Looks at the weights that were there before."""
+class NotesInitialWeights(FedAvg):
+    """Records the weights before the download is loaded."""
 
     def receive(self, module: ClientModule, download: Message, memory: Any) -> None:
         before = next(module.parameters()).clone()
@@ -161,30 +161,30 @@ class Receives(FedAvg):
         module.notes["before"] = {"first": before}
 
 
-def test_a_method_that_receives_in_a_way_of_its_own_finds_the_initial_weights(tmp_path: Any) -> None:
-    worker, task = begun(tmp_path, Receives())
+def test_a_method_that_overrides_receive_gets_the_initial_weights(tmp_path: Any) -> None:
+    worker, task = worker_and_task(tmp_path, NotesInitialWeights())
     before = worker.modules.receive(task).notes["before"]["first"]
     assert torch.equal(before, next(worker.modules.build().parameters()))
 
 
-class Kind(nn.Parameter):
-    """A parameter of another kind."""
+class ParameterSubclass(nn.Parameter):
+    """A subclass of Parameter."""
 
 
-class Parts(nn.Module):
-    """A frozen parameter, strides of its own, two names for one weight, a buffer, and a parameter of another kind."""
+class SpecialEntries(nn.Module):
+    """A frozen and transposed parameter with two names, a buffer, and a parameter of a subclass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, 3).t(), requires_grad=False)
         self.same = self.weight
         self.register_buffer("count", torch.tensor([1, 2]))
-        self.kind = Kind(torch.ones(2))
+        self.kind = ParameterSubclass(torch.ones(2))
         self.left = nn.Parameter(torch.ones(2))
 
 
-def test_an_emptied_entry_is_another_only_in_its_numbers() -> None:
-    module = Parts()
+def test_an_empty_copy_keeps_everything_except_the_values() -> None:
+    module = SpecialEntries()
     built = ModuleCopier(module).build(["weight", "same", "count", "nobody's"])
     assert type(built.weight) is nn.Parameter
     assert not built.weight.requires_grad
@@ -196,32 +196,32 @@ def test_an_emptied_entry_is_another_only_in_its_numbers() -> None:
     assert built.left.tolist() == [1, 1]
 
 
-def test_a_parameter_of_another_kind_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_of_a_subclass_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_copier, "empty_copy", empty_copy)
-    copied = ModuleCopier(Parts()).build(["kind"]).kind
-    assert type(copied) is Kind
+    copied = ModuleCopier(SpecialEntries()).build(["kind"]).kind
+    assert type(copied) is ParameterSubclass
     assert copied.tolist() == [1, 1]
 
 
 # --- What a client sends ---
 
 
-def test_weights_of_a_spent_module_are_sent_without_a_copy(tmp_path: Any, monkeypatch: Any) -> None:
-    worker, task = begun(tmp_path)
-    result, module = ended(worker, task, monkeypatch)
+def test_weights_of_a_module_that_is_not_used_again_are_sent_without_a_copy(tmp_path: Any, monkeypatch: Any) -> None:
+    worker, task = worker_and_task(tmp_path)
+    result, module = run_and_get_module(worker, task, monkeypatch)
     assert shared_with(module, result.upload) == len(result.upload.tensors)
     assert not any(value.requires_grad for value in result.upload.tensors.values())
 
 
 @pytest.mark.parametrize("wanted", ["evaluate", "evaluate_globally"])
-def test_weights_that_are_still_measured_are_copied(tmp_path: Any, wanted: str, monkeypatch: Any) -> None:
-    worker, task = begun(tmp_path)
-    result, module = ended(worker, replace(task, **{wanted: True}), monkeypatch)
+def test_weights_that_are_evaluated_later_are_copied(tmp_path: Any, wanted: str, monkeypatch: Any) -> None:
+    worker, task = worker_and_task(tmp_path)
+    result, module = run_and_get_module(worker, replace(task, **{wanted: True}), monkeypatch)
     assert shared_with(module, result.upload) == 0
 
 
-class Clipped(FedAvg):
-    """Writes into what it sends."""
+class ZeroesUpload(FedAvg):
+    """Sets the uploaded tensors to zero in `upload`."""
 
     def upload(self, *args: Any) -> Message:
         message = super().upload(*args)
@@ -230,8 +230,8 @@ class Clipped(FedAvg):
         return message
 
 
-class Remembers(FedAvg):
-    """Writes into what was sent, once it has noted the trained weights."""
+class ZeroesUploadLater(FedAvg):
+    """Sets the uploaded tensors to zero in `remember`, and keeps the trained weights."""
 
     def remember(self, module: ClientModule, upload: Message) -> Any:
         for value in upload.tensors.values():
@@ -239,17 +239,17 @@ class Remembers(FedAvg):
         return {"trained": {name: value.clone() for name, value in module.backbone.state_dict().items()}}
 
 
-@pytest.mark.parametrize("method", [Clipped, Remembers])
-def test_a_method_may_write_into_what_is_sent(tmp_path: Any, method: Any, monkeypatch: Any) -> None:
-    worker, task = begun(tmp_path, method())
-    result, module = ended(worker, task, monkeypatch)
+@pytest.mark.parametrize("method", [ZeroesUpload, ZeroesUploadLater])
+def test_a_method_can_modify_the_uploaded_tensors(tmp_path: Any, method: Any, monkeypatch: Any) -> None:
+    worker, task = worker_and_task(tmp_path, method())
+    result, module = run_and_get_module(worker, task, monkeypatch)
     assert not any(value.any() for value in result.upload.tensors.values())
     assert all(value.any() for value in module.backbone.state_dict().values())
     assert shared_with(module, result.upload) == 0
 
 
 class Echo(SharedKnowledge):
-    """Knowledge of which a client sends back what it was sent."""
+    """Knowledge that a client sends back unchanged."""
 
     name = "echo"
 
@@ -260,8 +260,8 @@ class Echo(SharedKnowledge):
         return {"values": self.values}
 
 
-class Listens(LossTerm):
-    """A term that makes it travel, and adds nothing."""
+class NeedsEcho(LossTerm):
+    """A term that needs this knowledge and adds nothing."""
 
     active = False
 
@@ -271,7 +271,7 @@ class Listens(LossTerm):
 
 
 def test_knowledge_is_always_copied(tmp_path: Any) -> None:
-    worker, task = begun(tmp_path, FedAvg(loss_terms=[Listens()]))
+    worker, task = worker_and_task(tmp_path, FedAvg(loss_terms=[NeedsEcho()]))
     sent, upload = task.download.section("echo")["values"], worker.run(task).upload.section("echo")["values"]
     assert torch.equal(sent, upload)
     assert sent.data_ptr() != upload.data_ptr()
@@ -290,7 +290,7 @@ def test_tensors_with_shared_memory_are_copied() -> None:
     assert made["half"].dtype == torch.float32
 
 
-def test_by_default_all_is_copied() -> None:
+def test_everything_is_copied_by_default() -> None:
     own = {"a": torch.ones(2), "b": torch.ones(2, 3).t()}
     made = to_cpu({"model": own})["model"]
     assert not any(made[name].data_ptr() == own[name].data_ptr() for name in own)

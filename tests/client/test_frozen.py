@@ -18,7 +18,7 @@ SIZE = 4 * (64 * 12 + 12)
 
 
 class Frozen(Backbone):
-    """The first layer is frozen, as one that was trained before is."""
+    """A network whose first layer is frozen, as if it was pretrained."""
 
     def __init__(self, in_shape, num_classes, frozen=True):
         first = nn.Linear(prod(in_shape), 12)
@@ -45,7 +45,7 @@ def bytes_of(run):
 
 @pytest.mark.parametrize("engine", ["sequential", StackedEngine(), ProcessesEngine(2)])
 @pytest.mark.fast_cases(1)
-def test_what_the_model_freezes_is_neither_sent_nor_counted(tmp_path, engine):
+def test_frozen_parameters_are_neither_sent_nor_counted(tmp_path, engine):
     run = finished(tmp_path / "frozen", engine=engine)
     free = finished(tmp_path / "free", model=partial(Frozen, frozen=False), engine=engine)
     assert not {name for name in tensors_of(run.state) if name.partition("/")[2] in NAMES}
@@ -53,14 +53,15 @@ def test_what_the_model_freezes_is_neither_sent_nor_counted(tmp_path, engine):
         assert [all_ - some for some, all_ in zip(less, more, strict=True)] == [4 * SIZE, 4 * SIZE]  # four clients
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", [FedPer, partial(FedRep, head_epochs=0), Local, Ditto])
-def test_no_client_keeps_it_either(tmp_path, method):
+def test_clients_do_not_keep_frozen_parameters(tmp_path, method):
     run = finished(tmp_path, method())
     kept = {name for state in run.memory.values() for name in tensors_of(state)}
     assert not {name for name in kept if name.partition("/")[2] in NAMES}
 
 
-def test_final_model_is_complete_and_a_resume_restores_the_frozen_part(tmp_path):
+def test_the_final_model_and_a_resumed_run_contain_the_frozen_parameters(tmp_path):
     whole = finished(tmp_path / "whole", rounds=3)
     finished(tmp_path / "part")
     part = experiment(tmp_path / "part", model=Frozen, rounds=3, trainer=ONE_EPOCH)
@@ -89,14 +90,14 @@ def models_of(run):
     return [run.client_module(client).backbone.state_dict() for client in range(6)]
 
 
-# Another share of entries, other masks, other ratios: what is frozen was among what these select from.
+# These methods select entries, masks or ratios among all parameters, so freezing some changes the selection.
 OTHERS = ("APPLE", "CriticalFL", "DisPFL", "IFCA", "PeerCriticalFL")
 NO_WEIGHTS = ("FedDistill", "FedProto", "Local")
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
-def test_every_method_leaves_it_as_built_and_sends_none_of_it(tmp_path, name):
+def test_no_method_trains_or_sends_frozen_parameters(tmp_path, name):
     method, options = METHODS[name]
     sizes = []
     for first in (frozen_siamese, free_siamese):
@@ -111,7 +112,7 @@ def test_every_method_leaves_it_as_built_and_sends_none_of_it(tmp_path, name):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("Algorithm", *OTHERS)])
-def test_not_sending_it_changes_no_model(tmp_path, monkeypatch, name):
+def test_not_sending_frozen_parameters_changes_no_model(tmp_path, monkeypatch, name):
     method, options = METHODS[name]
     options = options | {"model": frozen_siamese, "scenario": digits(6, alpha=100.0)}
     run = finished(tmp_path / "less", method(), **options)

@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 class PlainClient:
-    """A model and the one optimizer that it has for all of its rounds."""
+    """A model with one optimizer for all rounds."""
 
     def __init__(self, model, optimizer, data, client):
         self.model = copy.deepcopy(model)
@@ -64,12 +64,12 @@ def same_state(one, other):
     return one.keys() == other.keys() and all(same_bytes(one[name], other[name]) for name in one)
 
 
-# --- Kept is one optimizer for all rounds ---
+# --- A kept state equals one optimizer for all rounds ---
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.fast_cases(1)
-def test_one_client_is_one_plain_loop_bit_for_bit(tmp_path, name):
+def test_a_single_client_equals_a_plain_loop_bit_for_bit(tmp_path, name):
     scenario, optimizer = digits(clients=1), OPTIMIZERS[name]
     plain = PlainClient(initial_model(), optimizer, scenario.build(SEED), 0)
     for round in range(1, 4):
@@ -81,9 +81,10 @@ def test_one_client_is_one_plain_loop_bit_for_bit(tmp_path, name):
     assert not same_bytes(one.state["model"], weights_after(tmp_path / "fresh", seed=SEED, **options))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_each_participant_continues_with_its_own_optimizer_state(tmp_path, name):
-    """FedAvg by hand: four of six a round, a rate that halves each round, an optimizer a client for the whole run."""
+    """FedAvg by hand: four of six clients per round, a halving learning rate, and one optimizer per client."""
     optimizer, data = OPTIMIZERS[name], digits().build(SEED)
     model = initial_model()
     clients = [PlainClient(model, optimizer, data, client) for client in range(CLIENTS)]
@@ -119,7 +120,7 @@ def test_a_peer_without_neighbours_equals_a_plain_loop(tmp_path):
             assert torch.equal(published[f"model/{name}"], value)
 
 
-def test_it_stays_with_the_client(tmp_path):
+def test_optimizer_state_never_leaves_the_client(tmp_path):
     sizes = []
     for state in ("fresh", "kept"):
         one = kept(tmp_path / state, UAPDFL(n_com=2), optimizer_state=state)
@@ -135,6 +136,7 @@ def test_it_stays_with_the_client(tmp_path):
 # --- Fresh ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_optimizers_are_fresh_by_default(tmp_path, name):
     options = {"optimizer": OPTIMIZERS[name]}
@@ -153,8 +155,8 @@ def test_an_optimizer_without_momentum_keeps_no_state(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_presets_choice_can_be_overruled(tmp_path):
-    """UA-PDFL's authors keep it; whoever runs the experiment has the last word."""
+def test_the_option_overrides_the_presets_default(tmp_path):
+    """The reference preset of UA-PDFL keeps the state, unless the option says otherwise."""
     weights = {}
     for preset in ("paper", "reference"):
         for state in (None, "fresh", "kept"):
@@ -166,7 +168,7 @@ def test_the_presets_choice_can_be_overruled(tmp_path):
         assert not same_bytes(weights[preset, "fresh"], weights[preset, "kept"])
 
 
-def test_fedsiam_das_trained_copy_has_a_fresh_one():
+def test_the_copy_of_fedsiam_da_has_a_fresh_optimizer():
     backbone = MLP(in_shape=(4,), num_classes=3, head=Head(projection=6, prediction=5))
     module = FedSiamDA().client_module(backbone, OPTIMIZERS["sgd"])
     parameters = enumerate(backbone.parameters())
@@ -177,11 +179,11 @@ def test_fedsiam_das_trained_copy_has_a_fresh_one():
     assert len(module.configure_optimizers().state) == len(list(backbone.parameters()))
 
 
-# --- Stop, and go on ---
+# --- Interrupted runs ---
 
 
 class Broken(Engine):
-    """An engine that breaks down in a round, after some of its clients have trained."""
+    """An engine that fails in a round after two clients have trained."""
 
     def __init__(self, round):
         self.round = round
@@ -213,7 +215,7 @@ def test_a_run_interrupted_within_a_round_resumes_to_the_same_bytes(tmp_path, me
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 
 
-def test_a_task_leaves_the_memory_it_was_given_alone(tmp_path):
+def test_a_task_does_not_change_the_given_client_state(tmp_path):
     one = kept(tmp_path, rounds=1)
     one.fit()
     client = one.server.participants(1)[0]
@@ -249,7 +251,7 @@ def test_optimizer_tensors_restore_the_state_but_not_the_options(name):
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in a plain number."""
+    """Counts its steps in a Python number."""
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
@@ -257,38 +259,23 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_state_of_other_things_than_tensors_is_refused(tmp_path):
+def test_optimizer_state_that_is_not_a_tensor_is_refused(tmp_path):
     message = r"optimizer_state: Counting's 'steps' is of type int, and only tensors can be kept; set fresh"
     with pytest.raises(ConfigError, match=message):
         kept(tmp_path / "kept", optimizer=partial(Counting, lr=0.1)).fit()
     weights_after(tmp_path / "fresh", optimizer=partial(Counting, lr=0.1))
 
 
-def test_none_means_no_state_to_keep():
-    """What some versions of torch note for a parameter without momentum."""
+def test_a_state_of_none_is_not_kept():
+    """Some versions of torch set None for a parameter without momentum."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = OPTIMIZERS["sgd"]([weight])
     optimizer.state[weight]["momentum_buffer"] = None
     assert optimizer_tensors(optimizer) == {}
 
 
-class Prepared(torch.optim.SGD):
-    """Has a state as soon as it is made."""
-
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["prepared"] = torch.ones(())
-
-
-def test_options_of_a_fresh_optimizer_are_not_restored():
-    module = ClientModule(torch.nn.Linear(2, 2), optimizer=partial(Prepared, lr=0.1))
-    assert all(values["prepared"] == 1 for values in module.configure_optimizers().state.values())
-    assert len(module.configure_optimizers().state) == 2
-
-
-def test_a_module_with_its_own_optimizer_continues_too():
-    """Under a plain `Trainer` the module's optimizer starts from what it is given."""
+def test_a_module_in_a_plain_trainer_continues_from_the_given_state():
+    """In a plain `Trainer` the module's optimizer starts from the given state."""
     module = ClientModule(torch.nn.Linear(2, 2), optimizer=OPTIMIZERS["sgd"])
     given = {"0/momentum_buffer": torch.full((2, 2), 3.0)}
     module.optimizer_state, module.lr_scale = given, 0.5
@@ -317,11 +304,3 @@ def test_optimizer_state_is_an_option_that_a_resume_cannot_change(tmp_path):
     whole = tiny(tmp_path / "whole", *MOMENTUM, "--optimizer_state", "kept", "--rounds", "4")
     assert whole.code == 0
     assert rows(tmp_path / "kept")[3]["global/loss"] == rows(tmp_path / "whole")[3]["global/loss"]
-
-
-def test_another_word_is_one_line(tmp_path):
-    (tmp_path / "own.yaml").write_text("rounds: 1\n")
-    code, _, err = run("fit", "--config", "digits_fedavg.yaml", "--optimizer_state", "warm")
-    assert code == 2
-    assert "optimizer_state" in err
-    assert len(err.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""`FromModule` computes what the module computes: trained, exported and refused as such."""
+"""`FromModule` computes, trains and exports the user's module unchanged, or refuses it."""
 
 import copy
 from functools import partial
@@ -46,7 +46,7 @@ class Softmax(Plain):
 
 
 class Skip(Plain):
-    """A connection goes past the head."""
+    """Adds a connection around its head."""
 
     def forward(self, x):
         features = self.features(x)
@@ -54,21 +54,21 @@ class Skip(Plain):
 
 
 class DropsAfter(Plain):
-    """Differs from a plain network in train mode alone."""
+    """Differs from `Plain` only in train mode."""
 
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
 class ClampsAfter(Plain):
-    """Differs from a plain network for large outputs alone."""
+    """Differs from `Plain` only for large outputs."""
 
     def forward(self, x):
         return super().forward(x).clamp(-100, 100)
 
 
 class RectifiesInPlace(Plain):
-    """Writes into its head's output."""
+    """Changes its head's output in place."""
 
     def forward(self, x):
         return super().forward(x).relu_()
@@ -81,11 +81,11 @@ class UsesWeights(Plain):
         return F.linear(self.features(x), self.fc.weight, self.fc.bias)
 
 
-APART = [Softmax, Skip, DropsAfter, ClampsAfter, RectifiesInPlace]
+NOT_ENDING_WITH_HEAD = [Softmax, Skip, DropsAfter, ClampsAfter, RectifiesInPlace]
 
 
 def wrapped(kind):
-    """The network as a backbone, from a fixed seed."""
+    """Return the network as a backbone, from a fixed seed."""
     torch.manual_seed(0)
     return FromModule((1, 8, 8), 10, f"{__name__}.{kind.__name__}", "fc")
 
@@ -100,7 +100,7 @@ def batch(n=6):
     return x, torch.arange(n) % 10
 
 
-@pytest.mark.parametrize("kind", [Plain, *APART])
+@pytest.mark.parametrize("kind", [Plain, *NOT_ENDING_WITH_HEAD])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_wrapped_module_computes_the_same(kind, training):
     backbone, net = wrapped(kind).train(training), original(kind).train(training)
@@ -123,7 +123,7 @@ def test_building_it_draws_no_random_numbers():
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_building_it_moves_no_statistics():
+def test_building_it_does_not_change_batchnorm_statistics():
     for kind in (Plain, Softmax):
         pairs = zip(wrapped(kind).state_dict().values(), original(kind).state_dict().values(), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
@@ -131,7 +131,7 @@ def test_building_it_moves_no_statistics():
 
 def test_only_a_network_that_ends_with_its_head_is_cut():
     assert {name.partition(".")[0] for name in wrapped(Plain).state_dict()} == {"encoder", "head"}
-    for kind in APART:
+    for kind in NOT_ENDING_WITH_HEAD:
         assert {name.partition(".")[0] for name in wrapped(kind).state_dict()} == {"module"}
 
 
@@ -144,13 +144,13 @@ REFUSED = r"^model.head: .*Softmax computes something after or around 'fc', so .
 
 
 @pytest.mark.parametrize("method", [FedPer(), FedRep(), FedBABU()])
-def test_methods_that_part_encoder_and_head_refuse_by_name(method):
+def test_methods_that_separate_encoder_and_head_refuse_a_whole_module(method):
     with pytest.raises(ConfigError, match=REFUSED):
         method.client_module(wrapped(Softmax))
     assert method.client_module(wrapped(Plain))
 
 
-def test_access_to_a_missing_part_names_it():
+def test_reading_a_missing_part_raises_a_clear_error():
     backbone = wrapped(Softmax)
     for ask in (with_encoder, lambda net: net.encoder, lambda net: net.head, lambda net: net.classifier):
         with pytest.raises(ConfigError, match=REFUSED):
@@ -165,7 +165,7 @@ def model(kind):
 
 
 def by_hand(run, kind):
-    """FedAvg of the original module: SGD with momentum in each client, then the mean by samples."""
+    """Return the weights after FedAvg of the original module, in plain PyTorch."""
     worker = run.worker
     seed_everything(run.seed, Stream.INITIAL_WEIGHTS)
     weights = kind().state_dict()
@@ -186,7 +186,7 @@ def by_hand(run, kind):
 
 @pytest.mark.parametrize("kind", [Plain, Softmax, Skip])
 @pytest.mark.fast_cases(1)
-def test_a_run_is_the_modules_own_training_bit_for_bit(kind, tmp_path):
+def test_a_run_equals_training_of_the_original_module_bit_for_bit(kind, tmp_path):
     run = experiment(tmp_path, model=model(kind), trainer=ONE_EPOCH, clients_per_round=6, rounds=2)
     run.fit()
     expected = by_hand(run, kind)
@@ -196,8 +196,8 @@ def test_a_run_is_the_modules_own_training_bit_for_bit(kind, tmp_path):
 @in_float64
 @pytest.mark.parametrize("kind", [Softmax, Skip])
 @pytest.mark.parametrize("method", [FedAvg, FedUV, partial(FedProto, lam=1.0)])
-@pytest.mark.fast_cases(1)
-def test_clients_trained_at_once_are_those_trained_one_by_one(kind, method, tmp_path):
+@pytest.mark.thorough
+def test_stacked_clients_equal_sequential_ones(kind, method, tmp_path):
     uploads = []
     for engine in ("sequential", StackedEngine()):
         run = experiment(tmp_path / str(len(uploads)), method(), model=model(kind), engine=engine, trainer=ONE_EPOCH)
@@ -209,8 +209,8 @@ def test_clients_trained_at_once_are_those_trained_one_by_one(kind, method, tmp_
 
 
 @pytest.mark.thorough
-def test_terms_on_features_train_through_them(tmp_path):
-    """FedUV reads features alone: a module that computes after its head trains with it, as the plain one does."""
+def test_terms_on_features_train_a_whole_module(tmp_path):
+    """FedUV reads only the features, so it also works with a module that computes something after its head."""
     weights = [
         weights_after(tmp_path / str(mu), FedUV(mu=mu), model=model(Softmax), trainer=ONE_EPOCH, rounds=1)
         for mu in (0.0, 5.0)
@@ -218,7 +218,7 @@ def test_terms_on_features_train_through_them(tmp_path):
     assert not same_bytes(*weights)
 
 
-def test_compile_refuses_it_by_name(tmp_path):
+def test_compile_refuses_a_whole_module(tmp_path):
     with pytest.raises(ConfigError, match=REFUSED):
         experiment(tmp_path, model=model(Softmax), compile=True).fit()
     assert not list(tmp_path.glob("checkpoints/*"))
@@ -229,7 +229,7 @@ def test_compile_refuses_it_by_name(tmp_path):
 
 @pytest.fixture(scope="module", params=[Plain, Softmax, Skip])
 def trained(request, tmp_path_factory):
-    """A finished run of each network."""
+    """Return a network, the folder of a finished run with it, and the trained module."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param.__name__)
     settings = yaml.safe_load(TINY) | {"algorithm": "FedAvg"}
     init_args = {"module": f"{__name__}.{kind.__name__}", "head": "fc"}
@@ -239,9 +239,9 @@ def trained(request, tmp_path_factory):
     return kind, folder / "run", opened.worker.modules.build_shared(opened.state["model"]).eval()
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".ts", ".onnx"])
-def test_the_exported_file_gives_the_originals_outputs(trained, suffix, tmp_path):
+def test_the_exported_file_gives_the_outputs_of_the_original_module(trained, suffix, tmp_path):
     kind, folder, module = trained
     path, (x, _) = tmp_path / f"model{suffix}", batch()
     outcome = run("export", folder, "-o", path)
@@ -263,8 +263,8 @@ def test_the_exported_file_gives_the_originals_outputs(trained, suffix, tmp_path
             torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
-class Taught(L.LightningModule):
-    """A network with a training of its own."""
+class WithTrainingStep(L.LightningModule):
+    """A LightningModule with its own training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,28 +280,28 @@ class Taught(L.LightningModule):
         raise AssertionError("the config names the optimizer")
 
 
-class TaughtByOthers(L.LightningModule):
-    """A network without."""
+class WithoutTrainingStep(L.LightningModule):
+    """A LightningModule without a training step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(64, 10)
 
-    forward = Taught.forward
+    forward = WithTrainingStep.forward
 
 
 @pytest.mark.thorough
 def test_ignored_training_methods_are_reported_once_a_run(tmp_path):
     for engine in ("sequential", "processes"):
-        options = {"model": partial(FromModule, module=f"{__name__}.Taught", head="fc"), "engine": engine}
-        with pytest.warns(UserWarning, match="Taught") as told:
+        options = {"model": partial(FromModule, module=f"{__name__}.WithTrainingStep", head="fc"), "engine": engine}
+        with pytest.warns(UserWarning, match="WithTrainingStep") as told:
             experiment(tmp_path / engine, rounds=2, **options).fit()
         assert [str(one.message) for one in told] == [
-            "model: Taught's own training_step and configure_optimizers are not used. "
+            "model: WithTrainingStep's own training_step and configure_optimizers are not used. "
             "The method trains its forward, with the config's optimizer"
         ]
 
 
-def test_a_lightning_module_without_a_training_is_no_cause_for_a_warning(tmp_path, recwarn):
-    experiment(tmp_path, model=partial(FromModule, module=f"{__name__}.TaughtByOthers", head="fc"), rounds=1).fit()
+def test_a_lightning_module_without_training_methods_gives_no_warning(tmp_path, recwarn):
+    experiment(tmp_path, model=partial(FromModule, module=f"{__name__}.WithoutTrainingStep", head="fc"), rounds=1).fit()
     assert not list(recwarn)

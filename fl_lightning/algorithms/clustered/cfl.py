@@ -1,4 +1,4 @@
-"""CFL: one model at first, then one for each group of clients with updates in the same direction.
+"""CFL: start with one model for all clients, and split clusters whose updates point in different directions.
 
 Sattler, Müller, Samek: "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
 Constraints", IEEE TNNLS 2020, as implemented in the authors' code.
@@ -28,21 +28,24 @@ LAST = "last_update"
 
 
 def update(start: Tensors, end: Tensors) -> Tensor:
-    """Return `Δ_i`, the change of the parameters by training, `(P,)`, in float64."""
+    """Return a client's update `Δ_i`, the change of its parameters by training, `(P,)`, in float64."""
     before, after = flatten([start, end])
     return after - before
 
 
 def cosines(one: Tensor, other: Tensor) -> Tensor:
-    """Return `S_ij = <Δ_i, Δ_j> / (||Δ_i|| ||Δ_j|| + 1e-12)`, `(m, n)`, of updates `(m, P)` and `(n, P)`."""
+    """Return cosines `S_ij = <Δ_i, Δ_j> / (||Δ_i|| ||Δ_j|| + 1e-12)`, `(m, n)`, of updates `(m, P)` and `(n, P)`."""
     return one @ other.T / (one.norm(dim=1)[:, None] * other.norm(dim=1) + 1e-12)
 
 
 def bipartition(similarity: Tensor) -> Tensor:
-    """Split clients into two groups by complete linkage, `(m,)` bool. The first client's group is False.
+    """Split clients into two groups by complete linkage.
 
     Args:
         similarity: `S`, `(m, m)`, m at least 2.
+
+    Returns:
+        `(m,)` bool: whether each client is in the second group. The first client is in the first group.
     """
     from sklearn.cluster import AgglomerativeClustering  # takes half a second to import
 
@@ -52,12 +55,12 @@ def bipartition(similarity: Tensor) -> Tensor:
 
 
 def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
-    """Return whether an update `(P,)` is nearer to the second of two groups, by its least similar member.
+    """Return whether an update is more similar to the second of two groups than to the first.
 
-    A tie is False.
+    The similarity to a group is that to its least similar member. If both are equal, the result is False.
 
     Args:
-        one: The update.
+        one: The update, `(P,)`.
         updates: The updates of the groups' members, `(m, P)`.
         groups: Whether each member is in the second group, `(m,)` bool.
     """
@@ -66,7 +69,7 @@ def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 
 
 class Splits(Aggregator):
-    """Average each cluster, and split a cluster whose mean update is small while its largest update is not.
+    """Average the uploads of each cluster, and split a cluster if its mean update is small but its largest is not.
 
     The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has ever uploaded
     (`heard`) and the `round`. The section `norms` holds, for each cluster before it was split, the norm of the `mean`
@@ -109,11 +112,8 @@ class Splits(Aggregator):
             start = before[section(cluster)]
             updates = torch.stack([update(start, upload.message.section("model")) for upload in members])
             norms[:, cluster] = self.norms(updates, members)
-            if (
-                round > self.min_rounds
-                and len(members) > self.min_size
-                and self.should_split(*norms[:, cluster].tolist())
-            ):
+            allowed = round > self.min_rounds and len(members) > self.min_size
+            if allowed and self.should_split(*norms[:, cluster].tolist()):
                 clusters[leaving_clients(before, cluster, members, updates)] = count
                 count += 1
         heard[[upload.client for upload in folded]] = True
@@ -125,11 +125,11 @@ class Splits(Aggregator):
         }
 
     def weights(self, members: Sequence[Upload]) -> list[float]:
-        """Return the weight of each member."""
+        """Return the weight of each member in a mean."""
         return [float(upload.n_samples) if self.weighting == "samples" else 1.0 for upload in members]
 
     def mean(self, members: Sequence[Upload]) -> Tensors:
-        """Return the mean of the members' weights, which is their common start plus their mean update."""
+        """Return the weighted mean of the members' models."""
         return weighted_mean((upload.message.section("model") for upload in members), self.weights(members))
 
     def norms(self, updates: Tensor, members: Sequence[Upload]) -> Tensor:
@@ -138,7 +138,7 @@ class Splits(Aggregator):
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
     def should_split(self, mean: float, largest: float) -> bool:
-        """Return whether a cluster, but not its members, is at a stationary point: `mean < ε1` and `largest > ε2`."""
+        """Return whether the norms of a cluster's updates meet both conditions, `mean < ε1` and `largest > ε2`."""
         return mean < self.eps1 and largest > self.eps2
 
 
@@ -202,7 +202,7 @@ class CFL(Algorithm):
         super().__init__(loss_terms, Splits(eps1, eps2, min_rounds, min_size, weighting), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial state, with one cluster of all clients."""
+        """Return the initial state, in which all clients are in one cluster."""
         state = super().initial_state(backbone, num_classes, clients, rng)
         assignment = {
             "cluster": torch.zeros(clients, dtype=torch.int64),
@@ -212,11 +212,11 @@ class CFL(Algorithm):
         return state | {section(0): state["model"], "assignment": assignment}
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Keep the weights before training, from which the update is computed."""
+        """Load the model, and keep it to compute the update after training."""
         super().receive(module, download, memory)
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state with the last update, for splits in rounds without the client."""
+        """Return the client state with the last update, for splits in rounds in which the client is absent."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

@@ -1,4 +1,4 @@
-"""IFCA: several models. Each client trains the one with the lowest loss on its data.
+"""IFCA: one model for each cluster. Each client trains the model with the lowest loss on its data.
 
 Ghosh, Chung, Yin, Ramchandran: "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020, Algorithm 1,
 model averaging.
@@ -26,7 +26,7 @@ CHOICE = "choice"
 
 
 def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
-    """Return `F_i(θ)`, the mean loss over all of a client's samples, as a scalar. The module's mode is not changed."""
+    """Return `F_i(θ)`, the mean loss over all of a client's samples, as a scalar tensor."""
     sums = [(module.objective.loss(module(x).float(), y, "sum"), len(y)) for x, y in batches]
     losses, counts = zip(*sums, strict=True)
     return torch.stack(losses).double().sum() / sum(counts)
@@ -57,7 +57,7 @@ class ClusterFold(NamedTuple):
 
 
 class ClusterMeans(Aggregator):
-    """Average, for each cluster, the uploads of the clients that chose it. A cluster that nobody chose keeps its model.
+    """Average the uploads of the clients that chose each cluster. A cluster that no client chose keeps its model.
 
     The state's `model` is the mean of all uploads. The section `choices` holds the cluster of each participant.
 
@@ -70,18 +70,18 @@ class ClusterMeans(Aggregator):
     def __init__(self, weighting: Weighting = "samples", shared_layers: Sequence[str] = ()) -> None:
         self.weighting, self.shared_layers = weighting, tuple(shared_layers)
 
-    def own(self, model: Tensors) -> Tensors:
-        """Return the entries of a model that are not shared by all clusters."""
+    def without_shared_layers(self, model: Tensors) -> Tensors:
+        """Return the entries of a model that differ between clusters."""
         return {name: value for name, value in model.items() if not name.startswith(self.shared_layers)}
 
     def fold(self, uploads: Iterable[Upload]) -> ClusterFold:
-        """Add each client's weights to the mean of all and to that of its cluster."""
+        """Add each client's weights to the mean of all clients and to the mean of its cluster."""
         folded = ClusterFold(RunningMean(), {}, [])
         for upload in uploads:
             weight = upload.n_samples if self.weighting == "samples" else 1
             model, cluster = upload.message.section("model"), int(upload.message.numbers["cluster"])
             folded.everybody.add(model, weight)
-            folded.members.setdefault(cluster, RunningMean()).add(self.own(model), weight)
+            folded.members.setdefault(cluster, RunningMean()).add(self.without_shared_layers(model), weight)
             folded.choices.append((upload.client, cluster))
         return folded
 
@@ -137,12 +137,12 @@ class IFCA(Algorithm):
                     f"algorithm.shared_layers: no entry's name begins with {name!r}, as {min(state['model'])!r} does"
                 )
         starts = [state["model"], *(reinitialised(backbone, rng) for _ in range(1, self.clusters))]
-        own = self.means.own(state["model"])
+        own = self.means.without_shared_layers(state["model"])
         return state | {section(j): {name: model[name].clone() for name in own} for j, model in enumerate(starts)}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the models of all clusters. Shared layers are sent once."""
-        own = self.means.own(state["model"])
+        own = self.means.without_shared_layers(state["model"])
         sections = {"model": {name: value for name, value in state["model"].items() if name not in own}}
         sections |= {section(j): state[section(j)] for j in range(self.clusters)}
         return Message.pack(sections | {piece.name: state[piece.name] for piece in self.knowledge})
@@ -151,25 +151,25 @@ class IFCA(Algorithm):
         """Store all models in the module's notes, and load the first."""
         super().receive(module, download, memory)
         module.notes = {section(j): download.section(section(j)) for j in range(self.clusters)}
-        choose(module, 0)
+        load_cluster(module, 0)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
         """Load the model with the lowest loss on the training data (line 9)."""
         losses = []
         with torch.no_grad():
             for cluster in range(self.clusters):
-                choose(module, cluster)
+                load_cluster(module, cluster)
                 losses.append(mean_loss(module, batches))
         chosen = best_cluster(torch.stack(losses))
-        choose(module, chosen)
+        load_cluster(module, chosen)
         module.notes = {CHOICE: {"cluster": torch.tensor(chosen)}}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights and the number of their cluster."""
+        """Return the weights and the number of the chosen cluster."""
         message = super().upload(module, batches, n_samples, num_classes)
         return Message(message.tensors, message.numbers | {"cluster": int(module.notes[CHOICE]["cluster"])})
 
 
-def choose(module: ClientModule, cluster: int) -> None:
-    """Load one of the models that a module holds into its backbone."""
+def load_cluster(module: ClientModule, cluster: int) -> None:
+    """Load a cluster's model from the module's notes into its backbone."""
     load_weights(module.backbone, module.notes[section(cluster)])

@@ -22,9 +22,9 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     EntryMean,
     MeasuredModule,
     check_shares,
-    flat,
+    flatten_entries,
     largest_changes,
-    only_entries,
+    mask_entries,
 )
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -33,12 +33,12 @@ from fl_lightning.core.state_dicts import State, pack_mask, parameter_names, unp
 CHANGED = "changed"
 """The section of a publication with the mask of the entries that changed most, one bit each."""
 
-HEARD = "heard"
+PEER_NORMS = "peer_norms"
 """The section of a module's notes with the gradient norms of its peers."""
 
 
 class PeerCriticalFL(PeerAlgorithm):
-    """CriticalFL between peers: while gradient norms grow, collect the largest changes of more peers.
+    """CriticalFL between peers: while gradient norms grow, clients collect from more peers, but only large changes.
 
     Each client has its own detector. It receives the mean of the client's gradient norm and the last norms of the peers
     that the client collected from. From a peer in a critical period, a client collects only the entries that changed
@@ -91,7 +91,7 @@ class PeerCriticalFL(PeerAlgorithm):
         """Return the mean of each entry over the client and the peers that sent it."""
         uploads = [Upload(-1, own), *received]
         if any(MASK in upload.message.section("model") for upload in uploads):
-            uploads = [Upload(client, as_entries(message)) for client, message in uploads]
+            uploads = [Upload(client, mask_message(message)) for client, message in uploads]
         mean = EntryMean()
         return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
 
@@ -102,7 +102,7 @@ class PeerCriticalFL(PeerAlgorithm):
         norms = [upload.message.numbers["gradient_norm"] for upload in unbundle(download)]
         most = torch.tensor(int(self.max_share * len(self.samples)))
         detector = memory.get(DETECTOR) or self.periods.initial() | {"most": most}
-        module.notes = {HEARD: {"norms": torch.tensor(norms, dtype=torch.float64)}, DETECTOR: detector}
+        module.notes = {PEER_NORMS: {"norms": torch.tensor(norms, dtype=torch.float64)}, DETECTOR: detector}
         module.critical = bool(detector["critical"])
         module.received = {name: value.clone() for name, value in self._shared(module.backbone).items()}
 
@@ -116,10 +116,10 @@ class PeerCriticalFL(PeerAlgorithm):
             model = message.section("model")
             names = parameter_names(model)
             before = {name: module.received[name].to(model[name]) for name in names}
-            changed = largest_changes(flat(model, names) - flat(before, names), self.keep)
+            changed = largest_changes(flatten_entries(model, names) - flatten_entries(before, names), self.keep)
             message = message.plus({CHANGED: {"entries": pack_mask(changed)}})
-        norms = [module.gradient_norm, *module.notes[HEARD]["norms"].tolist()]
-        detector = self.periods.after(module.notes[DETECTOR], sum(norms) / len(norms), len(norms) - 1)
+        norms = [module.gradient_norm, *module.notes[PEER_NORMS]["norms"].tolist()]
+        detector = self.periods.update(module.notes[DETECTOR], sum(norms) / len(norms), len(norms) - 1)
         module.notes = module.notes | {DETECTOR: detector}
         peers = max(self.n_com, int(detector["participants"]))
         return Message(message.tensors, message.numbers | {"gradient_norm": module.gradient_norm, "peers": peers})
@@ -141,14 +141,14 @@ def collected_part(publication: Message) -> Message:
     size = sum(model[name].numel() for name in names)
     chosen = unpack_mask(changed["entries"], torch.Size([size]))
     rest = publication.without("model").without(CHANGED)
-    return Message(rest.plus({"model": only_entries(model, names, chosen)}).tensors, numbers)
+    return Message(rest.plus({"model": mask_entries(model, names, chosen)}).tensors, numbers)
 
 
-def as_entries(message: Message) -> Message:
-    """Return a message with its model as masked entries. For a whole model, the mask contains all entries."""
+def mask_message(message: Message) -> Message:
+    """Return a message whose model is stored as masked entries. For a whole model, the mask contains all entries."""
     model = message.section("model")
     if MASK in model:
         return message
     names = parameter_names(model)
     everything = torch.ones(sum(model[name].numel() for name in names), dtype=torch.bool)
-    return message.without("model").plus({"model": only_entries(model, names, everything)})
+    return message.without("model").plus({"model": mask_entries(model, names, everything)})

@@ -31,7 +31,10 @@ NEXT = "next_masks"
 
 
 def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[str, float]:
-    """Return each tensor's ERK density, `min(1, ε Σ shape / Π shape)`, with ε so that the total is `dense_ratio`."""
+    """Return each tensor's density by the Erdős-Rényi kernel (ERK), `min(1, ε Σ shape / Π shape)`.
+
+    ε is chosen so that the share of all entries is `dense_ratio`.
+    """
     sizes = {name: shape.numel() for name, shape in shapes.items()}
     if dense_ratio >= 1:
         return dict.fromkeys(sizes, 1.0)
@@ -47,14 +50,14 @@ def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[
 
 
 def random_mask(shape: torch.Size, density: float) -> Tensor:
-    """Return a random mask with a given share of ones, at least one. It is drawn from torch's generator."""
+    """Return a random mask with a given share of ones, but at least one."""
     mask = torch.zeros(shape.numel(), dtype=torch.bool)
     mask[torch.randperm(len(mask))[: max(1, round(density * len(mask)))]] = True
     return mask.view(shape)
 
 
 def search_rate(round: int, prune_rate: float, rounds: int) -> float:
-    """Return `α_t = a/2 (1 + cos(π t / T))`, and 0 from T on."""
+    """Return the share of a mask that is replaced in round t, `α_t = a/2 (1 + cos(π t / T))`, and 0 from T on."""
     return prune_rate / 2 * (1 + math.cos(math.pi * min(round, rounds) / rounds))
 
 
@@ -112,7 +115,7 @@ class MaskedModule(ClientModule):
     def on_fit_start(self) -> None:
         """Apply the mask to the weights before the fit."""
         self.masks = {name: mask.to(self.device) for name, mask in self.masks.items()}
-        cut(self.backbone, self.masks)
+        apply_masks(self.backbone, self.masks)
         super().on_fit_start()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,12 +125,12 @@ class MaskedModule(ClientModule):
                 parameter.grad.mul_(self.masks[name])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Apply the mask again: the momentum of a kept optimizer may belong to an earlier mask."""
-        cut(self.backbone, self.masks)
+        """Apply the mask after each step, because the momentum of a kept optimizer can belong to an earlier mask."""
+        apply_masks(self.backbone, self.masks)
 
 
-def cut(backbone: nn.Module, masks: Tensors) -> None:
-    """Set the weights outside a mask to zero, in place."""
+def apply_masks(backbone: nn.Module, masks: Tensors) -> None:
+    """Set all weights outside their masks to zero, in place."""
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             if name in masks:
@@ -135,7 +138,7 @@ def cut(backbone: nn.Module, masks: Tensors) -> None:
 
 
 class DisPFL(PeerAlgorithm):
-    """Peers with sparse personal models, averaged where masks overlap. Each mask is searched again every round.
+    """Peers with sparse personalised models, averaged where masks overlap. Masks are searched again every round.
 
     In each round a client averages every entry of its mask over itself and the peers that have it. It trains within the
     mask, drops the smallest weights and adds other entries for the next round. The layers' densities are those of ERK.
@@ -175,7 +178,7 @@ class DisPFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the mean where masks overlap, within the client's new mask (lines 5-6). Before round 1, draw a mask.
+        """Load the mean where masks overlap, within the client's new mask (lines 5-6). Before round 1, draw the mask.
 
         If nothing was collected, the trained weights stay unmasked until the next fit begins.
         """
@@ -189,10 +192,10 @@ class DisPFL(PeerAlgorithm):
             densities = erk_densities(shapes, self.dense_ratio)
             module.masks = {name: random_mask(shape, densities[name]) for name, shape in shapes.items()}
         if download.numbers or NEXT not in memory:
-            cut(module.backbone, module.masks)
+            apply_masks(module.backbone, module.masks)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return Eq. 4 of the weights, and the plain mean of BatchNorm's statistics."""
+        """Return the weights' mean where masks overlap (Eq. 4), and the plain mean of BatchNorm's statistics."""
         messages = [own, *(upload.message for upload in received)]
         shapes = {name: value.shape for name, value in own.section("model").items()}
         masks = [message.section("masks") for message in messages]
@@ -219,7 +222,7 @@ class DisPFL(PeerAlgorithm):
             "masks": {name: pack_mask(mask) for name, mask in masks.items()},
         }
         module.next_masks = self.search_mask(module, batches)
-        return Message(message.without("model").tensors | Message.pack(sections).tensors, message.numbers)
+        return message.without("model").plus(sections)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the publication and the mask of the next round."""
@@ -233,20 +236,18 @@ class DisPFL(PeerAlgorithm):
         if not module.round or not rate or self.regrow == "none":
             return module.masks
         weights = {name: parameter.detach() for name, parameter in module.backbone.named_parameters()}
-        scores = gradient_sizes(module, batches) if self.regrow == "gradient" else random_scores(weights)
+        if self.regrow == "gradient":
+            scores = gradient_sizes(module, batches)
+        else:
+            scores = {name: torch.rand(weight.shape) for name, weight in weights.items()}
         return {
             name: next_mask(weights[name].cpu(), mask.cpu(), scores[name].cpu(), rate)
             for name, mask in module.masks.items()
         }
 
 
-def random_scores(weights: Tensors) -> Tensors:
-    """Return a random score for each entry."""
-    return {name: torch.rand(weight.shape) for name, weight in weights.items()}
-
-
 def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
-    """Return `|g|` of the cross-entropy summed over all batches, for every entry inside and outside the mask."""
+    """Return `|g|` of the loss summed over all batches, for every entry inside and outside the mask."""
     parameters = dict(module.backbone.named_parameters())
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

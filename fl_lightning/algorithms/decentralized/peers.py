@@ -71,8 +71,8 @@ class PeerAlgorithm(Algorithm):
         """Return the messages that a client collects from this round's peers, one section per peer."""
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
         own = publication(state, client)
-        wanted = self.peer_count(own)
-        count = len(linked) if wanted is None else min(wanted, len(linked))
+        limit = self.peer_count(own)
+        count = len(linked) if limit is None else min(limit, len(linked))
         peers = sorted(rng.choice(linked, count, replace=False).tolist()) if count else []
         published = {peer: publication(state, peer) for peer in peers}
         return bundle(self.collect(own, published, rng))
@@ -148,14 +148,14 @@ def section(peer: int) -> str:
 
 
 def message_to_tensors(message: Message) -> Tensors:
-    """Convert a message to tensors only, for the state. A number is under `number/<name>`."""
+    """Convert a message to tensors only, as a section of the state. A number is stored as `number/<name>`."""
     return message.tensors | {
         f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
     }
 
 
 def tensors_to_message(tensors: Tensors) -> Message:
-    """Convert the tensors from `message_to_tensors` back to the message."""
+    """Convert the tensors from `message_to_tensors` back to a message."""
     numbers = {k.removeprefix("number/"): v.item() for k, v in tensors.items() if k.startswith("number/")}
     return Message({k: v for k, v in tensors.items() if not k.startswith("number/")}, numbers)
 
@@ -175,10 +175,9 @@ def bundle(messages: Mapping[int, Message]) -> Message:
 def unbundle(message: Message) -> list[Upload]:
     """Split a message from `bundle` into the peers' messages, by ascending peer. Each has a number of samples."""
     peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
-    return [Upload(j, Message(message.section(section(j)), numbers_of(message, j))) for j in dict.fromkeys(peers)]
-
-
-def numbers_of(message: Message, peer: int) -> dict[str, int | float]:
-    """Return one peer's numbers in a bundle."""
-    prefix = f"{section(peer)}/"
-    return {k.removeprefix(prefix): v for k, v in message.numbers.items() if k.startswith(prefix)}
+    uploads = []
+    for peer in dict.fromkeys(peers):
+        prefix = f"{section(peer)}/"
+        numbers = {k.removeprefix(prefix): v for k, v in message.numbers.items() if k.startswith(prefix)}
+        uploads.append(Upload(peer, Message(message.section(section(peer)), numbers)))
+    return uploads

@@ -16,7 +16,7 @@ class Graph:
     """A directed graph over clients."""
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return `(clients, clients)` bool. Row i marks the peers that client i can collect from, never itself."""
+        """Return the links `(clients, clients)` bool: row i marks the peers of client i, without itself."""
         raise NotImplementedError
 
 
@@ -66,11 +66,7 @@ class Torus(Graph):
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return links to the clients above, below, left and right."""
-        rows = (
-            self.rows
-            if self.rows is not None
-            else max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
-        )
+        rows = self.rows or max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
         if clients % rows:
             raise ConfigError(f"algorithm.graph.rows: {clients} clients do not fill {rows} rows of equal length")
         grid = np.arange(clients).reshape(rows, -1)
@@ -95,7 +91,7 @@ class ErdosRenyi(Graph):
         self.p = p
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw the links."""
+        """Return links drawn from `rng`."""
         above = np.triu(rng.random((clients, clients)) < self.p, k=1)
         return above | above.T
 

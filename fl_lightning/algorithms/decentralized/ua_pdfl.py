@@ -50,13 +50,13 @@ def unit_representation(logits: Tensor) -> Tensor:
 
 
 def symmetric_kl(one: Tensor, other: Tensor) -> float:
-    """Return Eq. 6 as printed: `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`. Probabilities are clamped to 1e-8."""
+    """Return the symmetric KL divergence, Eq. 6 as printed: `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`."""
     p, q = clamp_probabilities(one), clamp_probabilities(other)
     return float(((p - q) * (p / q).log()).sum() / 2)
 
 
 def jensen_shannon(one: Tensor, other: Tensor) -> float:
-    """Return the Jensen-Shannon divergence, as in the paper's text, with the natural logarithm; at most ln 2."""
+    """Return the Jensen-Shannon divergence of the paper's text, with the natural logarithm. It is at most ln 2."""
     p, q = clamp_probabilities(one), clamp_probabilities(other)
     log_mixture = ((p + q) / 2).log()
     value = ((p * (p.log() - log_mixture)).sum() + (q * (q.log() - log_mixture)).sum()) / 2
@@ -72,7 +72,9 @@ DIVERGENCES = {"jensen_shannon": jensen_shannon, "symmetric_kl": symmetric_kl}
 
 
 class UnitRepresentation(SharedKnowledge):
-    """Each client's `I` `(C,)` (Eq. 5) and `I^Aux = g(X_unit)` `(d,)`; the `I^Aux` are averaged (Eq. 11).
+    """A model's outputs on the unit input: probabilities `I` (Eq. 5) and features `I^Aux`, which are averaged (Eq. 11).
+
+    A client sends `I`, `(C,)`, and `I^Aux = g(X_unit)`, `(d,)`.
 
     Args:
         value: The constant in `X_unit`.
@@ -90,22 +92,22 @@ class UnitRepresentation(SharedKnowledge):
         self.register_buffer("average", None, persistent=False)
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return nothing: there is no average before round 1."""
+        """Return no tensors, because there is no average before round 1."""
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return `I` and `I^Aux`."""
+        """Return the client's probabilities `I` and features `I^Aux` on the unit input."""
         unit = unit_input(next(iter(batches))[0], self.value)
         features = with_encoder(module.backbone).encoder(unit)
         return {"distribution": unit_representation(module.backbone(unit)), "features": at_least_float32(features[0])}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
         """Return `I^Aux_avg`, the mean over the uploads. Between peers the first upload is the client's own."""
-        heard = [upload for upload in uploads if upload.client >= 0 or not self.reference]
-        if not heard:
+        counted = [upload for upload in uploads if upload.client >= 0 or not self.reference]
+        if not counted:
             return previous
-        features = torch.stack([upload.message.section(self.name)["features"] for upload in heard])
-        weights = torch.tensor([upload.n_samples if self.reference else 1 for upload in heard], dtype=torch.float64)
+        features = torch.stack([upload.message.section(self.name)["features"] for upload in counted])
+        weights = torch.tensor([upload.n_samples if self.reference else 1 for upload in counted], dtype=torch.float64)
         return {"average": (weights / weights.sum() @ features.double()).to(features.dtype)}
 
 
@@ -113,7 +115,7 @@ class UnitRepresentation(SharedKnowledge):
 
 
 def alignment_loss(features: Tensor, average: Tensor) -> Tensor:
-    """Return Eq. 12's `||I^Aux_i - I^Aux_avg||_2²` of features `(d,)` and an average `(d,)`."""
+    """Return the squared distance `||I^Aux_i - I^Aux_avg||_2²` (Eq. 12) of features `(d,)` to an average `(d,)`."""
     return (features - average).square().sum()
 
 
@@ -148,7 +150,7 @@ class UnitAlignment(LossTerm):
         with_encoder(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times Eq. 12; zero before there is an average."""
+        """Return μ times Eq. 12, or zero before there is an average."""
         average = self.unit.average
         if average is None or step.inputs is None:
             return step.logits.new_zeros(())
@@ -245,18 +247,18 @@ class UAPDFL(PeerAlgorithm):
         return extractor | weighted_mean(*zip(*heads, strict=True))
 
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
-        """Return `Div(i, j)` of a client and its peers."""
+        """Return the divergences `Div(i, j)` between a client and each of its peers."""
         mine = own.section("unit")["distribution"]
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 
     def drops_out(self, gaps: Sequence[float]) -> bool:
-        """Return whether a client takes one peer's model: all divergences are within the threshold."""
+        """Return whether a client takes over one peer's model, because all divergences are within the threshold."""
         if not self.dropout or not gaps or self.th_i == 0:
             return False
         return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)
 
     def shares_head(self, gap: float) -> bool:
-        """Return whether a client averages its classifier with that of a peer with this divergence."""
+        """Return whether a client averages its classifier with that of a peer, given their divergence."""
         if not self.layerwise:
             return True
         return self.th_i > 0 and (gap <= self.th_i if self.reference else gap < self.th_i)
@@ -270,4 +272,4 @@ def model_part(model: Tensors, head: bool) -> Tensors:
 def without_head(message: Message) -> Message:
     """Return a publication without its classifier `h`."""
     kept = model_part(message.section("model"), head=False)
-    return Message(message.without("model").tensors | {f"model/{name}": v for name, v in kept.items()}, message.numbers)
+    return message.without("model").plus({"model": kept})

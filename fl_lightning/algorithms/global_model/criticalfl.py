@@ -27,7 +27,7 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import RunningMean, State, at_least_float32, pack_mask, unpack_mask
 
 MASK, VALUES = "entries/mask", "entries/values"
-"""Names in an upload's `model` for the mask of the sent entries, one bit each, and for their values."""
+"""Names in an upload's `model`: the mask of the sent entries, one bit per entry, and the values of these entries."""
 
 DETECTOR = "critical"
 """The section of the state with the detector of critical periods."""
@@ -37,7 +37,7 @@ DETECTOR = "critical"
 
 
 def growth(norms: Tensor, window: int) -> float:
-    """Return the relative growth of the moving average of the norms from the round before to the last.
+    """Return how much the moving average of the gradient norms grew in the last round, relative to the round before.
 
     Args:
         norms: `(window + 1,)`, the last FGN at the end.
@@ -81,7 +81,7 @@ class CriticalPeriods:
             "achieved": torch.tensor(False),
         }
 
-    def after(self, before: Tensors, norm: float, participants: int) -> Tensors:
+    def update(self, before: Tensors, norm: float, participants: int) -> Tensors:
         """Return the detector's state after a round.
 
         Args:
@@ -123,27 +123,27 @@ def largest_changes(changes: Tensor, keep: float) -> Tensor:
     return sizes >= float(np.quantile(sizes.numpy(), 1 - keep))
 
 
-def flat(model: Tensors, names: Iterable[str]) -> Tensor:
-    """Return some entries of a model as one vector, `(P,)`."""
+def flatten_entries(model: Tensors, names: Iterable[str]) -> Tensor:
+    """Return the named entries of a model as one vector, `(P,)`."""
     return torch.cat([model[name].flatten() for name in names])
 
 
-def only_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
-    """Return a model with only single entries of some parameters.
+def mask_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
+    """Return a model in which some parameters are replaced by a mask of their entries and the values in the mask.
 
     Args:
         model: The whole model.
-        names: Names of those parameters.
+        names: Names of the parameters.
         chosen: The mask of the entries to keep, `(P,)` bool.
     """
     whole = {name: value for name, value in model.items() if name not in names}
-    return whole | {MASK: pack_mask(chosen), VALUES: flat(model, names)[chosen]}
+    return whole | {MASK: pack_mask(chosen), VALUES: flatten_entries(model, names)[chosen]}
 
 
 class EntryMean(Aggregator):
     """Average each entry over the clients that sent it. An entry that no client sent stays as it was.
 
-    In a round, either all clients send whole models, or all send `only_entries`.
+    In a round, either all clients send whole models, or all send the result of `mask_entries`.
     """
 
     def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
@@ -162,13 +162,13 @@ class EntryMean(Aggregator):
         return mean, sums
 
     def finish(self, folded: tuple[RunningMean, Tensor | None], before: State, knowledge: State) -> State:
-        """Return the means, `Σ n_i θ_i / Σ n_i` over the clients that sent an entry."""
+        """Return each entry's mean `Σ n_i θ_i / Σ n_i` over the clients that sent it."""
         mean, sums = folded
         model = mean.value()
         if sums is None:
             return {"model": model}
         names = [name for name in before["model"] if name not in model]
-        old = flat(before["model"], names).double()
+        old = flatten_entries(before["model"], names).double()
         total, weight = sums[:, : len(old)]
         new = torch.where(weight > 0, total / weight, old).split([before["model"][name].numel() for name in names])
         for name, values in zip(names, new, strict=True):
@@ -177,7 +177,7 @@ class EntryMean(Aggregator):
 
 
 def check_shares(max_share: float, keep: float) -> None:
-    """Check the shares of clients and of entries."""
+    """Check the options `max_share` and `keep`."""
     check_number("algorithm.max_share", max_share, "[0, 1]", "the paper's code uses 0.75")
     check_number("algorithm.keep", keep, "(0, 1]", "the paper's code uses 0.2")
 
@@ -216,12 +216,12 @@ class MeasuredModule(ClientModule):
 
     @property
     def gradient_norm(self) -> float:
-        """Return the FGN: the learning rate times the sum over steps of `|g|²`, per epoch. `g` is clipped."""
+        """The FGN: the learning rate times the sum over steps of `|g|²`, per epoch, with clipped gradients `g`."""
         return 0.0 if self._squares is None else self._lr * float(self._squares) / self._epochs
 
 
 class CriticalFL(Algorithm):
-    """While gradient norms show a critical period, more clients take part and each sends only its largest changes.
+    """While gradient norms grow, more clients take part, and each sends only its largest changes.
 
     The experiment's `clients_per_round` is the initial and the smallest number of participants. With `max_share` 0 and
     `keep` 1 this is FedAvg, bit for bit. With `keep` 1 alone only the number of participants changes.
@@ -286,18 +286,18 @@ class CriticalFL(Algorithm):
             return Message(message.tensors, numbers)
         model, buffers = message.section("model"), buffer_names(module.backbone)
         names = [name for name in model if name not in buffers]
-        chosen = largest_changes(flat(model, names) - flat(module.received, names), self.keep)
-        sent = Message.pack({"model": only_entries(model, names, chosen)})
-        return Message(message.without("model").tensors | sent.tensors, numbers)
+        chosen = largest_changes(flatten_entries(model, names) - flatten_entries(module.received, names), self.keep)
+        masked = message.without("model").plus({"model": mask_entries(model, names, chosen)})
+        return Message(masked.tensors, numbers)
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Return the mean of the uploads, and the detector updated with the gradient norms."""
         norms: list[float] = []
 
-        def arriving() -> Iterator[Upload]:
+        def record_norms() -> Iterator[Upload]:
             for upload in uploads:
                 norms.append(upload.message.numbers["gradient_norm"])
                 yield upload
 
-        after = super().aggregate(state, arriving())
-        return after | {DETECTOR: self.periods.after(state[DETECTOR], sum(norms) / len(norms), len(norms))}
+        after = super().aggregate(state, record_norms())
+        return after | {DETECTOR: self.periods.update(state[DETECTOR], sum(norms) / len(norms), len(norms))}

@@ -12,7 +12,7 @@ from fl_lightning.client.module import LossTerm
 
 
 class FedAvg(Algorithm):
-    """Local SGD and a weighted mean of the weights. Most other methods extend it.
+    """Clients train with local SGD, and the server averages their weights.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 

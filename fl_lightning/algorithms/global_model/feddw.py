@@ -49,7 +49,7 @@ def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor:
-    """Return Eq. 7's `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` over this round's participants.
+    """Return the merged matrix `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` over this round's participants (Eq. 7).
 
     Args:
         local: `(K, C, C)` SL matrices.
@@ -63,10 +63,11 @@ def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor
 
 
 class SoftLabels(SharedKnowledge):
-    """The SL matrix: uploaded with the client's class counts, averaged by Eq. 7 and broadcast with total counts.
+    """The soft label (SL) matrix: the mean softmax outputs of each class, averaged over clients by Eq. 7.
 
-    The extra cost is `C + C²` numbers per client in each direction, the paper's `2 (C + C²)` (Section V-D). Round 1
-    broadcasts the identity. A class without samples keeps its row.
+    It is uploaded with the client's class counts and broadcast with their sums: `C + C²` numbers per client in each
+    direction, the paper's `2 (C + C²)` (Section V-D). Round 1 broadcasts the identity. A class without samples keeps
+    its row.
 
     Args:
         reference: As in the authors' code, average over all rounds so far. A class without samples has the row of the
@@ -110,7 +111,7 @@ class SoftLabels(SharedKnowledge):
 
 
 def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
-    """Return Eq. 11's `1/C² · ||Ω - softmax(ω ωᵀ)||_F²`, softmax by rows.
+    """Return the regulariser `1/C² · ||Ω - softmax(ω ωᵀ)||_F²` (Eq. 11), with softmax by rows.
 
     Args:
         soft_labels: `Ω`, `(C, C)`; rows sum to 1.
@@ -120,7 +121,7 @@ def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
 
 
 def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Tensor) -> Tensor:
-    """Return `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²` (Eq. 26-30), which is convex in `A = ωᵀ`.
+    """Return the surrogate `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²` (Eq. 26-30), which is convex in `A = ωᵀ`.
 
     At `A = A0` it equals `||Ω - AᵀA||_F²`, the term without its softmax.
 
@@ -134,7 +135,9 @@ def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Ten
 
 
 class DistillingWeights(LossTerm):
-    """DW: `μ` times the distance between the SL matrix and the softmax of the CR matrix. Only `ω` gets a gradient.
+    """DW: pulls the class relations of the classification layer `ω` towards the soft labels (Eq. 11), times `μ`.
+
+    Only `ω` gets a gradient.
 
     Args:
         mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100,
@@ -188,7 +191,7 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times Eq. 11 or its surrogate; zero before there is an SL matrix."""
+        """Return μ times Eq. 11 or its surrogate, or zero before there is an SL matrix."""
         soft_labels = self.soft_labels.values
         if soft_labels is None or step.backbone is None:
             return step.logits.new_zeros(())
@@ -197,9 +200,9 @@ class DistillingWeights(LossTerm):
             weight = at_least_float32(weight)
             if self.linearize_every is None:
                 return self.scale * consistency_loss(soft_labels, weight)
-            return self.scale * linearized_consistency_loss(soft_labels, weight, self._linearized_at(weight))
+            return self.scale * linearized_consistency_loss(soft_labels, weight, self._current_anchor(weight))
 
-    def _linearized_at(self, weight: Tensor) -> Tensor:
+    def _current_anchor(self, weight: Tensor) -> Tensor:
         if self._anchor is None or self._steps % (self.linearize_every or 1) == 0:
             self._anchor = weight.detach().clone()
         self._steps += 1

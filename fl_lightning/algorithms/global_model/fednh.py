@@ -30,12 +30,14 @@ PROTOTYPES = "prototypes"
 
 
 def uniform_prototypes(classes: int, width: int) -> Tensor:
-    """Return `W^0`, `(C, d)`: random unit rows, orthogonal to each other if `C <= d`."""
+    """Return the initial prototypes `W^0`, `(C, d)`: random unit rows, orthogonal to each other if `C <= d`."""
     return F.normalize(nn.init.orthogonal_(torch.empty(classes, width)), dim=1)
 
 
 def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return `μ_c`, `(C, d)`: the normalised mean of a client's normalised features of class c; 0 if it has none.
+    """Return a client's prototypes `μ_c`, `(C, d)`: the normalised means of its normalised features of each class.
+
+    A class without samples has a row of zeros.
 
     Args:
         sums: Sums of the features per class, `(C, d)`.
@@ -45,7 +47,9 @@ def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def update_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
-    """Return `norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`. A class without samples keeps its prototype.
+    """Return the next prototypes `norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`.
+
+    A class without samples keeps its prototype.
 
     Args:
         prototypes: `W`, `(C, d)`, unit rows.
@@ -55,12 +59,12 @@ def update_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: flo
     """
     target = F.normalize(sums / counts.clamp(min=1)[:, None], dim=1)
     moved = F.normalize(rho * prototypes.double() + (1 - rho) * target, dim=1).to(prototypes.dtype)
-    moves = (counts > 0) & (rho < 1)
-    return torch.where(moves[:, None], moved, prototypes)
+    is_moved = (counts > 0) & (rho < 1)
+    return torch.where(is_moved[:, None], moved, prototypes)
 
 
 class RoundSums(NamedTuple):
-    """The sums that the server keeps of a round's uploads.
+    """The sums over a round's uploads.
 
     Attributes:
         mean: The unweighted mean of the clients' weights.
@@ -74,7 +78,7 @@ class RoundSums(NamedTuple):
 
 
 class PrototypeAveraging(Aggregator):
-    """The unweighted mean of trained weights, and class prototypes updated with the clients', weighted by class counts.
+    """Average the trained weights equally, and move the class prototypes towards those of the clients.
 
     The prototypes are the only entry of the shared model that clients do not send. Instead they send `values` `(C, d)`
     and `counts` `(C,)` in the section `prototypes`.
@@ -156,7 +160,7 @@ class FedNH(Algorithm):
         own = to_cpu({PROTOTYPES: {"values": class_prototypes(sums, counts), "counts": counts}})
         message = super().upload(module, batches, n_samples, num_classes)
         sent = {key: value for key, value in message.tensors.items() if key != f"model/{name}.weight"}
-        return Message(sent | Message.pack(own).tensors, message.numbers)
+        return Message(sent, message.numbers).plus(own)
 
 
 def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]:

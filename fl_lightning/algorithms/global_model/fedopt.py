@@ -21,17 +21,17 @@ Rule = Literal["adagrad", "adam", "yogi"]
 
 
 def adagrad(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """Return `v + Δ²`. `β2` is not used."""
+    """Return Adagrad's second moment, `v + Δ²`. `β2` is not used."""
     return v + square
 
 
 def adam(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """Return `β2 v + (1 - β2) Δ²`."""
+    """Return Adam's second moment, `β2 v + (1 - β2) Δ²`."""
     return beta2 * v + (1 - beta2) * square
 
 
 def yogi(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """Return `v - (1 - β2) Δ² sign(v - Δ²)`."""
+    """Return Yogi's second moment, `v - (1 - β2) Δ² sign(v - Δ²)`."""
     return v - (1 - beta2) * square * (v - square).sign()
 
 
@@ -72,7 +72,7 @@ class AdaptiveServer(ServerStep):
         self.moments = {"first_moment": 0.0, "second_moment": tau**2 if initial_v is None else initial_v}
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """Return `m / (√v + τ)` and both moments, updated with this round's change."""
+        """Return the direction `m / (√v + τ)`, and both moments updated with this round's change."""
         m = self.beta1 * moments["first_moment"] + (1 - self.beta1) * change
         v = RULES[self.rule](moments["second_moment"], change.square(), self.beta2)
         return m / (v.sqrt() + self.tau), {"first_moment": m, "second_moment": v}

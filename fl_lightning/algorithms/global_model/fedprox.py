@@ -17,13 +17,15 @@ from fl_lightning.core.message import Tensors
 
 
 def proximal_distance(weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
-    """Return `||w - w^t||²` (Eq. 2) over all trainable parameters."""
+    """Return the squared distance `||w - w^t||²` (Eq. 2) over all parameters."""
     parts = [(w - anchor).square().sum() for w, anchor in zip(weights, anchors, strict=True)]
     return sum(parts[1:], start=parts[0])
 
 
 class Proximal(LossTerm):
-    """`μ/2 · ||w - w^t||²`, where `w^t` are the weights before the fit unless a method sets others.
+    """The proximal term `μ/2 · ||w - w^t||²`, where `w^t` are the weights before the fit.
+
+    A method can set other weights `w^t`, see `anchor`.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
@@ -45,7 +47,7 @@ class Proximal(LossTerm):
         self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts]
 
     def forward(self, step: Step) -> Tensor:
-        """Return the proximal term at the present weights, or zero outside a fit."""
+        """Return the proximal term at the current weights, or zero outside a fit."""
         if not self._anchors or step.backbone is None:
             return step.logits.new_zeros(())
         return self.mu / 2 * proximal_distance(list(step.backbone.parameters()), self._anchors)

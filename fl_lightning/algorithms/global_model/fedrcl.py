@@ -24,7 +24,7 @@ HARDEST = 2
 
 
 def similarities(features: Tensor) -> Tensor:
-    """Return `s_ij`, the cosines between the features of a batch, `(B, B)`.
+    """Return the cosines `s_ij` between the features of a batch, `(B, B)`.
 
     Args:
         features: `(B, d)`, or feature maps `(B, d, ...)`, which are averaged over their positions.
@@ -35,7 +35,7 @@ def similarities(features: Tensor) -> Tensor:
 
 
 def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
-    """Return the SCL loss, the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`.
+    """Return the contrastive loss SCL, the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`.
 
     `s⁺` is the least similarity of i to a sample of its class, itself included; `k` are the two most similar of other
     classes. A sample with no other class in the batch adds zero.
@@ -52,7 +52,7 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 
 
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
-    """Return PEN, the mean over i of `log(1 + exp((q - 1)/τ))`, which separates too similar samples of a class.
+    """Return the penalty PEN on similar samples of a class, the mean over i of `log(1 + exp((q - 1)/τ))`.
 
     `q` is the least similarity of i to another sample of its class if it is at least λ. Otherwise, and without another
     sample, `q` is -1.
@@ -70,7 +70,7 @@ def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: flo
 
 
 def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[str, ...]:
-    """Return the layers whose inputs are the features of each level: the last ReLU of the level.
+    """Return the name of the last ReLU of each level. Its input is the level's features.
 
     Args:
         backbone: The network.
@@ -106,7 +106,7 @@ def relu_names(modules: dict[str, nn.Module], part: str) -> list[str]:
 
 
 class RelaxedContrastive(LossTerm):
-    """`w_s · mean_l SCL_l + w_p · mean_l PEN_l` over the levels `l` of the network, in float32.
+    """Relaxed contrastive loss, `w_s · SCL + w_p · PEN`, averaged over the levels of the network, in float32.
 
     Args:
         w_s: Weight of the contrastive loss, 0 or more.
@@ -140,7 +140,7 @@ class RelaxedContrastive(LossTerm):
         self.levels, self.active = levels, w_s > 0 or w_p > 0
 
     def begin(self, module: ClientModule) -> None:
-        """Find the levels."""
+        """Find the layers to tap."""
         if self.active:
             self.taps = level_taps(module.backbone, self.levels)
 

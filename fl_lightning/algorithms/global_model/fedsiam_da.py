@@ -44,7 +44,9 @@ def negative_similarity(one: Tensor, other: Tensor) -> Tensor:
 
 
 def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
-    """Return Eq. 6's `½ D-(p, sg(z))`. Eq. 7 is its sum for the global model and for the client's model.
+    """Return one half of the siamese loss, `½ D-(p, sg(z))` (Eq. 6).
+
+    Eq. 7 is the sum of both halves, for the global model and for the client's model.
 
     Args:
         prediction: `p` of the model in training, `(B, d)`.
@@ -90,19 +92,19 @@ class SiameseAlignment(LossTerm):
         self._optimizer = module.optimizer_for(backbone.parameters()) if self.stop_gradient else None
 
     def forward(self, step: Step) -> Tensor:
-        """Return the client's half of `μ L_stop`; zero outside a fit."""
+        """Return the client's half of `μ L_stop`, or zero outside a fit."""
         if not self._copy or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         received = self._copy[0]
         if self.stop_gradient:
             self._update(received, step.inputs, step.features)
         with torch.no_grad():
-            seen = received.encoder(step.inputs)
+            representation = received.encoder(step.inputs)
         if not self.stop_gradient:
-            return self.mu * negative_similarity(seen, step.features) / 2
+            return self.mu * negative_similarity(representation, step.features) / 2
         predictor = with_encoder(step.backbone).predictor
         assert predictor is not None
-        return self.mu * stop_gradient_half(predictor(step.features), seen)
+        return self.mu * stop_gradient_half(predictor(step.features), representation)
 
     def _update(self, received: Backbone, inputs: Tensor, features: Tensor) -> None:
         """Train the copy for one step on its half of the loss (Eq. 8)."""
@@ -155,7 +157,7 @@ class HistoryContrast(LossTerm):
         self._kept = kept
 
     def forward(self, step: Step) -> Tensor:
-        """Return Eq. 10 on a batch; zero without an earlier model."""
+        """Return Eq. 10 on a batch, or zero without an earlier model."""
         if not self._earlier or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)
@@ -165,9 +167,9 @@ class HistoryContrast(LossTerm):
 
 
 def dual_weights(models: Tensor) -> Tensor:
-    """Return `ξ_k = cos(w_k, w0) / Σ cos` (Eq. 13-15), with `w0` the unweighted mean; `(K,)`, in float64.
+    """Return the clients' weights `ξ_k = cos(w_k, w0) / Σ cos` (Eq. 13-15), `(K,)`, in float64.
 
-    If a cosine is not positive, all clients get the same weight, with a warning.
+    `w0` is the unweighted mean. If a cosine is not positive, all clients get the same weight, with a warning.
 
     Args:
         models: `(K, P)`, each client's parameters in one row.
@@ -186,17 +188,17 @@ class DualAggregation(Aggregator):
     """Dual aggregation: weight clients by the cosine of their parameters with the unweighted mean (Eq. 13-16).
 
     BatchNorm's statistics are averaged with the same weights but do not enter the cosine. All uploads of a round are in
-    memory at once, because the weights depend on the mean.
+    memory at once.
     """
 
     leaves = ("weights",)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Keep every upload."""
+        """Keep every upload, because the weights depend on the mean."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return `w = Σ ξ_k w_k` (Eq. 16)."""
+        """Return the weighted mean `w = Σ ξ_k w_k` (Eq. 16), and the weights."""
         models = [upload.message.section("model") for upload in folded]
         weights = dual_weights(flatten(models))
         clients = torch.tensor([upload.client for upload in folded])

@@ -35,7 +35,7 @@ Review = Literal["interpolation", "literal"]
 
 
 def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
-    """Return `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of the client's class j (Section III-A).
+    """Return local knowledge `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of class j (Section III-A).
 
     Args:
         sums: `(C, C)`; row j is the sum of the logits of the client's samples of class j.
@@ -50,7 +50,7 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Merge by Eq. 1: average each client's class with its nearest clients', then over clients.
+    """Return global knowledge by Eq. 1: average the knowledge of similar clients, then over all clients.
 
     Only the clients that hold a class take part in it. With h holders, `min(M, h - 1)` neighbours are used.
 
@@ -144,7 +144,7 @@ class ReferenceKnowledge(StructuralKnowledge):
 
 
 def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
-    """Return the knowledge of the paper or that of the authors' code."""
+    """Return the class of the knowledge: as in the paper, or as in the authors' code."""
     return ReferenceKnowledge if reference else StructuralKnowledge
 
 
@@ -158,9 +158,10 @@ def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
 
 
 def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
-    """Return `s(l_i, c̃^j) = cos(l_i, c̃^j) / U_j` (Eq. 2), with `U_j` the batch's mean distance to `c̃^j`.
+    """Return the similarities `s(l_i, c̃^j) = cos(l_i, c̃^j) / U_j` of logits to classes (Eq. 2).
 
-    `U_j` has no gradient and is at least 1e-6. The paper computes it over the client's whole data.
+    `U_j` is the batch's mean distance to `c̃^j`, at least 1e-6 and without gradient. The paper computes it over the
+    client's whole data.
 
     Args:
         logits: `(B, C)`.
@@ -200,8 +201,7 @@ def local_contrastive_loss(
     if known is None:
         return F.cross_entropy(scores, targets)
     scores = scores.masked_fill(~known, -torch.inf)
-    counted = known[targets]
-    loss = F.cross_entropy(scores, targets.masked_fill(~counted, -100), reduction="sum")
+    loss = F.cross_entropy(scores, targets.masked_fill(~known[targets], -100), reduction="sum")
     return loss / len(targets)
 
 
@@ -244,8 +244,9 @@ class ReferenceContrast(NamedTuple):
 
     def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
         """Return Eq. 3 as in the code, with the arguments of `reference_contrastive_loss`."""
-        every = torch.ones(len(knowledge), dtype=torch.bool, device=logits.device)
-        return reference_contrastive_loss(logits, targets, knowledge, every if known is None else known, tau)
+        if known is None:
+            known = torch.ones(len(knowledge), dtype=torch.bool, device=logits.device)
+        return reference_contrastive_loss(logits, targets, knowledge, known, tau)
 
 
 class LocalContrastive(LossTerm):
@@ -298,21 +299,21 @@ class LocalContrastive(LossTerm):
         self.scale = self.contrast.scale(module.round)
 
     def forward(self, step: Step) -> Tensor:
-        """Return Eq. 3 on a batch; zero without knowledge."""
+        """Return Eq. 3 on a batch, or zero without knowledge."""
         values, known = self.structural.values, self.structural.known
         if values is None or known is None:
             return step.logits.new_zeros(())
         with torch.autocast(step.logits.device.type, enabled=False):
             logits, values = at_least_float32(step.logits), at_least_float32(values)
-            unless_all = None if self.all_known else known
-            return self.scale * self.contrast.loss(logits, step.targets, values, unless_all, self.tau)
+            mask = None if self.all_known else known
+            return self.scale * self.contrast.loss(logits, step.targets, values, mask, self.tau)
 
 
 # --- Global discrepancy aggregation (GDA) ------------------------------------------------------------------------
 
 
 def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale = "count") -> Tensor:
-    """Return `d_k = Σ_j ||c_k^j - c̃^j||_2` over the classes that client k holds, `(K,)` (Section III-B).
+    """Return the discrepancies `d_k = Σ_j ||c_k^j - c̃^j||_2` over the classes of client k, `(K,)` (Section III-B).
 
     Args:
         local: `(K, C, C)` knowledge of the participants.
@@ -326,7 +327,7 @@ def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale 
 
 
 def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale = "count") -> Tensor:
-    """Return `e_k = sigmoid(N_k - a_k d_k + b_k) / Σ_i sigmoid(N_i - a_i d_i + b_i)`, `(K,)`, float64 (Eq. 4).
+    """Return the clients' weights by Eq. 4, `e_k = sigmoid(N_k - a_k d_k + b_k) / Σ_i sigmoid(N_i - a_i d_i + b_i)`.
 
     With raw counts the sigmoid saturates at 1, so `e_k = 1/K`, the uniform mean. `scale="share"` replaces `N_k` by
     `K · N_k / Σ N`, so that the sigmoid does not saturate and the discrepancy has an effect.
@@ -335,6 +336,9 @@ def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale 
         discrepancies: `d_k`, `(K,)`.
         samples: `N_k`, `(K,)`.
         scale: `count` is the paper's.
+
+    Returns:
+        `(K,)`, in float64.
     """
     d, n = discrepancies.double(), samples.double()
     a = d / d.sum() if d.sum() > 0 else torch.zeros_like(d)
@@ -369,7 +373,7 @@ class GlobalDiscrepancy(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Return the structural knowledge."""
+        """The structural knowledge."""
         return (self.structural,)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
@@ -377,7 +381,7 @@ class GlobalDiscrepancy(Aggregator):
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return `w_g = Σ e_k w_k`."""
+        """Return the weighted mean `w_g = Σ e_k w_k`, and the weights."""
         local, held = stacked_knowledge(folded)
         distances = discrepancy(local, held, knowledge[self.structural.name]["values"], self.gda_scale)
         samples = torch.tensor([upload.n_samples for upload in folded])
@@ -392,9 +396,9 @@ class GlobalDiscrepancy(Aggregator):
 
 
 def review_ratio(now: Tensor, before: Tensor) -> float:
-    """Return `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}` (Eq. 5), with `σ²_{(j)}` the variance of row j.
+    """Return the growth of the knowledge's variance (Eq. 5), `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`.
 
-    The authors' code uses the unbiased variance. The factor `C / (C - 1)` cancels.
+    `σ²_{(j)}` is the variance of row j. The authors' code uses the unbiased variance. The factor `C / (C - 1)` cancels.
 
     Args:
         now: This round's global knowledge, `(J, C)`, with one row per counted class.
@@ -459,7 +463,7 @@ class GlobalPeriodReview(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Return the structural knowledge and the inner aggregator's knowledge."""
+        """The structural knowledge and the inner aggregator's knowledge."""
         return (self.structural, *self.inner.knowledge)
 
     def initial(self, model: Tensors, num_classes: int) -> State:
@@ -469,7 +473,7 @@ class GlobalPeriodReview(Aggregator):
 
     @property
     def only_averages(self) -> bool:  # type: ignore[override]
-        """Return whether the inner aggregator only averages."""
+        """Whether the inner aggregator only averages."""
         return self.inner.only_averages
 
     def fold(self, uploads: Iterable[Upload]) -> object:

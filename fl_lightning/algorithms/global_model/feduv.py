@@ -21,7 +21,7 @@ from fl_lightning.models.base import with_features
 
 
 def variance_loss(probabilities: Tensor) -> Tensor:
-    """Return V, `1/C Σ_c max(0, γ - std_b(p_bc))`: the hinge on each class probability's deviation over the batch.
+    """Return the variance loss V, `1/C Σ_c max(0, γ - std_b(p_bc))`, of class probabilities over a batch.
 
     γ is the standard deviation of a column of the `C x C` identity, `1/√C`, as for one-hot predictions on balanced
     data. Standard deviations are unbiased. The loss is zero for a batch of one.
@@ -36,10 +36,10 @@ def variance_loss(probabilities: Tensor) -> Tensor:
 
 
 def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
-    """Return U, the mean over pairs of `exp(-d / σ)`; `d` are squared distances, σ is the median of those above 0.
+    """Return the uniformity loss U, the mean of `exp(-d / σ)` over the squared distances `d` of all pairs.
 
-    For an even number of distances, σ is the lower of the middle two. The loss is zero if all features are equal, or
-    for a batch of one.
+    σ is the median of the distances above 0, for an even number the lower of the middle two. The loss is zero if all
+    features are equal, or for a batch of one.
 
     Args:
         features: `(B, d)`.
@@ -71,7 +71,7 @@ def median_of_positive(values: Tensor) -> Tensor:
 
 
 class ClassifierVariance(LossTerm):
-    """`λ V` makes class probabilities vary over a batch as much as one-hot predictions on balanced data.
+    """`λ V` makes class probabilities vary over a batch, as much as one-hot predictions on balanced data do.
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.

@@ -36,10 +36,10 @@ def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], 
 
 
 class ModelContrast(LossTerm):
-    """`μ` times the model-contrastive loss of the encoder's output. The other models are in eval mode.
+    """Model-contrastive loss (Eq. 3), times `μ`: pulls features to the received model's, away from earlier models'.
 
-    The client keeps the encoders from the end of its last rounds; they never leave it. In its first round the received
-    encoder takes their place: the term is then `μ log 2` and has no gradient.
+    The client keeps the encoders from the end of its last rounds, which never leave it. In its first round the received
+    encoder takes their place: the term is then `μ log 2` and has no gradient. All kept encoders are in eval mode.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
@@ -83,7 +83,7 @@ class ModelContrast(LossTerm):
             self._kept[int(age)][name] = value
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term on a batch; zero outside a fit."""
+        """Return the term on a batch, or zero outside a fit."""
         if not self._received or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         received, *previous = (at_least_float32(encoder(step.inputs)) for encoder in (*self._received, *self._previous))

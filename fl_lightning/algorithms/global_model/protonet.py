@@ -40,7 +40,7 @@ class Prototypical(LossTerm):
         self.shots, self.weight = shots, weight
 
     def forward(self, step: Step) -> Tensor:
-        """Return the mean over the queries."""
+        """Return the mean cross-entropy of the queries."""
         assert step.features is not None
         classes, labels = torch.unique(step.targets, return_inverse=True)
         members = F.one_hot(labels, len(classes))

@@ -30,7 +30,7 @@ CONTROL = "control"
 
 
 def next_control(start: Tensor, end: Tensor, steps: int, lr: float, correction: Tensor) -> Tensor:
-    """Return line 12's option II, `c_i⁺ = c_i - c + (x - y) / (K η)`.
+    """Return a client's next control variate, `c_i⁺ = c_i - c + (x - y) / (K η)` (line 12, option II).
 
     Args:
         start: `x`, a received parameter.
@@ -43,7 +43,7 @@ def next_control(start: Tensor, end: Tensor, steps: int, lr: float, correction: 
 
 
 def next_server_control(server: Tensor, mean_change: Tensor, participants: int, clients: int) -> Tensor:
-    """Return line 17's `c + |S| / N · mean Δc`, over all N clients, computed in float64.
+    """Return the server's next control variate, `c + |S| / N · mean Δc` (line 17), computed in float64.
 
     Args:
         server: `c`.
@@ -58,9 +58,10 @@ def next_server_control(server: Tensor, mean_change: Tensor, participants: int, 
 
 
 class ControlVariates(LossTerm):
-    """`<c - c_i, y - x>` over the trainable parameters `y` with start `x`. Its gradient is SCAFFOLD's correction.
+    """A term whose gradient is SCAFFOLD's correction `c - c_i`: `<c - c_i, y - x>`.
 
-    It is part of `SCAFFOLD`, which sends `c`.
+    `y` are the trainable parameters and `x` their values before the fit. The term is part of `SCAFFOLD`, which sends
+    `c`.
 
     Raises:
         ConfigError: A fit begins that is not plain SGD with one learning rate; see `learning_rate`.
@@ -77,24 +78,24 @@ class ControlVariates(LossTerm):
         self._corrections: Tensors = {}
 
     def load(self, server: Tensors) -> None:
-        """Set `c`; missing entries are zero."""
+        """Set the server's control variate `c`. Missing entries are zero."""
         self._server = server
 
     def recall(self, kept: Tensors) -> None:
-        """Load the client's `c_i`, which is zero before its first fit."""
+        """Load the client's control variate `c_i`, which is zero before its first fit."""
         self._own = kept
 
     def begin(self, module: ClientModule) -> None:
         """Keep the received weights, and compute the correction of each step."""
         self.lr = learning_rate(module)
-        parameters = dict(trainable(module.backbone))
+        parameters = dict(trainable_parameters(module.backbone))
         server, self._own = (complete_control(control, parameters) for control in (self._server, self._own))
         self._starts = {name: p.detach().clone() for name, p in parameters.items()}
         self._corrections = {name: server[name] - self._own[name] for name in parameters}
         self._server = {}
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term at the present weights; zero outside a fit."""
+        """Return the term at the current weights, or zero outside a fit."""
         if not self._starts or step.backbone is None:
             return step.logits.new_zeros(())
         now = dict(step.backbone.named_parameters())
@@ -102,22 +103,22 @@ class ControlVariates(LossTerm):
         return sum(parts[1:], start=parts[0])
 
     def controls(self, module: ClientModule) -> tuple[Tensors, Tensors]:
-        """Return `c_i⁺` and `Δc = c_i⁺ - c_i` after the fit. A client without steps keeps its `c_i`."""
+        """Return the next control variate `c_i⁺` and its change `Δc = c_i⁺ - c_i`. Without steps it stays `c_i`."""
         if not module.steps * self.lr:
             return self._own, {name: torch.zeros_like(value) for name, value in self._own.items()}
         new = {
             name: next_control(self._starts[name], p.detach(), module.steps, self.lr, self._corrections[name])
-            for name, p in trainable(module.backbone)
+            for name, p in trainable_parameters(module.backbone)
         }
         return new, {name: value - self._own[name] for name, value in new.items()}
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return `c_i⁺`."""
+        """Return the client's next control variate, `c_i⁺`."""
         return self.controls(module)[0]
 
 
-def trainable(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the trained parameters by name. Each has a control variate."""
+def trainable_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the parameters that are trained, by name. Each has a control variate."""
     return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
 
 
@@ -140,9 +141,9 @@ def learning_rate(module: ClientModule) -> float:
     optimizer, trainer = module.optimizer_for(module.backbone.parameters()), module.trainer
     groups = optimizer.param_groups
     rates = {float(group["lr"]) for group in groups}
-    plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] or group["maximize"] for group in groups)
+    is_plain = type(optimizer) is torch.optim.SGD and not any(g["momentum"] or g["maximize"] for g in groups)
     wrong = {
-        "optimizer: SCAFFOLD needs plain SGD with one learning rate. Set momentum 0.": not plain or len(rates) > 1,
+        "optimizer: SCAFFOLD needs plain SGD with one learning rate. Set momentum 0.": not is_plain or len(rates) > 1,
         "lr_scheduler: SCAFFOLD needs one learning rate per fit. Use round_lr_scheduler.": module.scheduler_factory,
         "trainer.accumulate_grad_batches: SCAFFOLD needs one step per batch. Use a larger batch_size.": (
             trainer.accumulate_grad_batches > 1
@@ -186,34 +187,34 @@ class SCAFFOLD(Algorithm):
         super().__init__([ControlVariates(), *(loss_terms or [])], server, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights and a `c` of zeros."""
-        zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable(backbone)}
+        """Return the initial weights, and a server's control variate `c` of zeros."""
+        zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable_parameters(backbone)}
         return super().initial_state(backbone, num_classes, clients, rng) | {CONTROL: zeros}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the weights and `c`."""
+        """Return the weights and the server's control variate `c`."""
         return super().download(state, client, rng).plus({CONTROL: state[CONTROL]})
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the weights and `c`."""
+        """Load the weights and the server's control variate `c`."""
         super().receive(module, download, memory)
-        term_of(module).load(download.section(CONTROL))
+        control_term(module).load(download.section(CONTROL))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights and `Δc`."""
-        _, change = term_of(module).controls(module)
+        """Return the weights and the change `Δc` of the client's control variate."""
+        _, change = control_term(module).controls(module)
         return super().upload(module, batches, n_samples, num_classes).plus(to_cpu({CONTROL: change}))
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the next weights, and the next `c` from the uploaded `Δc`."""
+        """Return the next weights, and the server's next control variate `c` from the uploaded `Δc`."""
         changes = RunningMean()
 
-        def arriving() -> Iterator[Upload]:
+        def record_changes() -> Iterator[Upload]:
             for client, message in uploads:
                 changes.add(message.section(CONTROL), 1)
                 yield Upload(client, message.without(CONTROL))
 
-        after = super().aggregate(state, arriving())
+        after = super().aggregate(state, record_changes())
         clients, mean = self.aggregator.clients, changes.value()
         control = {
             name: next_server_control(value, mean[name], changes.count, clients)
@@ -222,6 +223,6 @@ class SCAFFOLD(Algorithm):
         return after | {CONTROL: control}
 
 
-def term_of(module: ClientModule) -> ControlVariates:
-    """Return the term with a client's control variates."""
+def control_term(module: ClientModule) -> ControlVariates:
+    """Return the loss term with a client's control variates."""
     return next(term for term in module.terms() if isinstance(term, ControlVariates))

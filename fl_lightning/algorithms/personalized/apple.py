@@ -39,7 +39,7 @@ EPSILON = 1e-3
 
 
 def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return `w_i = Σ_j p_ij c_j`, parameter by parameter.
+    """Return client i's personalised model `w_i = Σ_j p_ij c_j`, parameter by parameter.
 
     With `g = ∂L/∂w_i`, the gradient of the core is `∂L/∂c_i = p_ii g`, and that of a ratio is the sum over all
     parameters `∂L/∂p_ij = ⟨g, c_j⟩`.
@@ -55,7 +55,7 @@ def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: 
 
 
 def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
-    """Return `λ(r)`: `ε^(r/L)` or `(cos(π r/L) + 1) / 2`, and 0 from round L on.
+    """Return the penalty's factor `λ(r)`: `ε^(r/L)` or `(cos(π r/L) + 1) / 2`, and 0 from round L on.
 
     Args:
         round: r, from 0.
@@ -101,11 +101,11 @@ class MixedModule(ClientModule):
         """Set the core, the others' cores and the ratios, and load the mixture.
 
         Args:
-            client: i, as all but `first` in `personal_model`.
-            ratios: `p_i`.
-            first: `p^0`, the initial ratios.
-            core: `c_i`.
-            others: The other clients' cores.
+            client: i.
+            ratios: `p_i`, `(N,)`.
+            first: `p^0`, the initial ratios, `(N,)`.
+            core: The parameters of `c_i`.
+            others: The parameters of all clients' cores, as for `personal_model`.
         """
         like = next(self.backbone.parameters())
         self.client = client
@@ -143,7 +143,7 @@ class MixedModule(ClientModule):
 
     @property
     def loss_names(self) -> list[str]:
-        """Return the names of the losses and of the penalty."""
+        """The names of the losses and of the penalty."""
         return [*super().loss_names, *["ratios"] * (self.mu > 0)]
 
     def on_after_backward(self) -> None:
@@ -226,9 +226,9 @@ class APPLE(Algorithm):
         """Return the other clients' cores, the initial ratios and the shared knowledge."""
         others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
         cores = bundle({j: tensors_to_message(state[section(j)]) for j in others})
-        first = Message.pack({RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}})
-        known = super().download(state, client, rng).without("model")
-        return Message(known.tensors | first.tensors | cores.tensors, cores.numbers)
+        first = {RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}}
+        known = super().download(state, client, rng).without("model").plus(first)
+        return Message(known.tensors | cores.tensors, cores.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the client's core and ratios, and the mixture."""
@@ -249,8 +249,7 @@ class APPLE(Algorithm):
         """Return the core, not the mixture."""
         assert isinstance(module, MixedModule)
         core = to_cpu({"model": dict(zip(mixed_parameters(module.backbone), module.core, strict=True))})
-        message = super().upload(module, batches, n_samples, num_classes).without("model")
-        return Message(message.tensors | Message.pack(core).tensors, message.numbers)
+        return super().upload(module, batches, n_samples, num_classes).without("model").plus(core)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the core, which the server sends to others, and the ratios, which stay private."""

@@ -1,4 +1,4 @@
-"""cwFedAVG: a global model for each class. Every client starts from its own mixture of them. Also WDR.
+"""cwFedAVG: one global model for each class, and a mixture of them for each client. Also the regularizer WDR.
 
 Lee, Choi: "Regularizing and Aggregating Clients with Class Distribution for Personalized Federated Learning", 2024.
 Sections, equations and tables below are the paper's.
@@ -34,13 +34,15 @@ BLOCK_BYTES = 64 << 20
 
 
 def class_shares(counts: Tensor) -> Tensor:
-    """Return `p_i`, the share of each class in a client's data, `(C,)`, from its class counts."""
+    """Return the class shares `p_i` of a client's data, `(C,)`, from its class counts."""
     counts = counts.float()
     return counts / counts.sum().clamp(min=1)
 
 
 def weight_distribution(weight: Tensor) -> Tensor:
-    """Return Eq. 9's `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2`, `(C,)`; uniform if every row is zero.
+    """Return the estimated class distribution `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2` (Eq. 9), `(C,)`.
+
+    It is uniform if every row is zero.
 
     Args:
         weight: The classification layer's weights, `(C, d)`; row j is `θ_ij`.
@@ -51,7 +53,7 @@ def weight_distribution(weight: Tensor) -> Tensor:
 
 
 def distribution_gap(shares: Tensor, weight: Tensor) -> Tensor:
-    """Return WDR's `Ω_i = ||p_i - p̃_i||_2`, not squared.
+    """Return WDR's distance `Ω_i = ||p_i - p̃_i||_2`, not squared.
 
     Args:
         shares: `p_i`, `(C,)`.
@@ -99,7 +101,7 @@ class WeightDistribution(LossTerm):
         self.shares = class_shares(module.class_counts).to(module.device)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term at the present weights; zero outside a fit."""
+        """Return the term at the current weights, or zero outside a fit."""
         if self.shares is None or step.backbone is None:
             return step.logits.new_zeros(())
         weight = classification_layer(step.backbone).weight
@@ -111,7 +113,9 @@ class WeightDistribution(LossTerm):
 
 
 def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
-    """Return `q_ij = p_i p̃_ij / Σ_i p_i p̃_ij` (Eq. 4-5), `(K, C)`, float64; a column with sum zero stays zero.
+    """Return each client's weight in each class model, `q_ij = p_i p̃_ij / Σ_i p_i p̃_ij` (Eq. 4-5), `(K, C)`, float64.
+
+    A column with sum zero stays zero.
 
     Args:
         samples: `N_i`, `(K,)`; `p_i = N_i / N`.
@@ -123,7 +127,7 @@ def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
 
 
 def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
-    """Return the coefficients `(K,)` of client i's next start, `Σ_m (Σ_j p̃_ij q_mj) w_m` (Eq. 3 and 7 in one).
+    """Return the uploads' coefficients `(K,)` in client i's initial model `Σ_m (Σ_j p̃_ij q_mj) w_m` (Eq. 3 and 7).
 
     Args:
         distribution: `p̃_i`, `(C,)`, or `(n, C)` for n clients, which gives `(n, K)`.
@@ -144,16 +148,16 @@ class ClassShares(SharedKnowledge):
     name = "class_shares"
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return nothing."""
+        """Return no tensors, because nothing is broadcast."""
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return `p_i`, `(C,)`."""
+        """Return the client's class shares `p_i`, `(C,)`."""
         assert module.class_counts is not None
         return {"values": class_shares(module.class_counts)}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return nothing."""
+        """Return no tensors, because the aggregator reads the uploads."""
         return {}
 
 
@@ -181,7 +185,7 @@ class ClassWise(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Return the class shares if clients have to send them."""
+        """The class shares, if clients have to send them."""
         return (ClassShares(),) if self.distribution == "true" else ()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
@@ -197,9 +201,8 @@ class ClassWise(Aggregator):
 
     def model_for(self, state: State, client: int) -> Tensors:
         """Return the client's initial model by Eq. 7, from its latest distribution."""
-        if start(client) not in state:
-            state = next(self.ahead(state, [client]))
-        return state[start(client)]
+        name = start_section(client)
+        return state[name] if name in state else next(self.ahead(state, [client]))[name]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
         """Add the initial models of clients to the state, computed in blocks.
@@ -219,7 +222,7 @@ class ClassWise(Aggregator):
             mixed = combine(shares if by_class else mixing_weights(shares, q), basis, rounded=False)
             for client in block:
                 own = {name: value[client % rows].to(sources[name].dtype, copy=True) for name, value in mixed.items()}
-                yield state | {start(client): own}
+                yield state | {start_section(client): own}
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
         """Keep every upload, because class models need all of them."""
@@ -252,7 +255,7 @@ class ClassWise(Aggregator):
         return weight_distribution(class_layer(upload.message.section("model")).double())
 
 
-def start(client: int) -> str:
+def start_section(client: int) -> str:
     """Return the name of the section that `ahead` adds to the state for a client."""
     return f"start_{client}"
 

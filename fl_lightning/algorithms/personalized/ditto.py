@@ -57,7 +57,7 @@ class TwoModels(ClientModule):
             return super().training_step(batch, batch_idx)
 
     def own_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return `f(v) + λ/2 ||v - w^t||²` on a batch."""
+        """Return the personalised model's loss `f(v) + λ/2 ||v - w^t||²` on a batch."""
         loss = self.objective.loss(self.own(x), y)
         if not self.lam:
             return loss
@@ -71,7 +71,7 @@ class TwoModels(ClientModule):
 
 
 def own_model(module: ClientModule) -> nn.Module:
-    """Return a client's personalised model, `v`."""
+    """Return the personalised model `v` of a client's module."""
     assert isinstance(module, TwoModels)
     return module.own
 

@@ -23,20 +23,17 @@ from fl_lightning.core.state_dicts import State
 LOCAL, WEIGHTS = "ala_local", "ala_weights"
 """The sections of the client state with the top layers of its last model and the mixing weights."""
 
-ONE_ROUND = 1
-"""Number of passes over the sampled data after a client's first round."""
-
 LAST = 10
-"""Number of last passes whose losses decide on convergence."""
+"""The number of passes that the test of convergence looks at."""
 
 
 def mix_models(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:
-    """Return Eq. 5's `θ̂ = θ_i + (θ - θ_i) ⊙ W`, entry by entry."""
+    """Return the mixture `θ̂ = θ_i + (θ - θ_i) ⊙ W` (Eq. 5)."""
     return {name: own + (received[name] - own) * weights[name] for name, own in local.items()}
 
 
 def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, received: Tensors, eta: float) -> Tensors:
-    """Return Eq. 6's `clip(W - η ∇_W L, 0, 1)`, with `∇_W L = g ⊙ (θ - θ_i)` by the chain rule.
+    """Return the next mixing weights `clip(W - η ∇_W L, 0, 1)` (Eq. 6), with `∇_W L = g ⊙ (θ - θ_i)`.
 
     Args:
         weights: `W`.
@@ -51,7 +48,7 @@ def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, receive
 
 
 def has_converged(losses: Sequence[float], threshold: float) -> bool:
-    """Return whether the losses of the last `LAST` passes deviate by less than a threshold."""
+    """Return whether the losses of the last `LAST` passes have a standard deviation below a threshold."""
     last = torch.tensor(losses[-LAST:], dtype=torch.float64)
     return len(losses) > LAST and float(last.std(correction=0)) < threshold
 
@@ -113,7 +110,7 @@ class FedALA(Algorithm):
         super().receive(module, download, memory)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Learn the mixing weights, and load the mixture. Skip it if the two models are equal, as in round 1."""
+        """Learn the mixing weights, and load the mixture. Do nothing if both models are equal, as in round 1."""
         parameters = dict(module.backbone.named_parameters())
         local = {name: own.to(parameters[name]) for name, own in module.notes[LOCAL].items()}
         received = {name: parameters[name].detach() for name in local}
@@ -135,12 +132,12 @@ class FedALA(Algorithm):
     ) -> Tensors:
         """Return the mixing weights after this round's passes over a sample of the client's data."""
         x, y = (torch.cat(part) for part in zip(*batches, strict=True))
-        drawn = torch.randperm(len(y))[: max(1, int(self.share * len(y)))].to(y.device)
-        passes = ONE_ROUND if weights else self.max_epochs
+        sample = torch.randperm(len(y))[: max(1, int(self.share * len(y)))].to(y.device)
+        passes = 1 if weights else self.max_epochs
         weights = weights or {name: torch.ones_like(own) for name, own in local.items()}
         losses: list[float] = []
         while len(losses) < passes and not has_converged(losses, self.threshold):
-            for chosen in drawn.split(module.batch_size):
+            for chosen in sample.split(module.batch_size):
                 model = {name: value.requires_grad_() for name, value in mix_models(local, received, weights).items()}
                 loss = module.objective.loss(functional_call(module.backbone, model, (x[chosen],)), y[chosen])
                 gradients = torch.autograd.grad(loss, list(model.values()))

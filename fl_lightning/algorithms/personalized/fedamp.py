@@ -1,4 +1,4 @@
-"""FedAMP and HeurFedAMP: each client's personalised model is pulled to a mixture of similar models.
+"""FedAMP and HeurFedAMP: each client's personalised model is pulled towards a mixture of similar models.
 
 Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021,
 Algorithm 1, with `A(x) = 1 - exp(-x/σ)`.
@@ -26,9 +26,9 @@ UPLOADED = "uploaded"
 
 
 def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: float) -> Tensor:
-    """Return FedAMP's `ξ_ij = α A'(||w_i - w_j||²)`, `A'(x) = exp(-x/σ)/σ`, for each j ≠ i; `(m,)`, sum at most 1.
+    """Return FedAMP's mixing weights `ξ_ij = α A'(||w_i - w_j||²)` for each j ≠ i, `(m,)`, with sum at most 1.
 
-    A larger sum, which is possible for a large α, is scaled to 1. The rest to 1 is `ξ_ii`.
+    `A'(x) = exp(-x/σ)/σ`. A larger sum, which is possible for a large α, is scaled to 1. The rest to 1 is `ξ_ii`.
 
     Args:
         own: `w_i`, `(P,)`.
@@ -42,7 +42,9 @@ def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: 
 
 
 def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float, sigma: float) -> Tensor:
-    """Return `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, h and j ≠ i; `(m,)`.
+    """Return HeurFedAMP's mixing weights `ξ_ij` for each j ≠ i, `(m,)`.
+
+    `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, with h ≠ i.
 
     Args:
         own: `w_i`, `(P,)`.
@@ -62,7 +64,7 @@ class LastUploads(Aggregator):
     """
 
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
-        """Return the participants."""
+        """Return the ids of the participants."""
         return [upload.client for upload in uploads]
 
     def finish(self, folded: list[int], before: State, knowledge: State) -> State:
@@ -101,7 +103,7 @@ class FedAMP(Algorithm):
         super().__init__([Proximal(lam / alpha), *(loss_terms or [])], LastUploads(), buffers="local")
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return `ξ_ij` for each j ≠ i. `ξ_ii` is 1 minus their sum."""
+        """Return the mixing weights `ξ_ij` for each j ≠ i. `ξ_ii` is 1 minus their sum."""
         return message_weights(own, others, self.alpha, self.sigma)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
@@ -110,14 +112,14 @@ class FedAMP(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": nobody, "ever": nobody}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return `u_i`, once a client has uploaded."""
+        """Return the client's cloud model `u_i`, and no model before a client has uploaded."""
         sections = {piece.name: state[piece.name] for piece in self.knowledge}
         if state["heard"]["last"].any():
             sections["cloud"] = self.cloud_model(state, client)
         return Message.pack(sections)
 
     def cloud_model(self, state: State, client: int) -> Tensors:
-        """Return `u_i = Σ_j ξ_ij w_j`. A client that has not trained yet has the initial model."""
+        """Return the cloud model `u_i = Σ_j ξ_ij w_j`. A client that has not trained yet has the initial model."""
         own = state[f"peer_{client}"] if state["heard"]["ever"][client] else state["model"]
         peers = [j for j in state["heard"]["last"].nonzero()[:, 0].tolist() if j != client]
         if not peers:
@@ -166,6 +168,6 @@ class HeurFedAMP(FedAMP):
         self.self_weight, self.sigma = self_weight, sigma
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return `ξ_ij` for each j ≠ i."""
+        """Return the mixing weights `ξ_ij` for each j ≠ i."""
         share = 1 / (len(others) + 1) if self.self_weight is None else self.self_weight
         return heuristic_weights(own, others, share, self.sigma)

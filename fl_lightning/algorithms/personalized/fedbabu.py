@@ -62,7 +62,7 @@ class FedBABU(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Build a client's LightningModule, with the frozen parts of the backbone without gradient.
+        """Return a client's LightningModule, in which the frozen parts of the backbone have no gradient.
 
         Raises:
             ConfigError: The backbone does not have a frozen part.
@@ -78,9 +78,9 @@ class FedBABU(Algorithm):
             if name.startswith(self.frozen):
                 parameter.requires_grad_(True)
         if self.tune_epochs:
-            fine_tune(module, batches, self.tune_epochs, self._tuned)
+            fine_tune(module, batches, self.tune_epochs, self._is_tuned)
 
-    def _tuned(self, name: str) -> bool:
+    def _is_tuned(self, name: str) -> bool:
         return self.tune == "full" or name.startswith(self.frozen) == (self.tune == "head")
 
     def _shared(self, backbone: nn.Module) -> Tensors:

@@ -25,7 +25,9 @@ from fl_lightning.core.state_dicts import at_least_float32
 
 
 def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return FedGen's means. Counts start from 1, so a class without samples has a row of zeros.
+    """Return the mean logits of each class as in FedGen's code: counts start from 1.
+
+    A class without samples has a row of zeros.
 
     Args:
         sums: Sums of logits per class, `(C, C)`.
@@ -53,7 +55,7 @@ class MeanLogits(ClassMeans):
         return step.logits
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's means, and the mask of the classes that have a mean."""
+        """Return the client's mean logits, and the mask of the classes that have a mean."""
         if not self.cumulative or self.tracked is None:
             return super().summarize(module, batches, num_classes)
         sums, counts = self.tracked
@@ -70,8 +72,8 @@ def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: T
         known: `(C,)` bool.
     """
     aims = teacher.log_softmax(dim=1)[targets]
-    gaps = (aims.exp() * (aims - logits.log_softmax(dim=1))).sum(dim=1)  # F.kl_div does not work under vmap
-    return torch.where(known[targets], gaps, 0.0).mean()
+    divergences = (aims.exp() * (aims - logits.log_softmax(dim=1))).sum(dim=1)  # F.kl_div does not work under vmap
+    return torch.where(known[targets], divergences, 0.0).mean()
 
 
 class LogitDistillation(LossTerm):
@@ -97,17 +99,17 @@ class LogitDistillation(LossTerm):
         self.logits = MeanLogits(cumulative)
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the sums so far, if `cumulative`."""
+        """Return the sums of logits over all rounds so far, if `cumulative`."""
         if not self.logits.cumulative or self.logits.tracked is None:
             return {}
         return dict(zip(("sums", "counts"), self.logits.tracked, strict=True))
 
     def recall(self, kept: Tensors) -> None:
-        """Load the sums so far."""
+        """Load the sums of logits of earlier rounds."""
         self.logits.tracked = (kept["sums"], kept["counts"]) if kept else None
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term on a batch; zero without knowledge."""
+        """Return the term on a batch, or zero without knowledge."""
         values, known = self.logits.values, self.logits.known
         if values is None or known is None:
             return step.logits.new_zeros(())

@@ -35,11 +35,11 @@ PREVIOUS = "fomo_previous"
 """The section of the client state with the model from which its last training started."""
 
 AFFINITY = "affinity"
-"""The section of the state with the affinity matrix, and of uploads with the weights of the received models."""
+"""The section of the state with the affinity matrix, and of uploads with the benefits of the received models."""
 
 
 def model_benefit(previous_loss: float, loss: float, distance: float) -> float:
-    """Return Eq. 3's `w_n = (L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||`, the benefit of model n; 0 for its own copy.
+    """Return the benefit of model n, `w_n = (L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||` (Eq. 3).
 
     Args:
         previous_loss: `L(θ_prev)` on the client's validation data.
@@ -49,9 +49,12 @@ def model_benefit(previous_loss: float, loss: float, distance: float) -> float:
     return (previous_loss - loss) / (distance + 1e-5)
 
 
-def mixing_shares(worths: Tensor) -> Tensor:
-    """Return Eq. 4's `max(w, 0)`, normalised to a sum of 1, `(M,)`. All are 0 if no weight is positive."""
-    positive = worths.clamp(min=0)
+def mixing_shares(benefits: Tensor) -> Tensor:
+    """Return the models' shares in the mixture, `max(w, 0)` normalised to a sum of 1 (Eq. 4), `(M,)`.
+
+    All are 0 if no benefit is positive.
+    """
+    positive = benefits.clamp(min=0)
     total = positive.sum()
     return positive / total if total > 0 else positive
 
@@ -59,7 +62,7 @@ def mixing_shares(worths: Tensor) -> Tensor:
 def choose_models(
     row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator
 ) -> list[int]:
-    """Choose the models that a client is sent: those of highest affinity or, when it explores, random ones.
+    """Choose the models that a client is sent: those with the highest affinity, or random ones if it explores.
 
     Args:
         row: The client's row of the affinity matrix, `(N,)`. Ties are broken at random.
@@ -73,18 +76,18 @@ def choose_models(
 
 
 class Affinities(Aggregator):
-    """Add the clients' model weights to the affinity matrix, and record which clients have a model."""
+    """Add the models' benefits to the affinity matrix, and record which clients have a model."""
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
-        """Return the model weights that each client computed."""
+        """Return the benefits that each client computed for the models it received."""
         return [(client, message.section(AFFINITY)) for client, message in uploads]
 
     def finish(self, folded: list[tuple[int, Tensors]], before: State, knowledge: State) -> State:
-        """Add them to the affinities: `P_i += w`."""
+        """Add the benefits to the affinities: `P_i += w`."""
         matrix, trained = before[AFFINITY]["matrix"].clone(), before[AFFINITY]["trained"].clone()
-        for client, found in folded:
+        for client, benefits in folded:
             trained[client] = True
-            matrix[client, found["peer"]] += found["worth"]
+            matrix[client, benefits["peer"]] += benefits["worth"]
         return {AFFINITY: {"matrix": matrix, "trained": trained, "rounds": before[AFFINITY]["rounds"] + 1}}
 
 
@@ -148,7 +151,7 @@ class FedFomo(Algorithm):
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the client's own last model, and keep the received models."""
         own = tensors_to_message(memory.get(UPLOADED, {})).section("model")
-        super().receive(module, Message(download.tensors | Message.pack({"model": own}).tensors), memory)
+        super().receive(module, download.plus({"model": own}), memory)
         module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copy_model(module)}
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
@@ -156,16 +159,16 @@ class FedFomo(Algorithm):
         """Weight the client's own and the received models by Eq. 3 and 4, and load the mixture."""
         previous, models = module.notes.pop(PREVIOUS), [self._copy_model(module), *module.notes.values()]
         peers = [int(name) for name in module.notes]
-        worths = self._benefits(module, previous, models, list(validation) or list(batches))
-        mixture = weighted_mean(models, mixing_shares(worths).tolist()) if (worths > 0).any() else models[0]
+        benefits = self._benefits(module, previous, models, list(validation) or list(batches))
+        mixture = weighted_mean(models, mixing_shares(benefits).tolist()) if (benefits > 0).any() else models[0]
         load_weights(module.backbone, mixture)
-        found = {"peer": torch.tensor(peers, dtype=torch.int64), "worth": worths[1:]}
-        module.notes = {AFFINITY: found, PREVIOUS: self._copy_model(module)}
+        of_peers = {"peer": torch.tensor(peers, dtype=torch.int64), "worth": benefits[1:]}
+        module.notes = {AFFINITY: of_peers, PREVIOUS: self._copy_model(module)}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the trained model and the weights of the received ones."""
+        """Return the trained model, and the benefits of the received models."""
         message = super().upload(module, batches, n_samples, num_classes)
-        return Message(message.tensors | Message.pack({AFFINITY: module.notes[AFFINITY]}).tensors, message.numbers)
+        return message.plus({AFFINITY: module.notes[AFFINITY]})
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the trained model, which the server sends to others, and its start."""

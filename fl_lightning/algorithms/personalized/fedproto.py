@@ -35,7 +35,7 @@ class Prototypes(ClassMeans):
 
 
 def prototype_distance(features: Tensor, targets: Tensor, prototypes: Tensor, known: Tensor) -> Tensor:
-    """Return Eq. 8, the mean squared distance of features to the prototype of their class.
+    """Return the mean squared distance of features to the prototype of their class (Eq. 8).
 
     Samples of a class without a prototype have distance zero.
 
@@ -50,7 +50,9 @@ def prototype_distance(features: Tensor, targets: Tensor, prototypes: Tensor, kn
 
 
 class PrototypeAlignment(LossTerm):
-    """`λ` times the mean squared distance of features to the prototype of their class; off without prototypes.
+    """Pulls features towards the prototype of their class: `λ` times the mean squared distance.
+
+    The term is off before there are prototypes.
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.
@@ -73,11 +75,11 @@ class PrototypeAlignment(LossTerm):
         self.prototypes = Prototypes(seen)
 
     def begin(self, module: ClientModule) -> None:
-        """Check that there are features."""
+        """Check that the backbone has features."""
         with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term on a batch; zero without prototypes."""
+        """Return the term on a batch, or zero without prototypes."""
         values, known = self.prototypes.values, self.prototypes.known
         if values is None or known is None or step.features is None:
             return step.logits.new_zeros(())

@@ -36,7 +36,7 @@ class HeadThenBody(ClientModule):
         self.among = learnable(self.backbone)
 
     def check_fit(self) -> None:
-        """Refuse a fit without an epoch for the second phase."""
+        """Refuse a fit that leaves no epoch for the second phase."""
         last = self.trainer.max_epochs if self.head_epochs else None
         if last is not None and 0 <= last <= self.head_epochs:
             raise ConfigError(

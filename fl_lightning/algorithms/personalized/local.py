@@ -1,4 +1,4 @@
-"""Local: training without federation, the baseline that every method has to exceed."""
+"""Local: training without federation, a baseline that every method should exceed."""
 
 from __future__ import annotations
 

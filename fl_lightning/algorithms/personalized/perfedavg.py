@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 def take_step(weights: Tensors, gradient: Tensors, length: float) -> Tensors:
-    """Return `w - length · g`. Weights without a gradient stay."""
+    """Return the weights after a gradient step, `w - length · g`. Weights without a gradient do not change."""
     return weights | {name: weights[name] - length * g for name, g in gradient.items()}
 
 
@@ -38,7 +38,7 @@ def meta_gradient(
     alpha: float,
     delta: float | None = None,
 ) -> Tensors:
-    """Estimate the gradient of `F(w) = f(w - α ∇f(w))`, which is `(I - α ∇²f(w)) ∇f(w - α ∇f(w))` (Eq. 5).
+    """Estimate the meta-gradient, `(I - α ∇²f(w)) ∇f(w - α ∇f(w))` (Eq. 5), the gradient of `F(w) = f(w - α ∇f(w))`.
 
     The first-order estimate omits the Hessian. The Hessian-free estimate computes its product with
     `v = ∇f(w - α ∇f(w))` from a difference of gradients (Eq. 10): `v - α (∇f(w + δ v) - ∇f(w - δ v)) / 2δ`.
@@ -62,7 +62,7 @@ def meta_gradient(
 
 
 def split_batch(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, Tensor]]:
-    """Split a batch into parts of equal size, up to a sample. A batch too small for that is repeated."""
+    """Split a batch into parts whose sizes differ by at most one. A batch that is too small is repeated instead."""
     x, y = batch
     if len(y) < 2 * parts:
         return [batch] * parts
@@ -98,19 +98,18 @@ class MetaStep(ClientModule):
             with exact if len(seen) > 1 else nullcontext():
                 step = self.step(batch)
                 losses = self.losses(step)
-            found = torch.autograd.grad(total(losses), list(own.values()), allow_unused=True)
+            gradients = torch.autograd.grad(total(losses), list(own.values()), allow_unused=True)
             seen.append((step, losses))
             if len(seen) != 2:
                 for buffer, value in statistics.items():
                     buffer.copy_(value)
-            return {name: g for name, g in zip(own, found, strict=True) if g is not None}
+            return {name: g for name, g in zip(own, gradients, strict=True) if g is not None}
 
-        found = meta_gradient(
-            gradient, start, split_batch(batch, 2 if self.delta is None else 3), self.alpha, self.delta
-        )
+        parts = split_batch(batch, 2 if self.delta is None else 3)
+        estimate = meta_gradient(gradient, start, parts, self.alpha, self.delta)
         load_parameters(start, own)
         self.note(*seen[1])
-        linear = [(g * (own[name] - start[name])).sum() for name, g in found.items()]
+        linear = [(g * (own[name] - start[name])).sum() for name, g in estimate.items()]
         return functools.reduce(torch.add, linear, total(seen[1][1]).detach())
 
 
@@ -128,7 +127,7 @@ def load_parameters(weights: Tensors, parameters: Tensors) -> None:
 
 
 def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
-    """Make the step `w - α ∇f(w)` in place, with the loss over all of a client's training data."""
+    """Take the step `w - α ∇f(w)` in place, with the mean loss over all of a client's training data."""
     optimizer, n = torch.optim.SGD(module.backbone.parameters(), lr=alpha), 0
     optimizer.zero_grad()
     with torch.enable_grad():
