@@ -350,11 +350,9 @@ def test_rounds_without_an_evaluation_give_no_warning(tmp_path):
 @pytest.mark.parametrize(
     ("monitor", "mode", "right"),
     [
-        ("global/loss", "max", "min"),
         ("client/acc_std", "max", "min"),
         ("client_3/train_loss", "max", "min"),
         ("global/acc", "min", "max"),
-        ("client_0/acc", "min", "max"),
     ],
 )
 def test_a_mode_in_the_wrong_direction_gives_a_warning(tmp_path, monitor, mode, right):

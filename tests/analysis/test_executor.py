@@ -336,37 +336,3 @@ def test_jobs_end_with_the_calling_process(here, how):
             assert (here / f"led/{k}/checkpoints/round-{last:06d}").is_dir()
     assert not (here / "led/2").exists()
     assert not list(here.glob("led/*/failed.txt"))
-
-
-# --- Locked folders ---
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from fl_lightning.runs.folder import lock_run_dir
-
-with lock_run_dir(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_the_message_about_a_locked_folder_names_the_process(here):
-    with lock_run_dir(here / "study"):
-        with pytest.raises(
-            ConfigError, match=f"study: process {os.getpid()} on .* uses this folder. Wait for it, or stop it.$"
-        ):
-            lock_run_dir(here / "study").__enter__()
-        with lock_run_dir(here / "other"):
-            pass
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, "study"], stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout.readline() == "held\n"
-        with (
-            pytest.raises(ConfigError, match=f"process {process.pid} on .* uses this folder"),
-            lock_run_dir(here / "study"),
-        ):
-            pass
-        process.kill()
-    with lock_run_dir(here / "study"):
-        assert (here / "study/.owner").read_text().startswith(f"process {os.getpid()} on ")

@@ -161,11 +161,11 @@ def test_a_lightning_trainer_continues_from_the_checkpoint(tmp_path):
         before = module.backbone.head[0].weight.clone()
         trainer.fit(module, loader)
         assert not torch.equal(before, module.backbone.head[0].weight)
-        fresh = ClientModule(rebuilt(torch.load(path, weights_only=True)["hyper_parameters"]["backbone"]))
-        message = trainer.test(fresh, loader, ckpt_path=path, verbose=False, weights_only=True)[0]
+        untrained = ClientModule(rebuilt(torch.load(path, weights_only=True)["hyper_parameters"]["backbone"]))
+        metrics = trainer.test(untrained, loader, ckpt_path=path, verbose=False, weights_only=True)[0]
     with torch.no_grad():
         logits = ClientModule.load_from_checkpoint(path).eval()(x)
-    assert message["test_acc"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
+    assert metrics["test_acc"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
 
 
 def test_a_clients_module_is_ready_to_be_trained():

@@ -31,7 +31,9 @@ from fl_lightning.analysis import sweep as sweeps
 from fl_lightning.analysis.executor import FAILED, JobResult
 from fl_lightning.analysis.sweep import Study, TrialResult, rank_settings, run_sweep
 from fl_lightning.analysis.sweep_file import parse_sweep
+from fl_lightning.cli.commands import sweep as sweep_command
 from fl_lightning.cli.jobs import FIT
+from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
 
@@ -41,7 +43,7 @@ NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_va
 
 @pytest.fixture(autouse=True)
 def quick_and_quiet(monkeypatch):
-    """Silence Optuna, and let the database not wait for the disk."""
+    """Silence Optuna, do not check the metric beforehand, and let the database not wait for the disk."""
     before, real = optuna.logging.get_verbosity(), sweeps.storage_at
 
     def storage_at(path):
@@ -51,6 +53,7 @@ def quick_and_quiet(monkeypatch):
         return storage
 
     monkeypatch.setattr(sweeps, "storage_at", storage_at)
+    monkeypatch.setattr(sweep_command, "check_metric", lambda sweep: None)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
     optuna.logging.set_verbosity(before)
@@ -325,13 +328,10 @@ def test_bayes_finds_the_optimum(tmp_path, monkeypatch):
     for method in ("random", "bayes"):
         fake = FakeRuns(parabola)
         results = run_faked(monkeypatch, tmp_path / method, parsed(method, NUMBERS), fake, count=30, seed=4)
-        assert len(fake.ran) == len({tuple(one.settings.values()) for one in results}) == 30
-        assert [one.value for one in results] == [parabola(numbers(words))[0] for words in fake.ran]
-        assert rank_settings(results, True)[0].results[0].value == max(one.value for one in results)
         values[method] = [one.value for one in results]
+        assert values[method] == [parabola(numbers(words))[0] for words in fake.ran]
     assert max(values["bayes"]) > 0.995
     assert mean(values["bayes"][20:]) > mean(values["random"][20:]) + 0.15
-    assert mean(values["bayes"][20:]) > mean(values["bayes"][:10]) + 0.15
 
 
 @pytest.mark.thorough
@@ -360,10 +360,10 @@ def test_number_of_trials(count, cap, most, tmp_path, monkeypatch):
 
 def test_count_may_be_raised(tmp_path, monkeypatch):
     sweep, fake = parsed("random", NUMBERS), FakeRuns(parabola)
-    few = run_faked(monkeypatch, tmp_path, sweep, fake, count=3)
-    many = run_faked(monkeypatch, tmp_path, sweep, fake, count=5)
-    assert without_folders(many[:3]) == without_folders(few)
-    assert len(many) == len(fake.ran) == 5
+    before = run_faked(monkeypatch, tmp_path, sweep, fake, count=3)
+    after = run_faked(monkeypatch, tmp_path, sweep, fake, count=5)
+    assert without_folders(after[:3]) == without_folders(before)
+    assert len(after) == len(fake.ran) == 5
 
 
 @pytest.mark.thorough
@@ -393,21 +393,15 @@ def test_a_failed_trial_runs_again_when_its_reason_is_removed(tmp_path, monkeypa
     sweep = parsed(parameters={"x": {"values": [1, 2, 3]}})
     failing = FakeRuns(lambda v: "diverged [/bold]" if v["x"] == 2 else [v["x"]])
     results = run_faked(monkeypatch, tmp_path, sweep, failing)
-    assert [(one.state, one.value, one.reason) for one in results] == [
-        ("complete", 1.0, ""),
-        ("failed", None, "diverged [/bold]"),
-        ("complete", 3.0, ""),
-    ]
+    states = [("complete", 1.0, ""), ("failed", None, "diverged [/bold]"), ("complete", 3.0, "")]
+    assert [(one.state, one.value, one.reason) for one in results] == states
     repaired = FakeRuns(lambda v: [9.0])
     assert without_folders(run_faked(monkeypatch, tmp_path, sweep, repaired)) == without_folders(results)
     assert repaired.ran == []
     (results[1].folder / FAILED).unlink()
     again = run_faked(monkeypatch, tmp_path, sweep, repaired)
-    assert [(one.state, one.value, one.reason) for one in again] == [
-        ("complete", 1.0, ""),
-        ("complete", 9.0, ""),
-        ("complete", 3.0, ""),
-    ]
+    states[1] = ("complete", 9.0, "")
+    assert [(one.state, one.value, one.reason) for one in again] == states
     assert [one.folder for one in again] == [one.folder for one in results]
     assert len(repaired.ran) == 1
 
@@ -458,12 +452,7 @@ def test_the_metric_comes_from_the_last_round_or_the_summary(metric, figures, va
 
 
 @pytest.mark.parametrize(
-    ("metric", "goal", "better"),
-    [
-        ("global/acc", "minimize", "maximize"),
-        ("global/mean_absolute_error", "maximize", "minimize"),
-        ("R_0.9", "maximize", "minimize"),
-    ],
+    ("metric", "goal", "better"), [("global/acc", "minimize", "maximize"), ("R_0.9", "maximize", "minimize")]
 )
 def test_a_goal_in_the_wrong_direction_gives_a_warning(metric, goal, better):
     line = f"metric: goal {goal} takes the worst {metric} as the best. Set goal: {better}."
@@ -482,6 +471,7 @@ def test_a_goal_in_the_wrong_direction_gives_a_warning(metric, goal, better):
 )
 def test_an_unknown_metric_is_refused_before_the_first_run(metric, method, parameters, fix, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep_command, "check_metric", check_metric)
     Path("tiny.yaml").write_text(TINY)
     command = ["${program}", "fit", "--config", "tiny.yaml", "${args}"]
     goal = {"name": metric, "goal": "maximize"}
@@ -713,7 +703,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_database_is_reported_and_not_changed(damage, swept):
     DAMAGE[damage](swept / "study.db")
@@ -727,12 +717,12 @@ def test_a_damaged_database_is_reported_and_not_changed(damage, swept):
     assert {name for name in before | after if before.get(name) != after.get(name)} <= {".owner"}
 
 
-@pytest.mark.parametrize("lost", ["sweep.yaml", "study.db"])
-def test_a_lost_file_of_a_sweep_is_reported(lost, swept):
-    (swept / lost).unlink()
-    outcome = run("sweep", "small.yaml", "--count", "3")
-    message = f"runs/sweeps/small: {lost} not found, but points of a sweep. Put it back, or choose another folder"
-    assert (outcome.code, outcome.err) == (2, f"fl-lightning: error: {message} with --out.\n")
+def test_a_lost_file_of_a_sweep_is_reported(swept):
+    for name in ("study.db", "sweep.yaml"):
+        (swept / name).unlink()
+        outcome = run("sweep", "small.yaml", "--count", "3")
+        message = f"runs/sweeps/small: {name} not found, but points of a sweep. Put it back, or choose another folder"
+        assert (outcome.code, outcome.err) == (2, f"fl-lightning: error: {message} with --out.\n")
 
 
 def test_a_sweep_begun_under_old_option_names_continues(tmp_path, monkeypatch):

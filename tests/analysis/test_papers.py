@@ -337,6 +337,7 @@ def test_a_row_sets_only_what_its_name_says(table):
         assert options.keys() - own <= {"algorithm", "metric", "evaluation.personal_on_global"}, row
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("stem", [stem for stem in TABLES if stem.startswith("cwfedavg")])
 def test_classes_and_clusters_are_those_of_the_data_set(stem):
     """Appendix C: 2 classes a client, of CIFAR-100 10; and Table 4: IFCA's clusters."""
@@ -352,7 +353,7 @@ def test_classes_and_clusters_are_those_of_the_data_set(stem):
             assert found["scenario.partition.classes_per_client"] == (10 if dataset == "CIFAR100" else 2)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_the_metric_of_a_cell_is_in_the_summary(stem, table):
     """R_acc needs the target in the config, and global metrics need a global model."""
     for column, row in covering_cells().get(stem, []):

@@ -174,6 +174,7 @@ def test_a_file_in_the_working_folder_is_preferred_to_a_shipped_sweep(tmp_path, 
     assert sweep_path("fedskc_tau.yaml") == Path("fedskc_tau.yaml")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:unclosed file.*config-run1:ResourceWarning")  # W&B leaves its own file open
 def test_a_trial_is_logged_as_a_run_of_the_wandb_sweep(agent_folder, monkeypatch):
     """The run has the agent's id, and the metric and parameters under the sweep's names."""

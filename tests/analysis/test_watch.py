@@ -593,6 +593,7 @@ def test_watch_shows_new_rounds_and_ends_with_the_run(tmp_path):
     assert "ended after round 30" in one.output.decode().rpartition("\x1b[?1049l")[2]
 
 
+@pytest.mark.thorough
 def test_watch_reports_that_the_run_was_removed(tmp_path):
     folder = run_folder(tmp_path / "run", 12)
     with watcher(folder, "--every", "0.05") as one:
