@@ -214,34 +214,36 @@ def compare(
         fix = f"Use one of {_join(keys)}"
         raise ConfigError(f"--reference: {unknown.pop()} is not among the settings that differ. {fix}")
 
+    grouping = _Grouping(keys, varied, texts, metric, lower, targets)
     members: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
     for run in runs:
         members[tuple(texts[run].get(key) for key in keys)].append(run)
-    groups = [
-        _group(group_runs, keys, varied, texts[group_runs[0]], metric, lower, targets)
-        for group_runs in members.values()
-    ]
-    groups.sort(
-        key=lambda group: [
-            (not has_value(group.values.get(key), wanted.get(key)), sort_key(group.values.get(key))) for key in keys
-        ]
-    )
-    remarks = _remarks(groups, keys, varied, texts, metric)
+
+    def order(group: Group) -> list[Any]:
+        values = [(group.values.get(key), wanted.get(key)) for key in keys]
+        return [(not has_value(value, reference_value), sort_key(value)) for value, reference_value in values]
+
+    groups = sorted((_group(group_runs, grouping) for group_runs in members.values()), key=order)
+    remarks = _remarks(groups, grouping)
 
     other_keys = [key for key in keys if key not in wanted and not is_below(key, wanted)]
-    references = [_reference_groups(group, groups, other_keys, wanted) for group in groups] if wanted else []
+    references = [_reference_groups(group, groups, other_keys, wanted) if wanted else [] for group in groups]
     if ambiguous := next((matches for matches in references if len(matches) > 1), None):
         names = _names_of(ambiguous, groups)
         match = f"{_describe(wanted)} matches {len(ambiguous)} groups with otherwise equal settings, {names}"
         if reference is not None:
             raise ConfigError(f"--reference: {match}. Add another KEY=VALUE")
         remarks.append(f"no comparison with FedAvg: {match}. Choose one with --reference algorithm=FedAvg KEY=VALUE")
-        references = []
+        references = [[] for _ in groups]
     if reference and not any(references):
         raise ConfigError(f"--reference: no group has {_describe(wanted)}. Available: {_names_of(groups, groups)}.")
-    base = {id(group): matches[0] for group, matches in zip(groups, references, strict=False) if matches}
-    compared = _add_holm([_add_difference(group, base.get(id(group)), keys, texts, metric) for group in groups])
-    return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if base else "", remarks)
+    bases = [matches[0] if matches else None for matches in references]
+    differences = _add_holm([_difference(group, base, grouping) for group, base in zip(groups, bases, strict=True)])
+    compared = [
+        replace(group, reference=base is group, difference=difference)
+        for group, base, difference in zip(groups, bases, differences, strict=True)
+    ]
+    return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if any(bases) else "", remarks)
 
 
 # --- Statistics ---
@@ -282,24 +284,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _add_holm(groups: list[Group]) -> list[Group]:
-    """Add the corrected p values to the groups that were tested."""
-    tested = [i for i, group in enumerate(groups) if group.difference and group.difference.p is not None]
-    corrected = holm([groups[i].difference.p for i in tested])  # type: ignore[union-attr, misc]
-    for i, p in zip(tested, corrected, strict=True):
-        groups[i] = replace(groups[i], difference=groups[i].difference._replace(p_holm=p))  # type: ignore[union-attr]
-    return groups
+def _add_holm(differences: list[Difference | None]) -> list[Difference | None]:
+    """Add the corrected p values to the differences that were tested."""
+    corrected = iter(holm([each.p for each in differences if each and each.p is not None]))
+    return [each._replace(p_holm=next(corrected)) if each and each.p is not None else each for each in differences]
 
 
-def _add_difference(
-    group: Group, base: Group | None, keys: list[str], texts: dict[Run, dict[str, str]], metric: str
-) -> Group:
-    """Add the difference of a group from its reference.
+def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Difference | None:
+    """Return the difference of a group from its reference.
 
     Runs are paired by their seed, and by the settings that vary inside one of the two groups.
     """
     if base is None or base is group:
-        return replace(group, reference=base is group)
+        return None
+    keys, texts = grouping.keys, grouping.texts
     varied = _varied({run: texts[run] for run in group.runs}) | _varied({run: texts[run] for run in base.runs})
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
@@ -307,44 +305,55 @@ def _add_difference(
         """Return the mean of the last values, by seed and inner settings."""
         values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
-            if figures := best_and_last(run.rounds, metric):
+            if figures := best_and_last(run.rounds, grouping.metric):
                 pair = repr(run.settings.get("seed")), *(texts[run].get(key) for key in inner)
                 values[pair].append(figures["last"])
         return {pair: float(np.mean(each)) for pair, each in values.items()}
 
     ours, theirs = last_values(group.runs), last_values(base.runs)
     pairs = [pair for pair in ours if pair in theirs]
-    difference = paired_difference([ours[pair] for pair in pairs], [theirs[pair] for pair in pairs])
-    return replace(group, difference=difference)
+    return paired_difference([ours[pair] for pair in pairs], [theirs[pair] for pair in pairs])
 
 
 # --- Groups ---
 
 
-def _group(
-    runs: list[Run],
-    keys: list[str],
-    varied: dict[str, set[Any]],
-    texts: dict[str, str],
-    metric: str,
-    lower: bool,
-    targets: Sequence[float],
-) -> Group:
-    settings = runs[0].settings
-    figures = list(filter(None, (best_and_last(run.rounds, metric, lower) for run in runs)))
+class _Grouping(NamedTuple):
+    """The settings that form the groups, and the values that are compared.
+
+    Args:
+        keys: The settings by which runs are grouped.
+        varied: The settings in which runs differ, see `_varied`.
+        texts: The compared settings of each run, as text.
+        metric: The metric.
+        lower: Whether lower values of it are better.
+        targets: Values of it for which to report when they were reached.
+    """
+
+    keys: list[str]
+    varied: dict[str, set[Any]]
+    texts: dict[Run, dict[str, str]]
+    metric: str
+    lower: bool
+    targets: Sequence[float]
+
+
+def _group(runs: list[Run], grouping: _Grouping) -> Group:
+    keys, settings = grouping.keys, runs[0].settings
+    figures = list(filter(None, (best_and_last(run.rounds, grouping.metric, grouping.lower) for run in runs)))
     return Group(
         {key: settings[key] for key in keys if key in settings},
-        {key: _name(key, keys, varied, settings, texts) for key in keys if not is_below(key, keys)},
+        {key: _name(key, runs[0], grouping) for key in keys if not is_below(key, keys)},
         runs,
         spread(figure["last"] for figure in figures),
         spread(figure["best"] for figure in figures),
         spread(count for count in (_bytes(run.rounds) for run in runs) if count is not None),
-        {target: _reach(runs, target, metric, lower, len(figures)) for target in targets},
+        {target: _reach(runs, target, grouping, len(figures)) for target in grouping.targets},
     )
 
 
-def _reach(runs: list[Run], target: float, metric: str, lower: bool, of: int) -> Reach:
-    rounds = [(run.rounds, rounds_to(run.rounds, target, metric, lower)) for run in runs]
+def _reach(runs: list[Run], target: float, grouping: _Grouping, of: int) -> Reach:
+    rounds = [(run.rounds, rounds_to(run.rounds, target, grouping.metric, grouping.lower)) for run in runs]
     until = [rows[:number] for rows, number in rounds if number is not None]
     times = [[row["time/round_s"] for row in rows] for rows in until if all("time/round_s" in row for row in rows)]
     transferred = spread(count for count in map(_bytes, until) if count is not None)
@@ -376,13 +385,8 @@ def _reference_groups(group: Group, groups: list[Group], other_keys: list[str], 
     ]
 
 
-def _remarks(
-    groups: list[Group],
-    keys: list[str],
-    varied: dict[str, set[Any]],
-    texts: dict[Run, dict[str, str]],
-    metric: str,
-) -> list[str]:
+def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
+    keys, varied, texts, metric, *_ = grouping
     remarks = []
     if without := [group for group in groups if group.last is None]:
         fix = ": methods without a global model. Use --metric client/acc_mean to include them"
@@ -447,13 +451,12 @@ def format_setting(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _name(
-    key: str, keys: list[str], varied: dict[str, set[Any]], settings: dict[str, Any], texts: dict[str, str]
-) -> str:
-    """Return a group's value of a key, followed by the keys below it that vary."""
+def _name(key: str, run: Run, grouping: _Grouping) -> str:
+    """Return a run's value of a key, followed by the keys below it that vary."""
+    settings, texts, varied = run.settings, grouping.texts[run], grouping.varied
     inner = [
         f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"
-        for each in keys
+        for each in grouping.keys
         if is_below(each, [key]) and each in settings and _above(each, texts) in varied.get(each, ())
     ]
     return " ".join([format_setting(settings[key]) if key in settings else "", *inner]).strip()
