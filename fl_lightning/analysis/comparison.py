@@ -24,7 +24,7 @@ UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation (n - 1) of several runs' numbers; no deviation for a single run."""
+    """Mean and sample standard deviation (n - 1) over several runs. A single run has no deviation."""
 
     mean: float
     std: float | None
@@ -71,7 +71,7 @@ class Difference(NamedTuple):
 
     @property
     def stars(self) -> str:
-        """One star for each of the levels 0.05, 0.01 and 0.001 that `p_holm` is below."""
+        """One star for each of the levels 0.05, 0.01 and 0.001 above `p_holm`."""
         return "*" * sum(self.p_holm < level for level in LEVELS) if self.p_holm is not None else ""
 
 
@@ -107,7 +107,7 @@ class Group:
         return _seeds(self.runs)
 
     def name_among(self, groups: Sequence[Group]) -> str:
-        """Return its name: its first value, or all values if another group has the same first one."""
+        """Return the group's first value as its name, or all its values if another group has the same first one."""
         first, *_ = names = list(self.names.values()) or ["all runs"]
         unique = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
         return first if unique else " ".join(filter(None, names))
@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The keys without those below another key: `algorithm.mu` is shown with `algorithm`."""
+        """The keys that get a column. Keys below another one do not: `algorithm.mu` is shown with `algorithm`."""
         return [key for key in self.keys if not is_below(key, self.keys)]
 
     @property
@@ -404,7 +404,7 @@ def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
 
 
 def _compared_settings(run: Run) -> dict[str, str]:
-    """Return the settings that affect results, as text: NaN equals NaN then."""
+    """Return the settings that affect results as text, in which NaN equals NaN."""
     return {key: repr(value) for key, value in run.settings.items() if not _is_uncompared(key)}
 
 
@@ -477,7 +477,7 @@ def _describe(wanted: Mapping[str, Any]) -> str:
 
 
 def sort_key(value: Any) -> tuple[int, float, str]:
-    """Return the sort key of a setting's value: missing values first, then numbers, then texts."""
+    """Return the sort key of a setting's value: missing values first, then numbers, then text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 1, float(value), ""
     return 0 if value is None else 2, 0.0, format_setting(value)

@@ -66,7 +66,7 @@ class Network:
     def __post_init__(self) -> None:
         self.backbone = copy.deepcopy(self.backbone).cpu().float().eval()
         samples = self.samples[torch.arange(SAMPLES) % len(self.samples)].cpu().contiguous()
-        as_stored = isinstance(self.backbone, Prepared) or not samples.is_floating_point()
+        as_stored = isinstance(self.backbone, NetworkWithPreparation) or not samples.is_floating_point()
         self.samples = samples if as_stored else samples.float()
         with torch.no_grad():
             self.outputs = self.backbone(self.samples)
@@ -77,7 +77,7 @@ class Network:
         return {**self.model, "in_shape": list(self.in_shape), "num_classes": self.num_classes}
 
 
-class Prepared(nn.Module):
+class NetworkWithPreparation(nn.Module):
     """A network that takes samples as a dataset stores them, or raw rows of a table.
 
     Args:
@@ -121,7 +121,7 @@ def network_of(
     samples = schema.examples(SAMPLES) if schema else loaded.x_test[:SAMPLES]
     to_input = (lambda rows: loaded.prepare(schema.encode(rows))) if schema else loaded.prepare
     if prepare:
-        backbone = Prepared(backbone, to_input)
+        backbone = NetworkWithPreparation(backbone, to_input)
     else:
         samples = to_input(samples)
     return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, run.data.objective, schema)
@@ -144,7 +144,7 @@ def _from_state_dict(content: bytes, network: Network) -> Call:
 
 
 def _checkpoint(network: Network) -> bytes:
-    described = {"backbone": network.described, "objective": described_objective(network.objective)}
+    parameters = {"backbone": network.described, "objective": described_objective(network.objective)}
     # ClientModule has no argument `schema`, so Lightning leaves it out when it builds one.
     schema = {"schema": network.schema.to_json()} if network.schema else {}
     checkpoint = {
@@ -152,7 +152,7 @@ def _checkpoint(network: Network) -> bytes:
         "epoch": 0,
         "global_step": 0,
         "state_dict": ClientModule(network.backbone).state_dict(),
-        "hyper_parameters": described | schema,
+        "hyper_parameters": parameters | schema,
     }
     torch.save(checkpoint, content := BytesIO())
     return content.getvalue()

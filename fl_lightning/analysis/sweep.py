@@ -258,7 +258,7 @@ def storage_at(path: Path) -> RDBStorage:
 
 
 def open_database(path: Path, sweep: Sweep) -> tuple[RDBStorage, optuna.Study]:
-    """Open or create the study in a file, after checking that all of its trials can be read.
+    """Open or create the database of a sweep, and check that all of its trials can be read.
 
     Raises:
         ConfigError: The file is damaged.
@@ -471,7 +471,7 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
 
 
 def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
-    """Write the config of the best trial, of the best setting's first seed. Return the trial; None if none finished."""
+    """Write the config of the best setting's first seed. Return its trial; None if no trial finished."""
     best = rank_settings(results, sweep.maximize)[0].complete
     if not best:
         return None

@@ -69,7 +69,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, as its file describes it.
+    """The content of a sweep file.
 
     Args:
         name: The name of the file, without its suffix.
@@ -161,9 +161,9 @@ def _check_keys(name: str, content: Any, keys: set[str]) -> None:
 # --- The command line --------------------------------------------------------------------------------------------
 
 
-def _command(given: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _command(content: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the words of `fit` before and after the parameters, with W&B logging switched to offline."""
-    words = [_with_environment(word) for word in given] if isinstance(given, list) else []
+    words = [_with_environment(word) for word in content] if isinstance(content, list) else []
     if words[:1] == ["${program}"]:
         words[0] = str(program)
     if words[:2] != ["fl-lightning", "fit"] or words.count("${args}") != 1:
@@ -215,57 +215,57 @@ def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
 # --- Metric and early termination ----------------------------------------------------------------------------------
 
 
-def _metric(given: Any) -> tuple[str, bool]:
-    if given is None:
+def _metric(content: Any) -> tuple[str, bool]:
+    if content is None:
         raise ConfigError("metric: name the metric to optimise: {name: global/acc, goal: maximize}")
-    _check_keys("metric", given, {"name", "goal"})
-    goal = given.get("goal", "minimize")  # W&B's default
-    if not isinstance(given.get("name"), str) or goal not in ("minimize", "maximize"):
-        raise ConfigError(f"metric: needs a name, and goal minimize or maximize; it is {dict(given)}")
-    name = given["name"]
+    _check_keys("metric", content, {"name", "goal"})
+    goal = content.get("goal", "minimize")  # W&B's default
+    if not isinstance(content.get("name"), str) or goal not in ("minimize", "maximize"):
+        raise ConfigError(f"metric: needs a name, and goal minimize or maximize; it is {dict(content)}")
+    name = content["name"]
     if better_goal(name) not in (goal, None):
         better = better_goal(name)
         warnings.warn(f"metric: goal {goal} takes the worst {name} as the best. Set goal: {better}.", stacklevel=2)
     return name, goal == "maximize"
 
 
-def _pruner(given: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
+def _pruner(content: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
     """Return the pruner for W&B's hyperband, and the first round that it no longer prunes.
 
     At rounds min_iter, min_iter * eta, ... the best 1/eta of the trials so far continue. This is a single bracket of
     successive halving; Optuna's HyperbandPruner would distribute the trials over several brackets.
     """
-    if given is None:
+    if content is None:
         return None, 0
-    _check_keys("early_terminate", given, {"type", "min_iter", "max_iter", "s", "eta", "strict"})
-    if given.get("type") != "hyperband":
-        raise ConfigError(f"early_terminate: type {given.get('type')!r} is not supported. Use hyperband")
-    if given.get("strict", True) is not True:
+    _check_keys("early_terminate", content, {"type", "min_iter", "max_iter", "s", "eta", "strict"})
+    if content.get("type") != "hyperband":
+        raise ConfigError(f"early_terminate: type {content.get('type')!r} is not supported. Use hyperband")
+    if content.get("strict", True) is not True:
         raise ConfigError("early_terminate: strict: false is not supported. Leave it out")
-    eta, s = _count("eta", given.get("eta", 3), 2), given.get("s")
-    if "max_iter" not in given and "min_iter" in given:
-        return SuccessiveHalvingPruner(_count("min_iter", given["min_iter"], 1), eta), math.inf
-    if "max_iter" not in given or s is None:
+    eta, s = _count("eta", content.get("eta", 3), 2), content.get("s")
+    if "max_iter" not in content and "min_iter" in content:
+        return SuccessiveHalvingPruner(_count("min_iter", content["min_iter"], 1), eta), math.inf
+    if "max_iter" not in content or s is None:
         raise ConfigError("early_terminate: needs min_iter, or max_iter and s")
-    max_iter = _count("max_iter", given["max_iter"], eta)
+    max_iter = _count("max_iter", content["max_iter"], eta)
     bands = [max_iter // eta**i for i in range(1, _count("s", s, 1) + 1) if max_iter >= eta**i]
     return SuccessiveHalvingPruner(bands[-1], eta), max_iter
 
 
-def _count(name: str, given: Any, minimum: int) -> int:
-    if not isinstance(given, int) or given < minimum:
-        raise ConfigError(f"early_terminate: {name}: {given!r} is not a whole number of at least {minimum}")
-    return given
+def _count(name: str, value: Any, minimum: int) -> int:
+    if not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"early_terminate: {name}: {value!r} is not a whole number of at least {minimum}")
+    return value
 
 
 # --- Parameters --------------------------------------------------------------------------------------------------
 
 
-def _parameters(given: Any, grid: bool) -> dict[str, Parameter]:
-    if not isinstance(given, Mapping) or not given:
+def _parameters(content: Any, grid: bool) -> dict[str, Parameter]:
+    if not isinstance(content, Mapping) or not content:
         raise ConfigError("parameters: name at least one key, each with values, value, or min and max")
     parameters = {}
-    for key, description in given.items():
+    for key, description in content.items():
         if key in SET_BY_SWEEP:
             raise ConfigError(f"parameters: {key} is set by the sweep. Put it into the command")
         refuse_old_option(str(key))
@@ -278,46 +278,46 @@ def _parameters(given: Any, grid: bool) -> dict[str, Parameter]:
     return parameters
 
 
-def _parameter(given: Any) -> Parameter:
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"needs values, value, or min and max; it is {given!r}")
-    if "parameters" in given:
+def _parameter(description: Any) -> Parameter:
+    if not isinstance(description, Mapping):
+        raise ConfigError(f"needs values, value, or min and max; it is {description!r}")
+    if "parameters" in description:
         raise ConfigError("nested parameters are not supported. Write the key with dots")
-    if "probabilities" in given:
+    if "probabilities" in description:
         raise ConfigError("probabilities are not supported: values are drawn uniformly. Leave them out")
-    name = given.get("distribution") or _default_distribution(given)
+    name = description.get("distribution") or _default_distribution(description)
     if name not in DISTRIBUTIONS:
         raise ConfigError(f"distribution {name!r} is not supported. Use one of {', '.join(DISTRIBUTIONS)}")
     required = DISTRIBUTIONS[name]
     allowed = [*required, *(["q"] if name.startswith("q_") else [])]
-    for key in given:
+    for key in description:
         if key not in [*allowed, "distribution"]:
             raise ConfigError(f"{name} takes {', '.join(allowed)}, not {key}")
     for key in required:
-        if key not in given:
+        if key not in description:
             raise ConfigError(f"{name} needs {key}")
     if required == BOUNDS:
-        return _numeric_parameter(name, given)
-    values = [given["value"]] if "value" in given else given["values"]
+        return _numeric_parameter(name, description)
+    values = [description["value"]] if "value" in description else description["values"]
     if not isinstance(values, list) or not values:
         raise ConfigError(f"values: {values!r} is not a list of values")
     return Parameter(CategoricalDistribution(list(dict.fromkeys(map(to_word, values)))))
 
 
-def _default_distribution(given: Mapping[str, Any]) -> str:
+def _default_distribution(description: Mapping[str, Any]) -> str:
     """Return the distribution that W&B uses by default."""
     for key, name in (("values", "categorical"), ("value", "constant")):
-        if key in given:
+        if key in description:
             return name
-    if "min" in given and "max" in given:
-        return "int_uniform" if isinstance(given["min"], int) and isinstance(given["max"], int) else "uniform"
-    raise ConfigError(f"needs values, value, or min and max; it is {dict(given)}")
+    if {"min", "max"} <= description.keys():
+        return "int_uniform" if all(isinstance(description[key], int) for key in BOUNDS) else "uniform"
+    raise ConfigError(f"needs values, value, or min and max; it is {dict(description)}")
 
 
-def _numeric_parameter(name: str, given: Mapping[str, Any]) -> Parameter:
+def _numeric_parameter(name: str, description: Mapping[str, Any]) -> Parameter:
     """Return a parameter between two bounds, which are natural logarithms for `log_uniform` and `q_log_uniform`."""
     whole, log = name == "int_uniform", "log" in name
-    low, high = (_number(key, given[key], whole) for key in BOUNDS)
+    low, high = (_number(key, description[key], whole) for key in BOUNDS)
     if low > high:
         raise ConfigError(f"min {low} is above max {high}")
     if log and not name.endswith("_values"):
@@ -329,7 +329,7 @@ def _numeric_parameter(name: str, given: Mapping[str, Any]) -> Parameter:
     numbers = FloatDistribution(low, high, log=log)
     if not name.startswith("q_"):
         return Parameter(numbers)
-    q = _number("q", given.get("q", 1), whole=False)
+    q = _number("q", description.get("q", 1), whole=False)
     if q <= 0:
         raise ConfigError(f"q {q} is not above 0")
     first, last = multiples(numbers, q)
@@ -338,10 +338,10 @@ def _numeric_parameter(name: str, given: Mapping[str, Any]) -> Parameter:
     return Parameter(numbers, q)
 
 
-def _number(key: str, given: Any, whole: bool) -> float:
-    if isinstance(given, bool) or not isinstance(given, int if whole else (int, float)) or not math.isfinite(given):
-        raise ConfigError(f"{key}: {given!r} is not a {'whole ' if whole else ''}number")
-    return given
+def _number(key: str, value: Any, whole: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{key}: {value!r} is not a {'whole ' if whole else ''}number")
+    return value
 
 
 def multiples(numbers: Any, q: float) -> tuple[int, int]:

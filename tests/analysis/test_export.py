@@ -60,7 +60,7 @@ def _in_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def opened(path, x):
+def outputs_of_file(path, x):
     """Return the outputs of an exported file for a batch."""
     if path.suffix == ".onnx":
         runtime = pytest.importorskip("onnxruntime")
@@ -78,14 +78,14 @@ def opened(path, x):
     return backbone.eval()(x)
 
 
-def needs(suffix):
+def skip_without_packages(suffix):
     if suffix == ".onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
             pytest.importorskip(package)
 
 
 def export(tmp_path, suffix, *words, name="run"):
-    needs(suffix)
+    skip_without_packages(suffix)
     path = tmp_path / f"model{suffix}"
     outcome = run("export", name, "-o", path, *words)
     assert outcome.code == 0, outcome.err
@@ -98,7 +98,7 @@ def batch(n=7):
     return torch.rand(n, 1, 8, 8, generator=torch.Generator().manual_seed(n))
 
 
-def close(one, other):
+def assert_close(one, other):
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -115,7 +115,7 @@ def test_an_exported_network_gives_the_outputs_of_the_module(suffix, client, tmp
     )
     with torch.no_grad():
         for n in (1, 7):  # not the number that was traced
-            close(opened(path, batch(n)), module.eval()(batch(n)))
+            assert_close(outputs_of_file(path, batch(n)), module.eval()(batch(n)))
     whose = "the global model" if client is None else "client 2's model"
     size = f"{path.stat().st_size / 1e6:.2f} MB"
     assert out.splitlines() == [
@@ -138,7 +138,7 @@ def test_a_file_has_the_clients_batchnorm_statistics_and_dropout_is_off(suffix, 
     module = open_run("normed").client_module(1).eval()
     assert not torch.equal(module.backbone.encoder[1].running_mean, torch.zeros(64))
     with torch.no_grad():
-        close(opened(path, batch()), module(batch()))
+        assert_close(outputs_of_file(path, batch()), module(batch()))
 
 
 def test_the_network_of_another_round_is_exported(tmp_path):
@@ -192,7 +192,7 @@ def test_a_users_own_network_has_to_be_given_on_loading(tmp_path):
 
     module = ClientModule.load_from_checkpoint(path, backbone=Normed((1, 8, 8), 10)).eval()
     original = open_run("normed")
-    close(module(batch()), original.worker.modules.build_shared(original.state["model"]).eval()(batch()))
+    assert_close(module(batch()), original.worker.modules.build_shared(original.state["model"]).eval()(batch()))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,8 @@ def test_a_file_with_preparation_normalises_stored_samples(suffix, tmp_path, fol
     mean, std = torch.tensor([[0.4, 0.5, 0.6], [0.2, 0.3, 0.1]])[:, :, None, None]
     normalised = (x.float() / 255 - mean) / std
     with torch.no_grad():
-        close(opened(path, x), original.worker.modules.build_shared(original.state["model"]).eval()(normalised))
+        network = original.worker.modules.build_shared(original.state["model"]).eval()
+        assert_close(outputs_of_file(path, x), network(normalised))
 
 
 def test_other_precisions_are_written_in_float32(tmp_path):
@@ -326,14 +327,14 @@ def test_a_trace_that_gives_other_outputs_is_not_written(tmp_path):
 
 def test_a_network_that_a_format_cannot_hold_is_refused(tmp_path):
     """The message is one line, without torch's own report."""
-    needs(".onnx")
+    skip_without_packages(".onnx")
     ids = torch.randint(1, 50, (4, 12))
     network = Network(BiLSTM((12,), 3, vocab_size=50), {"class_path": "fl_lightning.models.BiLSTM"}, (12,), 3, ids)
     with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\). Use one of .pt, .ts"):
         write_network(network, tmp_path / "m.onnx")
     write_network(network, tmp_path / "m.ts")
     ids[2, 3:] = 0
-    close(opened(tmp_path / "m.ts", ids), network.backbone(ids))
+    assert_close(outputs_of_file(tmp_path / "m.ts", ids), network.backbone(ids))
 
 
 def test_outputs_are_equal_up_to_rounding():
