@@ -58,7 +58,7 @@ def rounds(number: int, **more: float) -> list[dict[str, float]]:
 
 
 def run_folder(path: Path, number: int, config: Mapping[str, Any] | None = CONFIG, ended: bool = False) -> Path:
-    """Write a run's folder after this number of rounds."""
+    """Write the folder of a run after this number of rounds, or update it."""
     path.mkdir(parents=True, exist_ok=True)
     write_csv(path / "metrics.csv", rounds(number))
     if config:
@@ -296,7 +296,7 @@ def test_without_client_rows_the_spread_comes_from_the_metrics():
     assert "clients in" not in shown(status_of(rounds(4)))
 
 
-def many(number: int = 40) -> RunStatus:
+def full_status(number: int = 40) -> RunStatus:
     """Return the status of a run that fills every part of the screen."""
     values = {"global/loss": 1.5, "client/loss_mean": 0.5, "personal_on_global/acc_mean": 0.25}
     warnings = [f"round {n}: client 3, round {n}: the loss is NaN " + "and more " * n for n in (2, 30, 300)]
@@ -306,7 +306,7 @@ def many(number: int = 40) -> RunStatus:
 @pytest.mark.parametrize(("colors", "encoding"), [(False, "utf-8"), (True, "utf-8"), (True, "ascii")])
 @pytest.mark.parametrize("width", [12, 40, 71, 72, 200])
 def test_the_screen_fits_the_width_and_the_encoding(width, encoding, colors):
-    for status in (many(), many(1), status_of([]), status_of(rounds(2))):
+    for status in (full_status(), full_status(1), status_of([]), status_of(rounds(2))):
         lines = shown(status, width, encoding=encoding, colors=colors).splitlines()
         assert max(map(len, lines)) <= width
         frame = any(line.startswith(("┌──", "+--")) for line in lines)
@@ -320,7 +320,7 @@ def test_the_screen_fits_the_width_and_the_encoding(width, encoding, colors):
 def test_the_screen_fits_and_fills_the_height(width):
     plots = {}
     for height in range(34, 70, 3):
-        lines = shown(many(), width, height, colors=True).splitlines()
+        lines = shown(full_status(), width, height, colors=True).splitlines()
         assert len(lines) <= height
         assert "".join(lines).endswith("q or Ctrl-C closes this view; the run continues")
         plots[height] = sum("│" in line for line in lines)

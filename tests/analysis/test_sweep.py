@@ -300,7 +300,6 @@ def test_a_wrong_sweep_file_is_refused_in_one_line(message, tmp_path):
         (["digits_fedskc_tau", "--set", "rounds"], "--set: 'rounds' is not of the form KEY=VALUE"),
         (["digits_fedskc_tau", "--set", "seed=1"], "--set: seed is a parameter of the sweep. Leave it out"),
         (["digits_fedskc_tau", "--set", "run_dir=a"], "--set: run_dir is set by the sweep"),
-        (["digits_fedskc_tau", "--workers", "0"], "--workers: 0 is below 1"),
         (["digits_fedskc_tau", "--seed", "-1"], "--seed: -1 is below 0"),
         (["random.yaml"], "--count: method random needs a number of trials. Give --count N, or run_cap: N"),
         (["list.yaml"], "list.yaml needs lines `key: value`, it holds list"),
@@ -406,6 +405,7 @@ def test_a_failed_trial_runs_again_when_its_reason_is_removed(tmp_path, monkeypa
     assert len(repaired.ran) == 1
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("code", [2, -9])
 def test_the_first_trial_ends_the_sweep_if_it_has_bad_input_but_not_if_it_is_killed(code, tmp_path, monkeypatch):
     sweep, bad = parsed(parameters={"x": {"values": [1, 2, 3]}}), [1]

@@ -1,4 +1,4 @@
-"""The report's data and HTML, also for hostile and damaged runs. test_page_browser.py tests the figures."""
+"""The report's data and HTML, also for hostile and damaged runs. test_html_report_browser.py tests the figures."""
 
 import base64
 import gzip
