@@ -135,10 +135,7 @@ class Reproduction:
     """
 
     def __init__(
-        self,
-        table: PaperTable,
-        jobs: Mapping[tuple[str, str, int], Job],
-        failures: Mapping[Path, str] | None = None,
+        self, table: PaperTable, jobs: Mapping[tuple[str, str, int], Job], failures: Mapping[Path, str] | None = None
     ) -> None:
         self.table = table
         self.cells: dict[tuple[str, str], Cell] = {}

@@ -16,10 +16,7 @@ Grid = list[list[str]]
 """A header and rows of cells. A cell may have several lines."""
 
 MISSING = "-"
-LABELS = {
-    "percent": "ours\npaper (difference)\nours, mean of last 10",
-    "rounds": "ours\npaper (difference)",
-}
+LABELS = {"percent": "ours\npaper (difference)\nours, mean of last 10", "rounds": "ours\npaper (difference)"}
 CLAIMS = ["claim", "column", "paper", "ours", "seeds ahead", "p", ""]
 COLUMNS = ["column", "row", "metric", "unit", "seeds", "missing", "mean", "std", "bound"]
 COLUMNS += ["paper", "paper_std", "difference", "last10"]

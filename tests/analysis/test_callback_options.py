@@ -127,7 +127,7 @@ def refusal(words, folder):
     return line
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("words", "fragments", "env"), CASES)
 def test_bad_input_is_one_line_and_leaves_no_file(words, fragments, env, tmp_path, monkeypatch):
     (folder := tmp_path / "here").mkdir()
@@ -210,7 +210,7 @@ def test_each_callback_works_with_a_method_or_refuses_it(tmp_path, name):
     check_known_metrics(one)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -271,8 +271,8 @@ class Trained(RoundCallback):
         self.compared += 1
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("method", [FedAvg, FedPer, FedBABU, FedNH, Local, partial(PeerFedPer, n_com=2)])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("method", [FedPer, FedAvg, FedBABU, FedNH, Local, partial(PeerFedPer, n_com=2)])
 def test_callbacks_see_the_clients_model_as_trained(tmp_path, method):
     """Also a head that stays on the client or is common to all clients is the trained one."""
     watcher = Trained(algorithm := method())
@@ -322,8 +322,7 @@ def test_a_users_own_metric_can_be_monitored(tmp_path, own):
 
 def test_an_unknown_metric_is_refused_at_the_latest_after_the_first_round(tmp_path):
     with pytest.raises(
-        ConfigError,
-        match=r"metric 'scor' not found. Available: client/train_loss, .*score, .*\. A callback that adds",
+        ConfigError, match=r"metric 'scor' not found. Available: client/train_loss, .*score, .*\. A callback that adds"
     ):
         experiment(tmp_path / "a", callbacks=[EarlyStopping("scor"), Score()]).fit()
     assert (tmp_path / "a").exists()
@@ -332,6 +331,7 @@ def test_an_unknown_metric_is_refused_at_the_latest_after_the_first_round(tmp_pa
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("watcher", [EarlyStopping, Checkpointing])
 def test_rounds_without_the_metric_do_not_count_and_give_one_warning(tmp_path, watcher):
     one = experiment(tmp_path, callbacks=[watcher(monitor="score"), Half()])
@@ -349,11 +349,7 @@ def test_rounds_without_an_evaluation_give_no_warning(tmp_path):
 
 @pytest.mark.parametrize(
     ("monitor", "mode", "right"),
-    [
-        ("client/acc_std", "max", "min"),
-        ("client_3/train_loss", "max", "min"),
-        ("global/acc", "min", "max"),
-    ],
+    [("client/acc_std", "max", "min"), ("client_3/train_loss", "max", "min"), ("global/acc", "min", "max")],
 )
 def test_a_mode_in_the_wrong_direction_gives_a_warning(tmp_path, monitor, mode, right):
     watchers = [EarlyStopping(monitor, mode), Checkpointing(monitor=monitor, mode=right)]
@@ -423,10 +419,7 @@ class OwnTerm(Proximal):
 
 
 def test_a_users_loss_term_may_become_active_later(tmp_path):
-    for term, words in (
-        (OwnTerm(), "A callback that adds"),
-        (Proximal(0.0), "Did you mean client/train_loss"),
-    ):
+    for term, words in ((OwnTerm(), "A callback that adds"), (Proximal(0.0), "Did you mean client/train_loss")):
         monitor = f"client/train_{term.name}"
         one = experiment(tmp_path / term.name, FedAvg(loss_terms=[term]), callbacks=[EarlyStopping(monitor, "min")])
         with pytest.raises(ConfigError, match=words):
@@ -492,6 +485,7 @@ def test_a_damaged_note_is_refused_before_anything_is_written(wandb_run, tmp_pat
     logger.check(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("always::UserWarning")
 def test_a_run_resumes_without_a_note_but_not_with_a_damaged_one(wandb_run, tmp_path):
     folder = shutil.copytree(wandb_run, tmp_path / "run")

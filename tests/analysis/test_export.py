@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         tiny(folder / "run", "--model.head", "{projection: 12, hidden: [9], classifier: cosine}")
-        tiny(folder / "normed", text=NORMED)
+        tiny(folder / "normed", "--rounds", "1", text=NORMED)
         tiny(folder / "local", "--algorithm", "Local", "--rounds", "1")
         yield folder
 

@@ -580,18 +580,16 @@ def test_only_missing_runs_are_started(here, at_once):
     words = ["reproduce", "table.yaml", "--rows", "Uni", "--columns", "alpha 1", "--threads", "1"]
     code, out, err = run(*words, "--seeds", "3", "--workers", "2")
     assert code == 0
-    assert [(p.folder.parent, workers, threads) for p, workers, threads in at_once] == [
-        (Path("runs/reproduce/table/tiny/Uniform"), 2, 1)
-    ]
+    ((job, workers, threads),) = at_once
+    assert (job.folder.parent, workers, threads) == (Path("runs/reproduce/table/tiny/Uniform"), 2, 1)
     assert err.splitlines()[0] == "1 of 1 runs are missing; they lie in runs/reproduce/table"
-    assert err.splitlines()[1] == f"1 of 1, {at_once[0][0].folder.relative_to('runs/reproduce/table')}: done"
+    assert err.splitlines()[1] == f"1 of 1, {job.folder.relative_to('runs/reproduce/table')}: done"
     at_once.clear()
     code, out, err = run(*words)
     assert [p.words[-1] for p, *_ in at_once] == ["0"]
     assert err.splitlines()[0] == "1 of 2 runs are missing; they lie in runs/reproduce/table"
     at_once.clear()
-    again = run(*words)
-    assert (again.out, at_once) == (out, [])
+    assert (run(*words).out, at_once) == (out, [])
     shown = run(*words, "--show", "--format", "csv")
     (line,) = csv.DictReader(io.StringIO(shown.out))
     summaries = [json.loads(path.read_text()) for path in Path("runs").rglob("summary.json")]

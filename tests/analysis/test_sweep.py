@@ -184,8 +184,7 @@ def continuous(name, low, high):
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [("uniform", -1, 3), ("log_uniform_values", 1e-5, 1.0), ("log_uniform", -3, 2)],
+    ("name", "low", "high"), [("uniform", -1, 3), ("log_uniform_values", 1e-5, 1.0), ("log_uniform", -3, 2)]
 )
 def test_random_numbers_follow_the_distribution(name, low, high):
     drawn = draw_values({"distribution": name, "min": low, "max": high})
