@@ -90,7 +90,8 @@ def page(data: Mapping[str, Any]) -> str:
 
     The page's Content-Security-Policy allows only its own script and Plotly's, by their hashes, and no network access.
     """
-    parts = {name: _template(f"page.{name}") for name in ("html", "css", "js")}
+    folder = files("fl_lightning.analysis.html_report")
+    parts = {name: (folder / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     plotly = get_plotlyjs()
     policy = {
         "default-src": "'none'",
@@ -407,10 +408,6 @@ def _read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arg
     except (OSError, ValueError) as error:
         left_out.append(f"{name}: {one_line(error)}")
         return None
-
-
-def _template(name: str) -> str:
-    return (files("fl_lightning.analysis.html_report") / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:
