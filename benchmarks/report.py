@@ -1,4 +1,4 @@
-"""What a report costs: synthetic runs, and the page of them: its size, the seconds it takes and the peak memory.
+"""Measure a report of synthetic runs: the size of the page, the time and the peak memory.
 
 python benchmarks/report.py [--runs 20] [--rounds 200] [--clients 100] [--folder KEPT]
 """
@@ -32,7 +32,7 @@ sys.exit(code)
 
 
 def write_run(folder: Path, method: str, seed: int, rounds: int, clients: int) -> None:
-    """A run's folder as `fit` leaves it, with what the callbacks measure of each client, and four pictures."""
+    """Write the folder of a finished run, with metrics of each client from callbacks and four images."""
     random = np.random.default_rng([seed, METHODS.index(method)])
     (folder / "final").mkdir(parents=True)
     partition = {"class_path": "fl_lightning.data.Dirichlet", "init_args": {"alpha": 0.1}}
@@ -41,7 +41,7 @@ def write_run(folder: Path, method: str, seed: int, rounds: int, clients: int) -
         "algorithm": {"class_path": f"fl_lightning.algorithms.{method}", "init_args": {"mu": METHODS.index(method)}},
         "rounds": rounds,
         "seed": seed,
-        "evaluation": {"targets": [0.5, 0.7]},
+        "evaluation": {"target_accuracies": [0.5, 0.7]},
         **{f"option_{i}": f"value {i}" for i in range(40)},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -72,7 +72,7 @@ def write_run(folder: Path, method: str, seed: int, rounds: int, clients: int) -
 
 
 def write_csv(path: Path, columns: dict[str, np.ndarray]) -> None:
-    """Columns as a file, numbers as `fit` writes them."""
+    """Write columns to a file, numbers in the format of `fit`."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
@@ -83,24 +83,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("runs", 20), ("rounds", 200), ("clients", 100)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", type=Path, help="Leave runs and page here; by default nothing is kept.")
-    given = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="Keep runs and page here; by default nothing is kept.")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.folder or Path(temporary)
-        for i in range(given.runs):
+        folder = options.folder or Path(temporary)
+        for i in range(options.runs):
             method, seed = METHODS[i % len(METHODS)], i // len(METHODS)
-            write_run(folder / "runs" / f"{method}-seed{seed}", method, seed, given.rounds, given.clients)
+            write_run(folder / "runs" / f"{method}-seed{seed}", method, seed, options.rounds, options.clients)
         started = time.monotonic()
         command = [sys.executable, "-c", COST, "report", str(folder / "runs"), "-o", str(folder / "report.html")]
-        *said, peak, worked, torch = subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        *lines, peak, cpu_seconds, torch = done.stdout.splitlines()
         seconds = time.monotonic() - started
         size = (folder / "report.html").stat().st_size
-        print(*said, sep="\n")
-        print(f"{given.runs} runs x {given.rounds} rounds x {given.clients} clients")
+        print(*lines, sep="\n")
+        print(f"{options.runs} runs x {options.rounds} rounds x {options.clients} clients")
         print(f"{size / 1e6:.2f} MB, {int(peak) / 1e6:.2f} GB at its peak, torch imported: {torch}")
-        print(f"{seconds:.1f} s, of which the processor worked {float(worked):.1f} s")
+        print(f"{seconds:.1f} s, {float(cpu_seconds):.1f} s of CPU time")
 
 
 if __name__ == "__main__":

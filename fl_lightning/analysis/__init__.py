@@ -1,1 +1,1 @@
-"""Many runs: comparison, report, sweeps, tables of papers, export."""
+"""Many runs: comparison, report, sweeps, tables of papers; also `watch` and `export`."""

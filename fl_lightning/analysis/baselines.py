@@ -1,4 +1,4 @@
-"""A config's baselines: the settings that `--algorithm NAME` adds, so that one config runs a whole table.
+"""Baselines of a config: the settings that `--algorithm NAME` adds, so that one config runs a whole table.
 
 A config lists them under `baselines`: a mapping, the path of a YAML file that holds one (relative to the config's own
 folder), or a list of mappings and paths, in which later ones add to earlier ones. Each baseline is a mapping from
@@ -25,15 +25,15 @@ from fl_lightning.core.errors import ConfigError
 Baselines = dict[str, dict[str, Any]]
 
 BASE_CLASS = "fl_lightning.algorithms.Algorithm"
-"""The base class of all algorithms, which has only the options that all of them share."""
+"""The base class of all algorithms. Its options are those that all algorithms share."""
 
 
 def expand_baseline(words: Sequence[str]) -> list[str]:
-    """Return a command line with the baseline that `--algorithm` names replaced by its options.
+    """Replace `--algorithm NAME` on a command line by the options of the baseline NAME.
 
-    An algorithm other than the config's own starts from its own defaults. Otherwise an option that both have under one
-    name, such as `tau`, would keep the value that the config gives to its own algorithm. Options that all algorithms
-    share (`loss_terms`, `aggregator`, `buffers`) keep the config's values.
+    An algorithm other than the config's own starts from its own defaults. Otherwise an option that both have, such as
+    `tau`, would keep the config's value. Options that all algorithms share (`loss_terms`, `aggregator`, `buffers`) keep
+    the config's values.
     """
     configs = [value for _, value in option_values(words, "config")]
     algorithms = option_values(words, "algorithm")
@@ -62,7 +62,7 @@ def class_name(path: object) -> str:
 
 
 def option_values(words: Sequence[str], option: str) -> list[tuple[int, str]]:
-    """Return each position at which a command line has an option, with the value it has there."""
+    """Return the positions of an option on a command line, each with the option's value there."""
     long, found = f"--{option}", []
     for i, word in enumerate(words):
         if word.startswith(f"{long}="):
@@ -73,7 +73,7 @@ def option_values(words: Sequence[str], option: str) -> list[tuple[int, str]]:
 
 
 def merge_baselines(baselines: Baselines, more: Any, config: Path) -> Baselines:
-    """Add the value of a config's `baselines` to those of earlier configs, option by option.
+    """Merge the `baselines` of a config into those of earlier configs, option by option.
 
     Raises:
         ConfigError: The value is neither a mapping, nor a path, nor a list of them; or the file does not exist.

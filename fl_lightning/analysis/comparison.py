@@ -20,11 +20,11 @@ LEVELS = (0.05, 0.01, 0.001)
 """Significance levels: one star for each level that p is below."""
 
 UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
-"""Settings by which runs are not grouped."""
+"""Settings that do not separate runs into groups."""
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation (n - 1) of several runs' numbers; no deviation for a single run."""
+    """Mean and sample standard deviation (n - 1) over several runs. A single run has no deviation."""
 
     mean: float
     std: float | None
@@ -32,7 +32,7 @@ class Spread(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """When runs reached a target value of the metric; the figures are over the runs that did.
+    """The cost of reaching a target value of the metric, over the runs that reached it.
 
     Args:
         rounds: The first evaluated round with the target value.
@@ -71,7 +71,7 @@ class Difference(NamedTuple):
 
     @property
     def stars(self) -> str:
-        """One star for each of the levels 0.05, 0.01 and 0.001 that `p_holm` is below."""
+        """One star for each of the levels 0.05, 0.01 and 0.001 above `p_holm`."""
         return "*" * sum(self.p_holm < level for level in LEVELS) if self.p_holm is not None else ""
 
 
@@ -80,15 +80,15 @@ class Group:
     """Runs with the same values of a comparison's keys, and their results.
 
     Args:
-        values: Their values of the keys; keys that they do not have are left out.
-        names: The values as text by column; a class is followed by the arguments that vary.
+        values: The values of the keys that the runs have.
+        names: The values as text, by column; a class is followed by the arguments that vary.
         runs: The runs.
         last: The metric in the last evaluated round; None if no run has the metric.
         best: The metric in its best round.
         bytes: Communication cost, up and down; None if it was not recorded.
         reach: When each target was reached, by target.
         reference: Whether other groups are compared with this one.
-        difference: Its difference from its reference; None if it has none, or no seed in common with it.
+        difference: The difference from the group's reference; None without a reference or without a common seed.
     """
 
     values: dict[str, Any]
@@ -107,10 +107,10 @@ class Group:
         return _seeds(self.runs)
 
     def name_among(self, groups: Sequence[Group]) -> str:
-        """Return its name: its first value, or all values if another group has the same first one."""
+        """Return the group's first value as its name, or all its values if another group has the same first one."""
         first, *_ = names = list(self.names.values()) or ["all runs"]
-        alone = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
-        return first if alone else " ".join(filter(None, names))
+        unique = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
+        return first if unique else " ".join(filter(None, names))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The keys without those below another key: `algorithm.mu` is shown with `algorithm`."""
+        """The keys that get a column. Keys below another one do not: `algorithm.mu` is shown with `algorithm`."""
         return [key for key in self.keys if not is_below(key, self.keys)]
 
     @property
@@ -160,16 +160,16 @@ def comparable_runs(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
         ConfigError: No run is left.
     """
     runs = list(runs)
-    known = [run for run in runs if run.config]
-    _warn(set(runs) - set(known), "no config.yaml, left out")
-    ended = [run for run in known if run.finished or unfinished]
-    _warn(set(known) - set(ended), "not finished, left out (--unfinished includes them)")
+    configured = [run for run in runs if run.config]
+    _warn(set(runs) - set(configured), "no config.yaml, left out")
+    candidates = [run for run in configured if run.finished or unfinished]
+    _warn(set(configured) - set(candidates), "not finished, left out (--unfinished includes them)")
     newest: dict[Any, Run] = {}
-    for run in sorted(ended, key=lambda run: (run.finished, _modified(run))):
+    for run in sorted(candidates, key=lambda run: (run.finished, (run.run_dir / "metrics.csv").stat().st_mtime)):
         newest[repr(run.settings.get("seed")), tuple(sorted(_compared_settings(run).items()))] = run
-    kept = [run for run in ended if run in set(newest.values())]
-    newest_kept = "left out (the newest finished run is kept)"
-    _warn(set(ended) - set(kept), f"the same settings and seed as another run, {newest_kept}")
+    kept = [run for run in candidates if run in set(newest.values())]
+    reason = "the same settings and seed as another run, left out (the newest finished run is kept)"
+    _warn(set(candidates) - set(kept), reason)
     if not kept:
         raise ConfigError("no run is left to compare")
     return kept
@@ -198,46 +198,52 @@ def compare(
     Raises:
         ConfigError: No run has the metric or a key, or the reference matches no group, or several.
     """
-    words = {run: _compared_settings(run) for run in runs}
-    varied = _varied(words)
+    texts = {run: _compared_settings(run) for run in runs}
+    varied = _varied(texts)
     keys = list(dict.fromkeys(known_key(name, runs, "--by") for name in by)) or list(varied)
-    if same := [key for key in keys if _is_uncompared(key)]:
-        raise ConfigError(f"--by: {same[0]} cannot group runs: it does not affect results, or is the seed")
+    if uncompared := [key for key in keys if _is_uncompared(key)]:
+        raise ConfigError(f"--by: {uncompared[0]} cannot group runs: it does not affect results, or is the seed")
     metric = _metric(runs, metric)
     lower = is_lower_better(metric) if lower is None else lower
     wanted = {known_key(key, runs, "--reference"): value for key, value in (reference or {}).items()}
+    if wanted and not keys:
+        raise ConfigError("--reference: all runs have the same settings, so there is only one group. Add other runs")
     if reference is None and "algorithm" in keys:
         wanted = {"algorithm": "FedAvg"}
-    if wanted and not keys and reference is not None:
-        raise ConfigError("--reference: all runs have the same settings, so there is only one group. Add other runs")
     if unknown := wanted.keys() - set(keys):
         fix = f"Use one of {_join(keys)}"
         raise ConfigError(f"--reference: {unknown.pop()} is not among the settings that differ. {fix}")
 
+    grouping = _Grouping(keys, varied, texts, metric, lower, targets)
     members: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
     for run in runs:
-        members[tuple(words[run].get(key) for key in keys)].append(run)
-    groups = [
-        _group(group_runs, keys, varied, words[group_runs[0]], metric, lower, targets)
-        for group_runs in members.values()
-    ]
-    groups.sort(key=lambda group: [_sort_key(group.values.get(key), wanted.get(key)) for key in keys])
-    remarks = _remarks(groups, keys, varied, words, metric)
+        members[tuple(texts[run].get(key) for key in keys)].append(run)
+
+    def order(group: Group) -> list[Any]:
+        values = [(group.values.get(key), wanted.get(key)) for key in keys]
+        return [(not has_value(value, reference_value), sort_key(value)) for value, reference_value in values]
+
+    groups = sorted((_group(group_runs, grouping) for group_runs in members.values()), key=order)
+    remarks = _remarks(groups, grouping)
 
     other_keys = [key for key in keys if key not in wanted and not is_below(key, wanted)]
-    references = [_matching(group, groups, other_keys, wanted) for group in groups] if wanted else []
-    if several := next((found for found in references if len(found) > 1), None):
-        names = _names_of(several, groups)
-        match = f"{_describe(wanted)} matches {len(several)} groups with otherwise equal settings, {names}"
+    references = [_reference_groups(group, groups, other_keys, wanted) if wanted else [] for group in groups]
+    if ambiguous := next((matches for matches in references if len(matches) > 1), None):
+        names = _names_of(ambiguous, groups)
+        match = f"{_describe(wanted)} matches {len(ambiguous)} groups with otherwise equal settings, {names}"
         if reference is not None:
             raise ConfigError(f"--reference: {match}. Add another KEY=VALUE")
         remarks.append(f"no comparison with FedAvg: {match}. Choose one with --reference algorithm=FedAvg KEY=VALUE")
-        references = []
+        references = [[] for _ in groups]
     if reference and not any(references):
         raise ConfigError(f"--reference: no group has {_describe(wanted)}. Available: {_names_of(groups, groups)}.")
-    base = {id(group): found[0] for group, found in zip(groups, references, strict=False) if found}
-    compared = _with_holm([_with_difference(group, base.get(id(group)), keys, words, metric) for group in groups])
-    return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if base else "", remarks)
+    bases = [matches[0] if matches else None for matches in references]
+    differences = _add_holm([_difference(group, base, grouping) for group, base in zip(groups, bases, strict=True)])
+    compared = [
+        replace(group, reference=base is group, difference=difference)
+        for group, base, difference in zip(groups, bases, differences, strict=True)
+    ]
+    return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if any(bases) else "", remarks)
 
 
 # --- Statistics ---
@@ -256,10 +262,10 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Differe
     """Return the difference of paired values with its paired t-test; None without a pair."""
     with np.errstate(all="ignore"):
         deltas = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
-    found = spread(deltas)
-    if found is None:
+    deviation = spread(deltas)
+    if deviation is None:
         return None
-    mean, std, n = found
+    mean, std, n = deviation
     rounding = 1e-12 * np.abs([*ours, *theirs]).max()
     if std is None or not std > rounding:
         return Difference(n, mean, std, None, None)
@@ -278,64 +284,77 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _with_holm(groups: list[Group]) -> list[Group]:
-    tested = [i for i, group in enumerate(groups) if group.difference and group.difference.p is not None]
-    corrected = holm([groups[i].difference.p for i in tested])  # type: ignore[union-attr, misc]
-    for i, p in zip(tested, corrected, strict=True):
-        groups[i] = replace(groups[i], difference=groups[i].difference._replace(p_holm=p))  # type: ignore[union-attr]
-    return groups
+def _add_holm(differences: list[Difference | None]) -> list[Difference | None]:
+    """Add the corrected p values to the differences that were tested."""
+    corrected = iter(holm([each.p for each in differences if each and each.p is not None]))
+    return [each._replace(p_holm=next(corrected)) if each and each.p is not None else each for each in differences]
 
 
-def _with_difference(
-    group: Group, base: Group | None, keys: list[str], words: dict[Run, dict[str, str]], metric: str
-) -> Group:
-    """Return a group with its difference from another. Runs are paired by seed and other settings that vary inside."""
+def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Difference | None:
+    """Return the difference of a group from its reference.
+
+    Runs are paired by their seed, and by the settings that vary inside one of the two groups.
+    """
     if base is None or base is group:
-        return replace(group, reference=base is group)
-    ours, theirs = ({run: words[run] for run in each.runs} for each in (group, base))
-    within = [key for key in _varied(ours) | _varied(theirs) if key not in keys and not is_below(key, keys)]
+        return None
+    keys, texts = grouping.keys, grouping.texts
+    varied = _varied({run: texts[run] for run in group.runs}) | _varied({run: texts[run] for run in base.runs})
+    inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
-    def units(runs: list[Run]) -> dict[Any, float]:
-        """Return the last values by seed and inner settings; the mean over runs that have both in common."""
-        found: dict[Any, list[float]] = defaultdict(list)
+    def last_values(runs: list[Run]) -> dict[Any, float]:
+        """Return the mean of the last values, by seed and inner settings."""
+        values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
-            unit = repr(run.settings.get("seed")), *(words[run].get(key) for key in within)
-            found[unit] += [figures["last"] for figures in [best_and_last(run.rounds, metric)] if figures]
-        return {unit: float(np.mean(values)) for unit, values in found.items() if values}
+            if figures := best_and_last(run.rounds, grouping.metric):
+                pair = repr(run.settings.get("seed")), *(texts[run].get(key) for key in inner)
+                values[pair].append(figures["last"])
+        return {pair: float(np.mean(each)) for pair, each in values.items()}
 
-    our, their = units(group.runs), units(base.runs)
-    both = [unit for unit in our if unit in their]
-    return replace(group, difference=paired_difference([our[unit] for unit in both], [their[unit] for unit in both]))
+    ours, theirs = last_values(group.runs), last_values(base.runs)
+    pairs = [pair for pair in ours if pair in theirs]
+    return paired_difference([ours[pair] for pair in pairs], [theirs[pair] for pair in pairs])
 
 
 # --- Groups ---
 
 
-def _group(
-    runs: list[Run],
-    keys: list[str],
-    varied: dict[str, set[Any]],
-    words: dict[str, str],
-    metric: str,
-    lower: bool,
-    targets: Sequence[float],
-) -> Group:
-    settings = runs[0].settings
-    figures = [found for found in (best_and_last(run.rounds, metric, lower) for run in runs) if found]
+class _Grouping(NamedTuple):
+    """The settings that form the groups, and the values that are compared.
+
+    Args:
+        keys: The settings by which runs are grouped.
+        varied: The settings in which runs differ, see `_varied`.
+        texts: The compared settings of each run, as text.
+        metric: The metric.
+        lower: Whether lower values of it are better.
+        targets: Values of it for which to report when they were reached.
+    """
+
+    keys: list[str]
+    varied: dict[str, set[Any]]
+    texts: dict[Run, dict[str, str]]
+    metric: str
+    lower: bool
+    targets: Sequence[float]
+
+
+def _group(runs: list[Run], grouping: _Grouping) -> Group:
+    keys, settings = grouping.keys, runs[0].settings
+    figures = list(filter(None, (best_and_last(run.rounds, grouping.metric, grouping.lower) for run in runs)))
     return Group(
         {key: settings[key] for key in keys if key in settings},
-        {key: _name(key, keys, varied, settings, words) for key in keys if not is_below(key, keys)},
+        {key: _name(key, runs[0], grouping) for key in keys if not is_below(key, keys)},
         runs,
         spread(figure["last"] for figure in figures),
         spread(figure["best"] for figure in figures),
         spread(count for count in (_bytes(run.rounds) for run in runs) if count is not None),
-        {target: _reach(runs, target, metric, lower, len(figures)) for target in targets},
+        {target: _reach(runs, target, grouping, len(figures)) for target in grouping.targets},
     )
 
 
-def _reach(runs: list[Run], target: float, metric: str, lower: bool, of: int) -> Reach:
-    ends = [(run.rounds, rounds_to(run.rounds, target, metric, lower)) for run in runs]
-    until = [rows[:round] for rows, round in ends if round is not None]
+def _reach(runs: list[Run], target: float, grouping: _Grouping, of: int) -> Reach:
+    rounds = [(run.rounds, rounds_to(run.rounds, target, grouping.metric, grouping.lower)) for run in runs]
+    until = [rows[:number] for rows, number in rounds if number is not None]
     times = [[row["time/round_s"] for row in rows] for rows in until if all("time/round_s" in row for row in rows)]
     transferred = spread(count for count in map(_bytes, until) if count is not None)
     return Reach(spread(map(len, until)), transferred, spread(map(sum, times)), len(until), of)
@@ -348,16 +367,16 @@ def _bytes(rows: Sequence[Row]) -> float | None:
 
 
 def _metric(runs: Sequence[Run], metric: str | None) -> str:
-    there = sorted({name for run in runs for row in run.rounds for name in row} - {"round"})
+    names = sorted({name for run in runs for row in run.rounds for name in row} - {"round"})
     if metric is None:
-        return "global/acc" if "global/acc" in there else "client/acc_mean"
-    if metric not in there:
-        raise ConfigError(f"--metric: no run has {metric!r}. Available: {', '.join(there)}.")
+        return "global/acc" if "global/acc" in names else "client/acc_mean"
+    if metric not in names:
+        raise ConfigError(f"--metric: no run has {metric!r}. Available: {', '.join(names)}.")
     return metric
 
 
-def _matching(group: Group, groups: list[Group], other_keys: list[str], wanted: dict[str, Any]) -> list[Group]:
-    """Return the groups with the reference's settings that otherwise have the same settings as a group."""
+def _reference_groups(group: Group, groups: list[Group], other_keys: list[str], wanted: dict[str, Any]) -> list[Group]:
+    """Return the groups with the reference's settings and otherwise the settings of a group."""
     return [
         other
         for other in groups
@@ -366,20 +385,15 @@ def _matching(group: Group, groups: list[Group], other_keys: list[str], wanted: 
     ]
 
 
-def _remarks(
-    groups: list[Group],
-    keys: list[str],
-    varied: dict[str, set[Any]],
-    words: dict[Run, dict[str, str]],
-    metric: str,
-) -> list[str]:
+def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
+    keys, varied, texts, metric, *_ = grouping
     remarks = []
     if without := [group for group in groups if group.last is None]:
         fix = ": methods without a global model. Use --metric client/acc_mean to include them"
         remarks.append(f"no {metric} in {_names_of(without, groups)}" + (fix if metric == "global/acc" else ""))
-    if some := [group for group in groups if group.last and group.last.n < len(group.runs)]:
-        remarks.append(f"not all runs of {_names_of(some, groups)} have {metric}; the figures cover those that do")
-    mixed = {key for group in groups for key in _varied({run: words[run] for run in group.runs})} - set(keys)
+    if partly := [group for group in groups if group.last and group.last.n < len(group.runs)]:
+        remarks.append(f"not all runs of {_names_of(partly, groups)} have {metric}; the figures cover those that do")
+    mixed = {key for group in groups for key in _varied({run: texts[run] for run in group.runs})} - set(keys)
     if mixed:
         keys_of_mixed = ", ".join(key for key in varied if key in mixed)
         fix = "± is not over seeds alone. Use --by or --where to separate them"
@@ -390,7 +404,7 @@ def _remarks(
 
 
 def _compared_settings(run: Run) -> dict[str, str]:
-    """Return the settings that affect results, as text, so that NaN equals NaN."""
+    """Return the settings that affect results as text, in which NaN equals NaN."""
     return {key: repr(value) for key, value in run.settings.items() if not _is_uncompared(key)}
 
 
@@ -398,30 +412,31 @@ def _is_uncompared(key: str) -> bool:
     return key in UNCOMPARED or is_below(key, UNCOMPARED)
 
 
-def _varied(words: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
-    """Return the settings that differ between runs with the same classes above them, the algorithm's first.
+def _varied(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
+    """Return the settings in which runs of the same class differ, the algorithm's first.
 
-    Example: FedSKC's `tau` counts only if two FedSKC runs differ in it, not because FedAvg has no `tau`.
+    FedSKC's `tau` counts only if two FedSKC runs differ in it, not because FedAvg has no `tau`.
 
     Returns:
-        For each key the classes above it, as text, for which it differs.
+        For each key, the values of the keys above it (such as the class) with which it differs.
     """
-    found = {}
-    for key in dict.fromkeys(key for each in words.values() for key in each):
+    varied = {}
+    for key in dict.fromkeys(key for each in texts.values() for key in each):
         seen: dict[Any, set[str | None]] = defaultdict(set)
-        for each in words.values():
+        for each in texts.values():
             seen[_above(key, each)].add(each.get(key))
         if contexts := {context for context, values in seen.items() if len(values) > 1}:
-            found[key] = contexts
-    return dict(sorted(found.items(), key=lambda item: item[0].partition(".")[0] != "algorithm"))
+            varied[key] = contexts
+    return dict(sorted(varied.items(), key=lambda item: item[0].partition(".")[0] != "algorithm"))
 
 
-def _above(key: str, words: dict[str, str]) -> tuple[str | None, ...]:
+def _above(key: str, texts: dict[str, str]) -> tuple[str | None, ...]:
+    """Return the values of the keys above a key, such as its class."""
     parts = key.split(".")
-    return tuple(words.get(".".join(parts[:i])) for i in range(1, len(parts)))
+    return tuple(texts.get(".".join(parts[:i])) for i in range(1, len(parts)))
 
 
-# --- Words ---
+# --- Text ---
 
 
 def format_setting(value: Any) -> str:
@@ -436,25 +451,24 @@ def format_setting(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _name(
-    key: str, keys: list[str], varied: dict[str, set[Any]], settings: dict[str, Any], words: dict[str, str]
-) -> str:
-    """Return a group's value of a key, followed by the keys below it that vary."""
+def _name(key: str, run: Run, grouping: _Grouping) -> str:
+    """Return a run's value of a key, followed by the keys below it that vary."""
+    settings, texts, varied = run.settings, grouping.texts[run], grouping.varied
     inner = [
         f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"
-        for each in keys
-        if is_below(each, [key]) and each in settings and _above(each, words) in varied.get(each, ())
+        for each in grouping.keys
+        if is_below(each, [key]) and each in settings and _above(each, texts) in varied.get(each, ())
     ]
     return " ".join([format_setting(settings[key]) if key in settings else "", *inner]).strip()
 
 
-def _join(things: Iterable[Any]) -> str:
-    names = list(map(str, things))
+def _join(names: Iterable[Any]) -> str:
+    names = list(map(str, names))
     return ", ".join(names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"])
 
 
-def _names_of(some: Iterable[Group], groups: Sequence[Group]) -> str:
-    return _join(group.name_among(groups) for group in some)
+def _names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:
+    return _join(group.name_among(groups) for group in named)
 
 
 def _describe(wanted: Mapping[str, Any]) -> str:
@@ -463,14 +477,10 @@ def _describe(wanted: Mapping[str, Any]) -> str:
 
 
 def sort_key(value: Any) -> tuple[int, float, str]:
-    """Return the sort key of a setting's value: missing values first, then numbers, then words."""
+    """Return the sort key of a setting's value: missing values first, then numbers, then text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 1, float(value), ""
     return 0 if value is None else 2, 0.0, format_setting(value)
-
-
-def _sort_key(value: Any, wanted: Any) -> tuple[bool, tuple[int, float, str]]:
-    return not has_value(value, wanted), sort_key(value)
 
 
 def _seeds(runs: Iterable[Run]) -> list[Any]:
@@ -478,11 +488,7 @@ def _seeds(runs: Iterable[Run]) -> list[Any]:
     return sorted(seeds.values(), key=sort_key)
 
 
-def _modified(run: Run) -> float:
-    return (run.run_dir / "metrics.csv").stat().st_mtime
-
-
-def _warn(runs: set[Run], why: str) -> None:
+def _warn(runs: set[Run], reason: str) -> None:
     if runs:
         folders = _join(sorted(str(run.run_dir) for run in runs))
-        warnings.warn(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {folders}: {why}", stacklevel=3)
+        warnings.warn(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {folders}: {reason}", stacklevel=3)

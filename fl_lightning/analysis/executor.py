@@ -1,7 +1,7 @@
-"""Run many experiments side by side: each in a process and a folder of its own.
+"""Run many experiments in parallel, each in its own process and folder.
 
-The folders record the progress, so that a call that was interrupted continues when it is repeated: a job that finished
-is not run again, a job that began resumes from its last checkpoint, and a job that failed keeps its reason.
+The folders record the progress, so an interrupted call can be repeated: a finished job is not run again, a job that
+began resumes from its last checkpoint, and a failed job keeps its reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, get_all_start_methods, get_context, parent_process
+from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,14 +31,15 @@ LOG = "log.txt"
 FAILED = "failed.txt"
 
 POLL_SECONDS = 0.5
+"""Seconds between two looks at the running jobs."""
 
 
 class Program(NamedTuple):
     """The program that runs a job.
 
     Args:
-        main: Takes a command line, without the program's name, and returns the exit code. Job processes import it.
-        preload: Modules that it needs; they are imported once for all jobs.
+        main: Takes a command line without the program's name, and returns the exit code. Job processes import it.
+        preload: Modules that `main` needs; they are imported once for all jobs.
     """
 
     main: Callable[[list[str]], int]
@@ -49,8 +50,8 @@ class Job(NamedTuple):
     """An experiment to run.
 
     Args:
-        folder: The run's folder; no other job has the same.
-        words: The command line of `fit`, without that word and without `--run_dir`.
+        folder: The run's folder, a different one for each job.
+        words: The command line of `fit` without `fit` and `--run_dir`.
     """
 
     folder: Path
@@ -58,19 +59,19 @@ class Job(NamedTuple):
 
 
 class DiskFull(FLError):
-    """A job ran out of disk space, as the others would, too."""
+    """A job ran out of disk space. All jobs end, because the others would run out of it, too."""
 
     exit_code = 1
 
 
 class JobResult(NamedTuple):
-    """How a job ended.
+    """The result of a job that ended.
 
     Args:
         job: The job.
-        code: Its exit code: 0 if it finished, 1 if it failed, 2 for bad input, 128 + n if signal n stopped it at a
+        code: The exit code: 0 if the job finished, 1 if it failed, 2 for bad input, 128 + n if signal n stopped it at a
             checkpoint; -n if signal n killed it.
-        reason: The last line that it printed; empty if it finished.
+        reason: The last line that the job printed; empty if it finished.
     """
 
     job: Job
@@ -85,19 +86,19 @@ def run_jobs(
     threads: int | None = None,
     should_stop: Callable[[Job], bool] | None = None,
 ) -> Iterator[JobResult]:
-    """Run jobs side by side, and yield the result of each when it ends.
+    """Run jobs in parallel, and yield the result of each when it ends.
 
-    A job whose folder holds a finished run is not run; a job that began resumes from its last checkpoint. A job that
-    fails (exit code 1) leaves the reason in `failed.txt` in its folder and is not run again until that file is removed.
-    A job that ended for bad input or was killed is run again. `log.txt` in the folder holds what a job prints. All jobs
-    end when this process ends, even if it is killed; on SIGINT and SIGTERM each job first writes a checkpoint.
+    A job whose folder holds a finished run is not run again; a job that began resumes from its last checkpoint. A job
+    that fails (exit code 1) writes the reason to `failed.txt` in its folder, and is not run again until that file is
+    removed. A job that had bad input or was killed is run again. `log.txt` in the folder holds the output of a job. All
+    jobs end when this process ends, even if it is killed; on SIGINT and SIGTERM each job first writes a checkpoint.
 
     Args:
         jobs: The jobs. The next one is requested when a worker is free, so it may depend on earlier results.
         program: Runs `fit` with a job's command line.
         workers: Number of jobs that run at a time.
-        threads: Torch threads of each job; by default the number of cores divided by `workers`.
-        should_stop: Called for each running job every half second; true stops the job at its next checkpoint.
+        threads: Number of torch threads of each job; by default the number of cores divided by `workers`.
+        should_stop: Called for each running job every half second; if true, the job stops at its next checkpoint.
 
     Yields:
         Results in the order in which the jobs end.
@@ -108,24 +109,24 @@ def run_jobs(
         Interrupted: SIGINT or SIGTERM was received, and the running jobs wrote their checkpoints.
     """
     check_positive(workers=workers, threads=threads)
-    waiting, running = iter(jobs), list[_RunningJob]()
+    queue, running = iter(jobs), list[_RunningJob]()
     with DeferredSignals() as signals:
         try:
             while not signals.received:
-                if len(running) < workers and (job := next(waiting, None)):
-                    if earlier := earlier_result(job):
-                        yield earlier
+                if len(running) < workers and (job := next(queue, None)):
+                    if result := earlier_result(job):
+                        yield result
                     else:
                         running.append(_start_job(job, program, workers, threads))
                     continue
                 if not running:
                     return
-                for ended in _ended_jobs(running):
-                    running.remove(ended)
-                    yield ended.result()
-                for one in running:
-                    if should_stop and not one.asked_to_stop and should_stop(one.job):
-                        one.ask_to_stop()
+                for ended_job in _ended_jobs(running):
+                    running.remove(ended_job)
+                    yield ended_job.result()
+                for running_job in running:
+                    if should_stop and not running_job.asked_to_stop and should_stop(running_job.job):
+                        running_job.ask_to_stop()
             name = signal.Signals(signals.received).name
             raise Interrupted(signals.received, f"stopped by {name}; the same command goes on from here")
         finally:
@@ -138,7 +139,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def earlier_result(job: Job) -> JobResult | None:
-    """Return the result of a job that an earlier call ended; None if the job has to be run."""
+    """Return the result of a job that ended in an earlier call; None if the job has to be run."""
     if is_finished(job.folder):
         return JobResult(job, 0, "")
     failed = job.folder / FAILED
@@ -152,7 +153,7 @@ class _RunningJob:
     asked_to_stop: bool = False
 
     def ask_to_stop(self) -> None:
-        """Ask the job to end at its next checkpoint. Only once: a second signal would end it at once."""
+        """Ask the job once to end at its next checkpoint. A second signal would end it immediately."""
         if not self.asked_to_stop:
             self.asked_to_stop = True
             self.process.terminate()
@@ -161,14 +162,14 @@ class _RunningJob:
         """Return the result of the ended job, and write the reason of a failure to its folder.
 
         Raises:
-            DiskFull: The job ran out of disk space, which is not a failure of its own.
+            DiskFull: The job ran out of disk space.
         """
         self.process.join()
         code = self.process.exitcode
         assert code is not None
         if code < 0:
-            likely = " (likely out of memory: fewer workers need less)" if code == -signal.SIGKILL else ""
-            return JobResult(self.job, code, f"killed by {signal.Signals(-code).name}{likely}")
+            cause = " (likely out of memory: fewer workers need less)" if code == -signal.SIGKILL else ""
+            return JobResult(self.job, code, f"killed by {signal.Signals(-code).name}{cause}")
         reason = _last_line(self.job.folder / LOG) if code else ""
         if code in (1, 2) and os.strerror(errno.ENOSPC) in reason:
             fix = "Free disk space; the same command goes on from here."
@@ -192,13 +193,11 @@ def _start_job(job: Job, program: Program, workers: int, threads: int | None) ->
 
 
 def process_context(preload: Sequence[str]) -> Any:
-    """Return the multiprocessing context of job processes: `forkserver` if the system has it, else `spawn`.
+    """Return a multiprocessing context in which a fork server starts the job processes.
 
     Args:
-        preload: Modules that the fork server imports, so that the processes need not.
+        preload: Modules that the fork server imports once for all processes.
     """
-    if "forkserver" not in get_all_start_methods():
-        return get_context("spawn")
     context = get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     return context
@@ -206,22 +205,21 @@ def process_context(preload: Sequence[str]) -> Any:
 
 def _ended_jobs(running: Sequence[_RunningJob]) -> list[_RunningJob]:
     """Return the jobs that have ended, after waiting for at most `POLL_SECONDS`."""
-    by_sentinel = {one.process.sentinel: one for one in running}
-    ready = connection.wait(list(by_sentinel), timeout=POLL_SECONDS)
-    return [one for sentinel, one in by_sentinel.items() if sentinel in ready]
+    ready = connection.wait([each.process.sentinel for each in running], timeout=POLL_SECONDS)
+    return [each for each in running if each.process.sentinel in ready]
 
 
 def _stop_jobs(running: Sequence[_RunningJob]) -> None:
-    """Let each job write a checkpoint and end. A signal meanwhile kills them."""
+    """Let each job write a checkpoint and end. If a signal arrives meanwhile, kill the jobs."""
     try:
-        for one in running:
-            one.ask_to_stop()
-        for one in running:
-            one.process.join()
+        for each in running:
+            each.ask_to_stop()
+        for each in running:
+            each.process.join()
     finally:
-        for one in running:
-            one.process.kill()
-            one.process.join()
+        for each in running:
+            each.process.kill()
+            each.process.join()
 
 
 def _last_line(log: Path) -> str:
@@ -236,16 +234,16 @@ def _run_job(
     job: Job, main: Callable[[list[str]], int], workers: int, threads: int | None, environment: dict[str, str]
 ) -> None:
     """Run a job in this process, and exit with its exit code."""
-    os.setpgrp()  # the terminal's Ctrl-C reaches only the parent, which asks each job to stop, once
+    os.setpgrp()  # Ctrl-C in the terminal reaches only the parent, which asks each job to stop once
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with FileLock(job.folder / LOCK):
-        pass  # the process of a killed call may still be running; afterwards the run locks its folder itself
+        pass  # waits for a process of a killed call that still runs; then the run locks its folder itself
     _redirect_output(job.folder / LOG)
-    if (earlier := earlier_result(job)) and earlier.code == 0:
+    if is_finished(job.folder):
         return
     _set_environment(environment, workers, threads)
-    begun = (job.folder / "config.yaml").exists()
-    code = main(["fit", *job.words, "--resume" if begun else "--run_dir", str(job.folder)])
+    option = "--resume" if (job.folder / "config.yaml").exists() else "--run_dir"
+    code = main(["fit", *job.words, option, str(job.folder)])
     if wandb := sys.modules.get("wandb"):
         wandb.teardown()  # its service process would outlive this one
     sys.exit(code)
@@ -260,17 +258,16 @@ def _exit_with_parent() -> None:
 
 def _redirect_output(log: Path) -> None:
     """Append stdout and stderr to a log file, and read stdin from nowhere."""
-    for path, mode, numbers in ((os.devnull, os.O_RDONLY, [0]), (log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, [1, 2])):
-        opened = os.open(path, mode, 0o666)
-        for number in numbers:
-            os.dup2(opened, number)
-        os.close(opened)
+    with open(os.devnull) as nothing, log.open("a") as file:
+        os.dup2(nothing.fileno(), 0)
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]  # keeps the lines' order
 
 
 def _set_environment(environment: dict[str, str], workers: int, threads: int | None) -> None:
-    """Copy the parent process's environment variables, and limit torch to this job's share of the cores."""
-    import torch  # which the parent process does not need
+    """Copy the environment variables of the parent process, and limit torch to this job's share of the cores."""
+    import torch  # the parent process does not need it
 
     from fl_lightning.engines.processes import usable_cores
 

@@ -6,7 +6,6 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -27,18 +26,16 @@ from fl_lightning.data.schema import TableSchema
 from fl_lightning.models.wrapped import original_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 """Packages that are needed to write and check an `.onnx` file."""
 
 SAMPLES, SHOWN = 5, 2
-"""Number of samples for the comparison of an exported network, and for tracing it."""
+"""Number of samples on which outputs are compared, and number of samples for tracing."""
 
 NEAR = 1e-3
-"""Relative tolerance of outputs: other programs sum in another order."""
+"""Relative tolerance when outputs are compared. Other programs sum in another order."""
 
 Call = Callable[[Tensor], Tensor]
 
@@ -69,23 +66,23 @@ class Network:
     def __post_init__(self) -> None:
         self.backbone = copy.deepcopy(self.backbone).cpu().float().eval()
         samples = self.samples[torch.arange(SAMPLES) % len(self.samples)].cpu().contiguous()
-        as_stored = isinstance(self.backbone, Prepared) or not samples.is_floating_point()
+        as_stored = isinstance(self.backbone, NetworkWithPreparation) or not samples.is_floating_point()
         self.samples = samples if as_stored else samples.float()
         with torch.no_grad():
             self.outputs = self.backbone(self.samples)
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The network as plain data, from which `rebuilt` builds it again."""
+        """The network's class and arguments as plain data, from which `rebuilt` builds it again."""
         return {**self.model, "in_shape": list(self.in_shape), "num_classes": self.num_classes}
 
 
-class Prepared(nn.Module):
-    """A network that takes samples as a dataset stores them, or a table's raw rows.
+class NetworkWithPreparation(nn.Module):
+    """A network that takes samples as a dataset stores them, or raw rows of a table.
 
     Args:
         backbone: The network.
-        prepare: Turns a batch of them into inputs of the network.
+        prepare: Turns a stored batch into inputs of the network.
     """
 
     def __init__(self, backbone: nn.Module, prepare: Call) -> None:
@@ -100,13 +97,13 @@ class Prepared(nn.Module):
 def network_of(
     run: FederatedOrchestrator, model: Mapping[str, Any], client: int | None = None, prepare: bool = False
 ) -> Network:
-    """Return a run's network: the global model, or a client's personalised model.
+    """Return the network of a run to export: the global model, or a client's personalised model.
 
     Args:
         run: The run.
-        model: The model in its config.
+        model: The model in the run's config.
         client: The client; None for the global model.
-        prepare: Whether the network takes samples as they are stored, or a table's raw rows.
+        prepare: Whether the network takes samples as they are stored, or raw rows of a table.
 
     Raises:
         ConfigError: The method has no global model, or the client does not exist.
@@ -124,7 +121,7 @@ def network_of(
     samples = schema.examples(SAMPLES) if schema else loaded.x_test[:SAMPLES]
     to_input = (lambda rows: loaded.prepare(schema.encode(rows))) if schema else loaded.prepare
     if prepare:
-        backbone = Prepared(backbone, to_input)
+        backbone = NetworkWithPreparation(backbone, to_input)
     else:
         samples = to_input(samples)
     return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, run.data.objective, schema)
@@ -147,7 +144,7 @@ def _from_state_dict(content: bytes, network: Network) -> Call:
 
 
 def _checkpoint(network: Network) -> bytes:
-    described = {"backbone": network.described, "objective": described_objective(network.objective)}
+    parameters = {"backbone": network.described, "objective": described_objective(network.objective)}
     # ClientModule has no argument `schema`, so Lightning leaves it out when it builds one.
     schema = {"schema": network.schema.to_json()} if network.schema else {}
     checkpoint = {
@@ -155,16 +152,16 @@ def _checkpoint(network: Network) -> bytes:
         "epoch": 0,
         "global_step": 0,
         "state_dict": ClientModule(network.backbone).state_dict(),
-        "hyper_parameters": described | schema,
+        "hyper_parameters": parameters | schema,
     }
     torch.save(checkpoint, content := BytesIO())
     return content.getvalue()
 
 
 def _from_checkpoint(content: bytes, network: Network) -> Call:
-    backbone = rebuilt(network.described, trust=True)  # the run that says so was trusted
-    own: dict[str, Any] = {"backbone": backbone, "objective": network.objective}
-    module = ClientModule.load_from_checkpoint(BytesIO(content), map_location="cpu", **own)
+    backbone = rebuilt(network.described, trust=True)  # the run was trusted when it was opened
+    arguments: dict[str, Any] = {"backbone": backbone, "objective": network.objective}
+    module = ClientModule.load_from_checkpoint(BytesIO(content), map_location="cpu", **arguments)
     return module.eval()
 
 
@@ -202,7 +199,7 @@ def _from_onnx(content: bytes, network: Network) -> Call:
 
 
 class Format(NamedTuple):
-    """A file format: functions that write a network to bytes, and read them as a callable."""
+    """A file format: its name, and functions that write a network to bytes and read it from them."""
 
     name: str
     write: Callable[[Network], bytes]
@@ -218,11 +215,11 @@ FORMATS = {
 
 
 WEIGHTS_ONLY = (".pt", ".ckpt")
-"""Formats without code, which therefore cannot prepare samples."""
+"""Formats without code. They cannot prepare samples."""
 
 
 def refuse_target(path: Path, prepare: bool = False) -> None:
-    """Refuse a file that cannot be written, before the run is opened.
+    """Check that a network can be written to a file. Called before the run is opened.
 
     Args:
         path: The file.
@@ -249,12 +246,12 @@ def refuse_target(path: Path, prepare: bool = False) -> None:
 
 
 def schema_path(path: Path) -> Path:
-    """Return the path of a state dict's table schema: `model.schema.json` for `model.pt`."""
+    """Return the path of the table schema beside a state dict: `model.schema.json` for `model.pt`."""
     return path.with_suffix(".schema.json")
 
 
 def write_network(network: Network, path: Path) -> None:
-    """Write a network to a file in the format of its suffix, after checking that the result gives the same outputs.
+    """Write a network to a file in the format of its suffix, if the written network gives the same outputs.
 
     Raises:
         ConfigError: The format cannot hold this network, or the file cannot be written.
@@ -263,12 +260,13 @@ def write_network(network: Network, path: Path) -> None:
     model = network.model["class_path"].rpartition(".")[2]
     others = ", ".join(suffix for suffix in FORMATS if suffix != path.suffix)
     try:
-        with _without_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # those of torch's exporters
             content = form.write(network)
             outputs = form.read(content, network)(network.samples)
     except Exception as error:
-        why = f"{type(error).__name__}; --debug shows more"
-        raise ConfigError(f"-o: {model} cannot be written as {form.name} ({why}). Use one of {others}") from error
+        reason = f"{type(error).__name__}; --debug shows more"
+        raise ConfigError(f"-o: {model} cannot be written as {form.name} ({reason}). Use one of {others}") from error
     if not same_outputs(outputs, network.outputs):
         raise ConfigError(f"-o: {model} gives other outputs as {form.name}. Use one of {others}")
     try:
@@ -284,11 +282,3 @@ def same_outputs(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return bool((one - other).abs().max() <= NEAR * other.abs().max().clamp(min=1e-6))
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress the warnings of torch's exporters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

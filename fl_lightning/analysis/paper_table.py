@@ -1,4 +1,4 @@
-"""Read a paper's table from its file, and list the run behind each of its numbers.
+"""Read a paper's table from its file, and list the runs behind its numbers.
 
 A file of `papers/` holds rows (methods), columns (scenarios), seeds, the metric (an entry of `final/summary.json`),
 the paper's numbers, and its claims. A row or a column is a mapping from options of `fit` to values. With the key
@@ -42,7 +42,7 @@ OPTIONAL = {"claims"}
 SCALED = ("rounds", "trainer.max_epochs")
 READINGS = ("_best", "_last", "_last10")
 RULE = "rounds, local epochs (trainer.max_epochs) and training samples times {:g}, rounded up; nothing else"
-"""How `--scale` changes a table. A method's own numbers of rounds and epochs stay as they are."""
+"""The effect of `--scale` on an experiment. Options of a method that count rounds or epochs do not change."""
 
 SET_ELSEWHERE = {"config": "columns", "algorithm": "rows", "seed": "--seeds", "run_dir": "--out"}
 
@@ -52,7 +52,7 @@ class PaperValue(NamedTuple):
 
     Args:
         mean: The number.
-        std: Its standard deviation, if the paper prints one.
+        std: The standard deviation, if the paper prints one.
     """
 
     mean: float
@@ -81,11 +81,11 @@ class PaperTable:
         name: The name of the file, without its suffix.
         title: The table's title.
         metric: The entry of `final/summary.json` to read, unless a row or a column has its own.
-        unit: `percent` (our metric is a fraction), or `rounds` (fewer are better).
+        unit: `percent` (fractions of our runs are multiplied by 100), or `rounds` (fewer are better).
         seeds: The seeds; each cell has one run per seed.
         columns: The options of each column, by name; at least a `config`.
         rows: The options of each row, by name.
-        paper_values: The paper's numbers by column and row, where it has one.
+        paper_values: The paper's numbers by column and row.
         claims: The paper's claims about its rows.
     """
 
@@ -100,26 +100,26 @@ class PaperTable:
     claims: tuple[Claim, ...]
 
     def part(self, rows: Sequence[str] = (), columns: Sequence[str] = (), seeds: Sequence[int] = ()) -> PaperTable:
-        """Return the table with only these rows, columns and seeds, in the table's order; all if none are given.
+        """Return the table with only some rows, columns and seeds; by default all. The order stays the table's.
 
         Args:
-            rows: Names, or parts of names that occur in a single one.
-            columns: The same for columns.
-            seeds: Any seeds; they need not be the table's.
+            rows: Names of rows, or parts of a name that no other row has.
+            columns: Names of columns, or parts of a name that no other column has.
+            seeds: Any seeds, also others than the table's.
 
         Raises:
             ConfigError: A name is unknown or ambiguous, or a seed is negative.
         """
-        if low := [seed for seed in seeds if seed < 0]:
-            raise ConfigError(f"--seeds: {low[0]} is below 0")
-        wanted_rows, wanted_columns = _select(rows, self.rows, "row"), _select(columns, self.columns, "column")
-        left = (c._replace(columns=tuple(one for one in c.columns if one in wanted_columns)) for c in self.claims)
+        if negative := [seed for seed in seeds if seed < 0]:
+            raise ConfigError(f"--seeds: {negative[0]} is below 0")
+        row_names, column_names = _select(rows, self.rows, "row"), _select(columns, self.columns, "column")
+        claims = (c._replace(columns=tuple(name for name in c.columns if name in column_names)) for c in self.claims)
         return replace(
             self,
-            rows={name: self.rows[name] for name in wanted_rows},
-            columns={name: self.columns[name] for name in wanted_columns},
+            rows={name: self.rows[name] for name in row_names},
+            columns={name: self.columns[name] for name in column_names},
             seeds=tuple(dict.fromkeys(seeds)) or self.seeds,
-            claims=tuple(c for c in left if c.columns and {c.better, c.than} <= set(wanted_rows)),
+            claims=tuple(c for c in claims if c.columns and {c.better, c.than} <= set(row_names)),
         )
 
     def figure(self, column: str, row: str) -> str:
@@ -127,18 +127,17 @@ class PaperTable:
         return self.rows[row].get("metric") or self.columns[column].get("metric") or self.metric
 
     def series(self, column: str, row: str) -> str:
-        """Return the column of `metrics.csv` behind a cell: its entry without `_best`, `_last` or `_last10`."""
+        """Return the column of `metrics.csv` behind a cell: its figure without `_best`, `_last` or `_last10`."""
         return re.sub(f"({'|'.join(READINGS)})$", "", self.figure(column, row))
 
     def words(self, column: str, row: str) -> list[str]:
         """Return the command line of `fit` behind a cell, without the seed: the column's options, then the row's."""
-        method = dict(self.rows[row])
-        first = {"algorithm": method.pop("algorithm")} if "algorithm" in method else {}
-        pairs = [*self.columns[column].items(), *first.items(), *method.items()]
-        return [word for key, value in pairs if key != "metric" for word in (f"--{key}", to_word(value))]
+        algorithm_first = sorted(self.rows[row].items(), key=lambda option: option[0] != "algorithm")
+        options = [*self.columns[column].items(), *algorithm_first]
+        return [word for key, value in options if key != "metric" for word in (f"--{key}", to_word(value))]
 
 
-# --- A file ----------------------------------------------------------------------------------------------------------
+# --- The file --------------------------------------------------------------------------------------------------------
 
 
 def read_table(name: str) -> PaperTable:
@@ -159,8 +158,8 @@ def read_table(name: str) -> PaperTable:
         raise ConfigError(f"{path.name}: {error}") from None
 
 
-def _require(met: object, message: str) -> None:
-    if not met:
+def _require(condition: object, message: str) -> None:
+    if not condition:
         raise ConfigError(message)
 
 
@@ -171,8 +170,8 @@ def _table(name: str, content: Any) -> PaperTable:
     _require(keys <= REQUIRED | OPTIONAL, f"unknown key {', '.join(map(str, keys - REQUIRED - OPTIONAL))}")
     units, seeds = get_args(Unit), content["seeds"]
     _require(content["unit"] in units, f"unit: {content['unit']!r} is not {' or '.join(units)}")
-    whole = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
-    _require(whole, f"seeds: {seeds} is not a list of whole numbers >= 0")
+    valid = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
+    _require(valid, f"seeds: {seeds} is not a list of whole numbers >= 0")
     columns, rows = (_read_mapping(content, key) for key in ("columns", "rows"))
     for column, settings in columns.items():
         _require("config" in settings, f"columns: {column} has no config")
@@ -211,54 +210,55 @@ def _paper_values(
         raise ConfigError(f"paper_values: {row} " + ("has no line" if row in rows else "is not a row"))
     found = {}
     for row, values in lines.items():
-        what = f"{len(columns)} numbers, one per column. Use null where the paper has none"
-        _require(isinstance(values, list) and len(values) == len(columns), f"paper_values: {row} needs {what}")
+        form = f"{len(columns)} numbers, one per column. Use null where the paper has none"
+        _require(isinstance(values, list) and len(values) == len(columns), f"paper_values: {row} needs {form}")
         for column, value in zip(columns, values, strict=True):
             numbers = value if isinstance(value, list) else [value]
             if value is not None:
-                proper = len(numbers) in (1, 2) and all(type(number) in (int, float) for number in numbers)
-                _require(proper, f"paper_values: {row}: {value!r} is neither a number nor [mean, deviation]")
+                valid = len(numbers) in (1, 2) and all(type(number) in (int, float) for number in numbers)
+                _require(valid, f"paper_values: {row}: {value!r} is neither a number nor [mean, deviation]")
                 found[column, row] = PaperValue(*numbers)
     return found
 
 
 def _claim(claim: Any, columns: Mapping[str, Settings], rows: Mapping[str, Settings]) -> Claim:
     form = "{better: ROW, than: ROW, columns: [COLUMN, ...]}"
-    proper = isinstance(claim, dict) and {"better", "than"} <= claim.keys() <= {"better", "than", "columns"}
-    _require(proper, f"claims: {claim} is not of the form {form} (columns is optional)")
-    better, than, where = str(claim["better"]), str(claim["than"]), tuple(map(str, claim.get("columns", columns)))
-    for name, there, what in [(better, rows, "row"), (than, rows, "row"), *((one, columns, "column") for one in where)]:
-        _require(name in there, f"claims: {name} is not a {what}")
-    return Claim(better, than, where)
+    valid = isinstance(claim, dict) and {"better", "than"} <= claim.keys() <= {"better", "than", "columns"}
+    _require(valid, f"claims: {claim} is not of the form {form} (columns is optional)")
+    better, than, of_columns = str(claim["better"]), str(claim["than"]), tuple(map(str, claim.get("columns", columns)))
+    for row in (better, than):
+        _require(row in rows, f"claims: {row} is not a row")
+    for column in of_columns:
+        _require(column in columns, f"claims: {column} is not a column")
+    return Claim(better, than, of_columns)
 
 
-def _select(asked: Sequence[str], there: Mapping[str, Any], what: str) -> list[str]:
-    """Return the requested names in the table's order; all names if none is requested."""
-    meant = {_find_name(name, there, what) for name in asked}
-    return [name for name in there if name in meant or not asked]
+def _select(names: Sequence[str], all_names: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the named rows or columns in the table's order; all if none is named."""
+    selected = {_full_name(name, all_names, kind) for name in names}
+    return [name for name in all_names if name in selected or not names]
 
 
-def _find_name(asked: str, there: Mapping[str, Any], what: str) -> str:
-    if asked in there:
-        return asked
-    found = [name for name in there if asked.lower() in name.lower()]
-    if len(found) > 1:
-        raise ConfigError(f"--{what}s: {asked!r} is in {' | '.join(found)}. Give the whole name")
-    if not found:
-        raise ConfigError(f"--{what}s: {what} {asked!r} not found. Available: {' | '.join(there)}.")
-    return found[0]
+def _full_name(name: str, all_names: Mapping[str, Any], kind: str) -> str:
+    """Return the name that equals a text, or else the only name that contains it."""
+    matches = [name] if name in all_names else [each for each in all_names if name.lower() in each.lower()]
+    if len(matches) > 1:
+        raise ConfigError(f"--{kind}s: {name!r} is in {' | '.join(matches)}. Give the whole name")
+    if not matches:
+        raise ConfigError(f"--{kind}s: {kind} {name!r} not found. Available: {' | '.join(all_names)}.")
+    return matches[0]
 
 
-# --- Its runs --------------------------------------------------------------------------------------------------------
+# --- The runs -------------------------------------------------------------------------------------------------------
 
 
 def table_jobs(
     table: PaperTable, out: Path, scale: float = 1.0, overrides: Sequence[str] = ()
 ) -> dict[tuple[str, str, int], Job]:
-    """Return the run behind each number of a table, by column, row and seed.
+    """Return the jobs that compute a table, by column, row and seed.
 
-    The name of a run's folder ends in a digest of all its settings, so that another scale or another override is
-    another run. Columns that differ only in the metric share their runs.
+    The name of a run's folder ends in a digest of all settings, so another scale or override is another run. Columns
+    that differ only in the metric share their runs.
 
     Args:
         table: The table, or a part of it.
@@ -267,22 +267,22 @@ def table_jobs(
         overrides: Words KEY=VALUE that override settings of every experiment, also scaled ones.
 
     Raises:
-        ConfigError: A word is not of that form or sets what rows and columns set, the scale is out of range, or a
+        ConfigError: An override is not of that form or sets what rows and columns set, the scale is out of range, or a
             config cannot be read.
     """
-    last = [word for pair in overrides for word in _option(pair)]
-    found = {}
+    override_words = [word for pair in overrides for word in _option(pair)]
+    jobs = {}
     for column, row in product(table.columns, table.rows):
         words = table.words(column, row)
         settings = settings_of(words)
-        extra = [*scaling(settings, scale), *last]
+        extra = [*scaling(settings, scale), *override_words]
         settings |= settings_of(extra)
-        place = out / _column_folder(table.columns[column]) / _folder_name(row)
-        described = json.dumps(settings, sort_keys=True, default=str)
-        digest = hashlib.sha256(described.encode()).hexdigest()[:10]
+        folder = out / _column_folder(table.columns[column]) / _folder_name(row)
+        content = json.dumps(settings, sort_keys=True, default=str)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:10]
         for seed in table.seeds:
-            found[column, row, seed] = Job(place / f"seed_{seed}-{digest}", (*words, "--seed", str(seed), *extra))
-    return found
+            jobs[column, row, seed] = Job(folder / f"seed_{seed}-{digest}", (*words, "--seed", str(seed), *extra))
+    return jobs
 
 
 def scaling(settings: Settings, scale: float) -> list[str]:
@@ -310,24 +310,24 @@ def scaling(settings: Settings, scale: float) -> list[str]:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line of `fit`, with its configs and baselines, by dotted key.
+    """Return the settings of a command line of `fit` by dotted key, including those of its configs and baseline.
 
     Args:
-        words: Options and values, alternating; later ones win.
+        words: Options and values, alternating; later ones override earlier ones.
 
     Raises:
         ConfigError: A config or its baselines cannot be read.
     """
-    spelled = expand_baseline(with_config_paths(words))
-    found: dict[str, Any] = {}
-    for option, value in zip(spelled[::2], spelled[1::2], strict=True):
+    expanded = expand_baseline(with_config_paths(words))
+    settings: dict[str, Any] = {}
+    for option, value in zip(expanded[::2], expanded[1::2], strict=True):
         key = option.removeprefix("--")
         if key == "config":
             content = read_config(Path(value))
-            found |= flatten({name: part for name, part in content.items() if name != "baselines"})
+            settings |= flatten({name: part for name, part in content.items() if name != "baselines"})
         else:
-            found |= flatten(_value(value), key)
-    return found
+            settings |= flatten(_value(value), key)
+    return settings
 
 
 def _scale_number(number: int, scale: float) -> int:
@@ -344,6 +344,7 @@ def _option(pair: str) -> tuple[str, str]:
 
 
 def _value(word: str) -> Any:
+    """Return a word parsed as YAML, or the word itself if it is not YAML."""
     try:
         return load_yaml(word)
     except (ValueError, yaml.YAMLError):

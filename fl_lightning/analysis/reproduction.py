@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
 from scipy import stats
 
-from fl_lightning.analysis.comparison import paired_difference
+from fl_lightning.analysis.comparison import Difference, Spread, paired_difference, spread
 from fl_lightning.analysis.executor import Job, is_finished
 from fl_lightning.analysis.paper_table import Claim, PaperTable, PaperValue, Unit
 from fl_lightning.evaluation.summary import best_and_last
@@ -23,9 +24,9 @@ class Reading(NamedTuple):
     """The result of one run in a cell.
 
     Args:
-        value: The result in the table's unit; None if there is none.
-        reached: False if the run did not reach the accuracy; `value` is then its number of rounds plus one.
-        reason: Why there is no result; empty if the run has not finished.
+        value: The result in the table's unit; None if the run failed or has not finished.
+        reached: Whether the run reached the accuracy; if not, `value` is its number of rounds plus one.
+        reason: Why the run failed; empty if it did not.
         last10: Mean over the last ten evaluated rounds, in percent; None in tables of rounds.
     """
 
@@ -37,7 +38,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table: our results by seed, and the paper's number.
+    """A cell of the table: our results and the paper's number.
 
     Args:
         readings: The results of our runs, by seed.
@@ -53,18 +54,13 @@ class Cell:
         return {seed: one.value for seed, one in self.readings.items() if one.value is not None}
 
     @cached_property
-    def mean(self) -> float | None:
-        """The mean over seeds."""
-        return fmean(self.values.values()) if self.values else None
-
-    @cached_property
-    def std(self) -> float | None:
-        """The sample standard deviation over seeds; None for fewer than two."""
-        return stdev(self.values.values()) if len(self.values) > 1 else None
+    def spread(self) -> Spread | None:
+        """The mean and standard deviation over seeds; None without a finished run."""
+        return spread(self.values.values())
 
     @cached_property
     def last10(self) -> float | None:
-        """The mean over seeds of the mean of the last ten evaluated rounds."""
+        """The mean of the last ten evaluated rounds, averaged over seeds."""
         means = [one.last10 for one in self.readings.values() if one.last10 is not None]
         return fmean(means) if means else None
 
@@ -76,15 +72,15 @@ class Cell:
     @cached_property
     def difference(self) -> float | None:
         """Our mean minus the paper's number."""
-        return None if self.mean is None or self.paper is None else self.mean - self.paper.mean
+        return self.spread.mean - self.paper.mean if self.spread and self.paper else None
 
 
 class Order(NamedTuple):
-    """The rank correlation between our and the paper's order of a column's rows.
+    """The rank correlations between our and the paper's numbers in a column.
 
     Args:
         spearman: Spearman's rank correlation; None if all rows are equal on one side.
-        kendall: Kendall's tau-b; None likewise.
+        kendall: Kendall's tau-b; None in the same case.
         rows: Number of rows that have a number on both sides.
     """
 
@@ -95,13 +91,14 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for a claim in one column.
+    """The result for a claim in one column. The margin is the better row's number minus the other row's.
 
     Args:
         claim: The claim.
         column: The column.
-        paper: The better row's margin in the paper, in the table's unit; None if a number is missing.
-        margins: Its margin in our runs, by seed; only seeds that both rows have, and that at least one reached.
+        paper: The margin in the paper, in the table's unit; None if a number is missing.
+        margins: The margin in our runs, by seed. A seed is left out if a run is missing, or if neither run reached the
+            accuracy.
     """
 
     claim: Claim
@@ -110,14 +107,9 @@ class Verdict:
     margins: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
-    def mean(self) -> float | None:
-        """The mean margin."""
-        return fmean(self.margins.values()) if self.margins else None
-
-    @cached_property
-    def std(self) -> float | None:
-        """The margins' sample standard deviation; None for fewer than two."""
-        return stdev(self.margins.values()) if len(self.margins) > 1 else None
+    def difference(self) -> Difference | None:
+        """The mean margin with a paired t-test over seeds; None if no margin is known."""
+        return paired_difference(list(self.margins.values()), [0.0] * len(self.margins))
 
     @cached_property
     def ahead(self) -> int:
@@ -125,37 +117,29 @@ class Verdict:
         return sum(margin > 0 for margin in self.margins.values())
 
     @cached_property
-    def p(self) -> float | None:
-        """The p value of a two-sided paired t-test over seeds; see `paired_p`."""
-        return paired_p(list(self.margins.values()))
-
-    @cached_property
     def holds(self) -> bool | None:
         """Whether the better row is better on average; None if no margin is known."""
-        return None if self.mean is None else self.mean > 0
+        return self.difference.mean > 0 if self.difference else None
 
 
 class Reproduction:
-    """The results of a table, as far as its runs have finished.
+    """The results of a table's finished runs.
 
     Args:
         table: The table, or a part of it.
-        jobs: The run behind each of its numbers, by column, row and seed; see `paper_table.table_jobs`.
-        failures: Why runs failed, by their folders.
+        jobs: The runs by column, row and seed; see `paper_table.table_jobs`.
+        failures: The reasons of failed runs, by folder.
 
     Attributes:
         cells: The cells, by column and row.
     """
 
     def __init__(
-        self,
-        table: PaperTable,
-        jobs: Mapping[tuple[str, str, int], Job],
-        failures: Mapping[Path, str] | None = None,
+        self, table: PaperTable, jobs: Mapping[tuple[str, str, int], Job], failures: Mapping[Path, str] | None = None
     ) -> None:
         self.table = table
         self.cells: dict[tuple[str, str], Cell] = {}
-        for column, row in ((column, row) for column in table.columns for row in table.rows):
+        for column, row in product(table.columns, table.rows):
             figure, series, readings = table.figure(column, row), table.series(column, row), {}
             for seed in table.seeds:
                 folder = jobs[column, row, seed].folder
@@ -164,9 +148,9 @@ class Reproduction:
             self.cells[column, row] = Cell(readings, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
-        """Return how well a column's rows agree with the paper's order."""
+        """Return the rank correlations between our and the paper's numbers in a column."""
         cells = [self.cells[column, row] for row in self.table.rows]
-        both = [(cell.mean, cell.paper.mean) for cell in cells if cell.mean is not None and cell.paper]
+        both = [(cell.spread.mean, cell.paper.mean) for cell in cells if cell.spread and cell.paper]
         return rank_correlations([ours for ours, _ in both], [papers for _, papers in both])
 
     @cached_property
@@ -178,11 +162,13 @@ class Reproduction:
         better, than = (self.cells[column, row] for row in (claim.better, claim.than))
         sign = -1 if self.table.unit == "rounds" else 1
         papers = sign * (better.paper.mean - than.paper.mean) if better.paper and than.paper else None
-        both = (seed for seed in self.table.seeds if seed in better.values and seed in than.values)
-        seeds = [seed for seed in both if better.readings[seed].reached or than.readings[seed].reached]
-        return Verdict(
-            claim, column, papers, {seed: sign * (better.values[seed] - than.values[seed]) for seed in seeds}
-        )
+        margins = {
+            seed: sign * (better.values[seed] - than.values[seed])
+            for seed in self.table.seeds
+            if seed in better.values and seed in than.values
+            if better.readings[seed].reached or than.readings[seed].reached
+        }
+        return Verdict(claim, column, papers, margins)
 
 
 def read_result(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
@@ -211,19 +197,6 @@ def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:
     return Order(float(stats.spearmanr(ours, papers)[0]), float(stats.kendalltau(ours, papers)[0]), len(ours))
 
 
-def paired_p(margins: Sequence[float]) -> float | None:
-    """Return the p value of a two-sided paired t-test.
-
-    Args:
-        margins: The difference between both sides, by seed.
-
-    Returns:
-        None where the test is undefined: for fewer than two seeds, or equal margins.
-    """
-    found = paired_difference(margins, [0.0] * len(margins))
-    return found.p if found else None
-
-
 def margin_needed(seeds: int, p: float = 0.05) -> float:
-    """Return the mean margin, in standard deviations, at which `paired_p` is p; for two seeds or more."""
+    """Return the mean margin, in standard deviations, at which a paired t-test gives p; for two seeds or more."""
     return float(stats.t.isf(p / 2, seeds - 1)) / math.sqrt(seeds)

@@ -13,20 +13,17 @@ from fl_lightning.analysis.reproduction import Cell, Reproduction, Verdict, marg
 from fl_lightning.analysis.result_table import escape_markdown, mean_and_std, to_csv
 
 Grid = list[list[str]]
-"""Rows of cells; the first is the header. A cell may have several lines."""
+"""A header and rows of cells. A cell may have several lines."""
 
 MISSING = "-"
-LABELS = {
-    "percent": "ours\npaper (difference)\nours, mean of last 10",
-    "rounds": "ours\npaper (difference)",
-}
+LABELS = {"percent": "ours\npaper (difference)\nours, mean of last 10", "rounds": "ours\npaper (difference)"}
 CLAIMS = ["claim", "column", "paper", "ours", "seeds ahead", "p", ""]
 COLUMNS = ["column", "row", "metric", "unit", "seeds", "missing", "mean", "std", "bound"]
 COLUMNS += ["paper", "paper_std", "difference", "last10"]
 
 
 def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[str]:
-    """Return the title of a table, and how its experiments differ from the paper's."""
+    """Return the lines above a table: title, unit, seeds, scale and overrides."""
     unit = "Percent" if table.unit == "percent" else "Rounds, fewer are better"
     lines = [table.title, f"{unit}; mean ± standard deviation over seeds {', '.join(map(str, table.seeds))}."]
     if scale != 1:
@@ -37,20 +34,19 @@ def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[s
 
 
 def grid(reproduction: Reproduction) -> Grid:
-    """Return the table: in each cell our number above the paper's; in the last row the rank correlations."""
+    """Return the table with our numbers above the paper's, and the rank correlations in the last row."""
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:
-        lines.append(
-            [row, LABELS[table.unit], *(format_cell(reproduction.cells[column, row]) for column in table.columns)]
-        )
+        cells = (format_cell(reproduction.cells[column, row]) for column in table.columns)
+        lines.append([row, LABELS[table.unit], *cells])
     orders = [reproduction.order(column) for column in table.columns]
-    cells = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
-    return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *cells]]
+    correlations = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
+    return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *correlations]]
 
 
 def format_cell(cell: Cell) -> str:
-    """Return our number, the paper's with the difference, and ours as the mean of the last ten rounds, line by line."""
+    """Return the lines of a cell: our number, the paper's with the difference, and our mean of the last ten rounds."""
     papers = MISSING
     if cell.paper is not None:
         papers = mean_and_std(*cell.paper, "g")
@@ -61,39 +57,38 @@ def format_cell(cell: Cell) -> str:
 
 def format_ours(cell: Cell) -> str:
     """Return our mean and deviation, with `>` before a lower bound, and the number of missing and failed runs."""
-    failed = sum(bool(one.reason) for one in cell.readings.values())
-    what = f"{failed} failed" if failed else ""
-    if cell.mean is None:
-        return what or MISSING
-    number = ("" if cell.reached else "> ") + mean_and_std(cell.mean, cell.std, ".1f")
-    some = f"{len(cell.values)} of {len(cell.readings)}" if len(cell.values) < len(cell.readings) else ""
-    notes = ", ".join(filter(None, [some, what]))
+    count = sum(bool(one.reason) for one in cell.readings.values())
+    failed = f"{count} failed" if count else ""
+    if not cell.spread:
+        return failed or MISSING
+    number = ("" if cell.reached else "> ") + mean_and_std(cell.spread.mean, cell.spread.std, ".1f")
+    finished = f"{len(cell.values)} of {len(cell.readings)}" if len(cell.values) < len(cell.readings) else ""
+    notes = ", ".join(filter(None, [finished, failed]))
     return number + (f" ({notes})" if notes else "")
 
 
 def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
     """Return a row for each claim and column with results: the paper's margin, ours, and whether the claim holds."""
-    return [CLAIMS, *(_claim_line(verdict) for verdict in verdicts if verdict.margins)]
-
-
-def _claim_line(verdict: Verdict) -> list[str]:
-    name = f"{verdict.claim.better} > {verdict.claim.than}"
-    papers = _number(verdict.paper, "+.4g")
-    margin = f"{verdict.mean:+.1f}" + (f" ± {verdict.std:.1f}" if verdict.std is not None else "")
-    ahead = f"{verdict.ahead} of {len(verdict.margins)}"
-    how = "holds" if verdict.holds else "does not hold"
-    return [name, verdict.column, papers, margin, ahead, _number(verdict.p, ".3f"), how]
+    lines = [CLAIMS]
+    for verdict in verdicts:
+        if difference := verdict.difference:
+            name = f"{verdict.claim.better} > {verdict.claim.than}"
+            margin = f"{difference.mean:+.1f}" + (f" ± {difference.std:.1f}" if difference.std is not None else "")
+            ahead, p = f"{verdict.ahead} of {len(verdict.margins)}", _number(difference.p, ".3f")
+            result = "holds" if verdict.holds else "does not hold"
+            lines.append([name, verdict.column, _number(verdict.paper, "+.4g"), margin, ahead, p, result])
+    return lines
 
 
 def verdict_line(verdicts: Sequence[Verdict]) -> str:
-    """Return a line with the number of claims that hold and that do not, and what p means."""
-    counted = []
+    """Return the line below the claims: how many hold and how many do not, and what p means."""
+    counts = []
     for holds, what in ((True, "hold"), (False, "do not")):
-        those = [verdict for verdict in verdicts if verdict.holds is holds]
-        sure = sum(verdict.p is not None and verdict.p < 0.05 for verdict in those)
-        counted.append(f"{len(those)} {what} ({sure} with p < 0.05)")
-    rest = sum(verdict.holds is None for verdict in verdicts)
-    line = f"Claims: {', '.join(counted)}, {rest} cannot be judged yet."
+        differences = [verdict.difference for verdict in verdicts if verdict.difference and verdict.holds is holds]
+        significant = sum(each.p is not None and each.p < 0.05 for each in differences)
+        counts.append(f"{len(differences)} {what} ({significant} with p < 0.05)")
+    open_claims = sum(verdict.holds is None for verdict in verdicts)
+    line = f"Claims: {', '.join(counts)}, {open_claims} cannot be judged yet."
     seeds = max((len(verdict.margins) for verdict in verdicts), default=0)
     if seeds < 2:
         return line
@@ -105,16 +100,16 @@ def verdict_line(verdicts: Sequence[Verdict]) -> str:
 
 def failures(reproduction: Reproduction) -> list[str]:
     """Return a line for each reason why runs failed, with the affected cells."""
-    where: dict[str, list[str]] = {}
+    cells: dict[str, list[str]] = {}
     for (column, row), cell in reproduction.cells.items():
         for seed, reading in cell.readings.items():
             if reading.reason:
-                where.setdefault(reading.reason, []).append(f"{row} / {column} / seed {seed}")
-    return [f"failed: {'; '.join(places)}: {reason}" for reason, places in where.items()]
+                cells.setdefault(reading.reason, []).append(f"{row} / {column} / seed {seed}")
+    return [f"failed: {'; '.join(names)}: {reason}" for reason, names in cells.items()]
 
 
 def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> Group:
-    """Return the table and the results for its claims, for a terminal."""
+    """Return the table and its claims for a terminal."""
     lines = map(Text, heading(reproduction.table, scale, overrides))
     parts: list[Table | Text] = [*lines, _rich(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
@@ -123,7 +118,7 @@ def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[
 
 
 def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> str:
-    """Return the same as Markdown."""
+    """Return the table and its claims as Markdown."""
     title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
     parts = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
@@ -132,13 +127,13 @@ def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Seque
 
 
 def as_csv(reproduction: Reproduction) -> str:
-    """Return a CSV line for each cell, in full precision."""
+    """Return the table as CSV: one line per cell, numbers in full precision."""
     table, lines = reproduction.table, list[Sequence[object]]([COLUMNS])
     for (column, row), cell in reproduction.cells.items():
-        counts = [len(cell.values), len(cell.readings) - len(cell.values)]
-        numbers = [cell.mean, cell.std, "" if cell.reached else "lower", *(cell.paper or (None, None)), cell.difference]
-        numbers.append(cell.last10)
-        lines.append([column, row, table.figure(column, row), table.unit, *counts, *numbers])
+        mean, std = cell.spread[:2] if cell.spread else (None, None)
+        ours = [len(cell.values), len(cell.readings) - len(cell.values), mean, std, "" if cell.reached else "lower"]
+        papers = [*(cell.paper or (None, None)), cell.difference]
+        lines.append([column, row, table.figure(column, row), table.unit, *ours, *papers, cell.last10])
     return to_csv(lines).rstrip("\n")
 
 

@@ -24,35 +24,35 @@ LATEX = {
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 FIGURE = re.compile(rf"-|-inf|{_NUMBER}( ± {_NUMBER})?( \*+)?", re.ASCII)
-"""Cells that begin like a formula and are not: a number, a mean with its deviation, or a dash for a missing value."""
+"""Cells that may begin with a sign: a number, a mean with its deviation, or a dash for a missing value."""
 
 
 def to_csv(rows: Iterable[Sequence[Any]]) -> str:
-    """Return rows as CSV that is safe to open in a spreadsheet: one line per row, and no cell is run as a formula."""
+    """Return rows as CSV with one line per row. A spreadsheet executes no cell as a formula."""
     writer = csv.writer(text := io.StringIO(), lineterminator="\n")
-    writer.writerows([_inert("" if cell is None else str(cell)) for cell in row] for row in rows)
+    writer.writerows([_escape_formula("" if cell is None else str(cell)) for cell in row] for row in rows)
     return text.getvalue()
 
 
-def _inert(cell: str) -> str:
-    """Return a cell on one line, with an apostrophe before what a spreadsheet would execute (OWASP, CSV injection)."""
+def _escape_formula(cell: str) -> str:
+    """Return a cell on one line, with an apostrophe before a formula (OWASP, CSV injection)."""
     line = one_line(cell)
     return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not FIGURE.fullmatch(line) else line
 
 
 def mean_and_std(mean: float, std: float | None, form: str) -> str:
-    """Return mean ± standard deviation as text, both in a format such as `.4f`; the mean alone without a deviation."""
+    """Format mean ± standard deviation, both in a format such as `.4f`; only the mean if there is no deviation."""
     return f"{mean:{form}}" + (f" ± {std:{form}}" if std is not None else "")
 
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table of text.
+    """A table whose cells are text.
 
     Args:
         header: The columns' names.
-        rows: A cell for each of them.
-        words: Number of columns with words, from the left; the others hold numbers.
+        rows: The cells of each row.
+        words: Number of columns with words, from the left; the others hold numbers and are right-aligned.
         bold: Bold cells, by row and column.
         notes: Lines below the table.
     """
@@ -101,7 +101,7 @@ class ResultTable:
         return "\n".join([*lines, *(f"\n{escape_markdown(note)}" for note in self.notes)])
 
     def _cells(self, escape: Callable[[str], str], bold: str) -> list[list[str]]:
-        """Return the header and the rows with every cell escaped, and the bold ones put into a pattern."""
+        """Return the header and the rows with escaped cells; bold ones are inserted into a pattern such as `**%s**`."""
         rows = [
             [bold % escape(cell) if (i, j) in self.bold else escape(cell) for j, cell in enumerate(row)]
             for i, row in enumerate(self.rows)
@@ -114,5 +114,5 @@ def _latex(cell: str) -> str:
 
 
 def escape_markdown(cell: str) -> str:
-    """Return text as one line in which Markdown finds no markup."""
+    """Return text as one line without Markdown's markup characters, which are escaped."""
     return re.sub(r"([\\|*`<\[])", r"\\\1", one_line(cell))

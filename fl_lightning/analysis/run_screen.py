@@ -1,4 +1,4 @@
-"""Show the state of a run in a terminal: time left, curves, clients, last warnings."""
+"""The screen of `watch`: time left, curves, clients and last warnings of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ PLOTS: Sequence[Mapping[str, str]] = (
 """The metrics of each plot, with their labels."""
 
 COLORS, MARKS = ("cyan", "yellow", "magenta"), "*o+"
-"""How the curves of a plot are drawn, with and without colours."""
+"""Colours and characters of the curves in a plot; the characters serve terminals without colours."""
 
 LINES_OF_ASCII = str.maketrans("┌┐└┘│─", "++++|-")
 BESIDE, NARROWEST = 72, 24
-"""The least columns for two plots side by side, and for a plot at all."""
+"""The minimum number of columns for two plots side by side, and for a plot at all."""
 FEWEST, USUAL, MOST = 3, 10, 12
-"""Rows of a plot: the least, by default, and the most."""
+"""Number of rows of a plot: minimum, default and maximum."""
 FRAME = 3
-"""Lines of a plot besides its rows: two of the frame and the axis."""
+"""Number of lines of a plot besides its rows: two of the frame, one of the axis."""
 LARGEST = 1e6
-"""Larger values are not drawn, because they would hide all others."""
+"""Larger values are not drawn, because all other values would appear as zero."""
 QUIET = 60.0
-"""Seconds without a change after which a run is reported as silent; at least the time of three rounds."""
+"""Seconds without a change after which a run is reported as silent. For slow runs it is three rounds."""
 
 
 @dataclass(frozen=True)
 class RunScreen:
-    """The screen of a run, for rich to print; it adapts to the terminal's width, colours and encoding.
+    """The screen of a run, for rich to print. It adapts to the terminal's width, colours and encoding.
 
     Args:
-        status: The state of the run.
+        status: The status of the run.
         height: Number of lines; unlimited by default.
     """
 
@@ -51,7 +51,7 @@ class RunScreen:
     height: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield its parts from top to bottom; the plots fill the lines that the other parts leave."""
+        """Yield the parts from top to bottom. The plots fill the lines that the other parts leave."""
         terminal = Terminal(options.max_width, bool(console.color_system) and not console.no_color, console.encoding)
         status = self.status
         above: list[RenderableType] = [*heading(status, terminal), progress(status), terminal.text(state(status)), ""]
@@ -65,7 +65,7 @@ class RunScreen:
 
 @dataclass(frozen=True)
 class Terminal:
-    """What the terminal can show.
+    """The abilities of a terminal.
 
     Args:
         width: Number of columns.
@@ -79,28 +79,28 @@ class Terminal:
 
     @property
     def ascii(self) -> bool:
-        """Whether it can show only ASCII."""
+        """Whether the terminal can show only ASCII."""
         return not self.encoding.lower().startswith("utf")
 
     def text(self, words: str, style: str = "") -> Text:
-        """Return text from a run's files, without control characters and what the encoding lacks."""
-        shown = "".join(sign if sign.isprintable() else "?" for sign in words)
-        return Text(shown.encode(self.encoding, "replace").decode(self.encoding), style, overflow="fold")
+        """Return text with `?` in place of control characters and characters that the encoding lacks."""
+        printable = "".join(sign if sign.isprintable() else "?" for sign in words)
+        return Text(printable.encode(self.encoding, "replace").decode(self.encoding), style, overflow="fold")
 
 
 def heading(status: RunStatus, terminal: Terminal) -> list[Text]:
-    """Return the run's folder, and the method, dataset, clients and seed of its config."""
+    """Return the lines with the run's folder, and with its method, dataset, number of clients and seed."""
     settings = status.run.settings
-    many, each = settings.get("scenario.clients"), settings.get("clients_per_round")
+    total, per_round = settings.get("scenario.clients"), settings.get("clients_per_round")
     words = [" on ".join(str(settings[key]) for key in ("algorithm", "scenario.dataset") if key in settings)]
-    if many:
-        words.append(f"{many} clients" if each in (None, many) else f"{each} of {many} clients a round")
-    elif each:
-        words.append(f"{each} clients a round")
+    if total:
+        words.append(f"{total} clients" if per_round in (None, total) else f"{per_round} of {total} clients a round")
+    elif per_round:
+        words.append(f"{per_round} clients a round")
     if "seed" in settings:
         words.append(f"seed {settings['seed']}")
-    described = ", ".join(filter(None, words))
-    return [terminal.text(str(status.run.run_dir), "bold"), *([terminal.text(described)] if described else [])]
+    lines = [(str(status.run.run_dir), "bold"), (", ".join(filter(None, words)), "")]
+    return [terminal.text(line, style) for line, style in lines if line]
 
 
 def progress(status: RunStatus) -> Table:
@@ -120,22 +120,22 @@ def progress(status: RunStatus) -> Table:
 
 
 def state(status: RunStatus) -> str:
-    """Return a line that says whether the run is in progress."""
-    done, each = len(status.run.rounds), status.round_seconds
+    """Return the line that says whether the run is in progress."""
+    done, seconds = len(status.run.rounds), status.round_seconds
     if status.ended:
         return f"ended after round {done}"
-    if status.silence > max(QUIET, 3 * (each or 0)) and done:
+    if status.silence > max(QUIET, 3 * (seconds or 0)) and done:
         fix = f"if it was stopped, resume it with: fl-lightning fit --resume {status.run.run_dir}"
         return f"nothing has changed for {format_duration(status.silence)}; {fix}"
     if not done:
         return f"waits for its first round to end, for {format_duration(status.since_round)} so far"
     if status.total and done >= status.total:
         return "all rounds are done, final files are being written"
-    return f"round {done + 1} is under way" + ("" if each is None else f"; a round takes {each:.3g} s")
+    return f"round {done + 1} is under way" + ("" if seconds is None else f"; a round takes {seconds:.3g} s")
 
 
 def clients(status: RunStatus) -> list[str]:
-    """Return the spread of the clients' accuracies, and the worst three clients if single clients are logged."""
+    """Return lines about the clients' accuracies: their spread, and the worst three clients if these are logged."""
     if status.clients:
         scores = sorted((row["acc"], int(row["client"])) for row in status.clients if "client" in row)
         acc = [score for score, _ in scores]
@@ -153,8 +153,8 @@ def clients(status: RunStatus) -> list[str]:
 
 def last_warnings(status: RunStatus, terminal: Terminal) -> list[Text]:
     """Return the last warnings, each cut to three lines."""
-    fitting = 3 * terminal.width
-    lines = [line if len(line) <= fitting else f"{line[: fitting - 3]}..." for line in status.warnings]
+    length = 3 * terminal.width
+    lines = [line if len(line) <= length else f"{line[: length - 3]}..." for line in status.warnings]
     return [terminal.text(line, "yellow") for line in (["last warnings:"] if lines else []) + lines]
 
 
@@ -163,28 +163,28 @@ def plots(rounds: Sequence[Row], terminal: Terminal, lines: int | None) -> list[
 
     Args:
         rounds: The run's metrics.
-        terminal: What the terminal can show.
+        terminal: The abilities of the terminal.
         lines: Number of lines for all plots; None for no limit.
     """
-    present = [{name: label for name, label in names.items() if points(rounds, name)} for names in PLOTS]
-    present = [names for names in present if names]
-    beside = len(present) > 1 and terminal.width >= BESIDE
-    each = replace(terminal, width=(terminal.width - 2) // 2) if beside else terminal
-    rows = rows_of_plots(lines, [len(names) for names in present], beside) if each.width >= NARROWEST else []
-    panels = [Group(*legend(rounds, names, each)) for names in present]
-    for panel, names, number in zip(panels, present, rows, strict=False):
-        panel.renderables.extend([curves(rounds, list(names), each, number)] if number else [])
+    recorded = [{name: label for name, label in names.items() if points(rounds, name)} for names in PLOTS]
+    recorded = [names for names in recorded if names]
+    beside = len(recorded) > 1 and terminal.width >= BESIDE
+    area = replace(terminal, width=(terminal.width - 2) // 2) if beside else terminal
+    rows = rows_of_plots(lines, [len(names) for names in recorded], beside) if area.width >= NARROWEST else []
+    panels = [Group(*legend(rounds, names, area)) for names in recorded]
+    for panel, names, number in zip(panels, recorded, rows, strict=False):
+        panel.renderables.extend([curves(rounds, list(names), area, number)] if number else [])
     if not beside:
         return [*panels]
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in panels:
-        grid.add_column(vertical="bottom", width=each.width)
+        grid.add_column(vertical="bottom", width=area.width)
     grid.add_row(*panels)
     return [grid]
 
 
 def rows_of_plots(lines: int | None, legends: Sequence[int], beside: bool) -> list[int]:
-    """Return the number of rows of each plot; the last plots get none if there are too few lines.
+    """Return the number of rows of each plot. With too few lines, the last plots get none.
 
     Args:
         lines: Number of lines for plots and legends; None for no limit.
@@ -204,7 +204,7 @@ def rows_of_plots(lines: int | None, legends: Sequence[int], beside: bool) -> li
 
 
 def legend(rounds: Sequence[Row], names: Mapping[str, str], terminal: Terminal) -> list[Text]:
-    """Return a line for each curve: its mark, label and last value; for accuracies also the best value."""
+    """Return a line for each curve with its mark, label and last value, and for accuracies the best value."""
     lines = []
     for (name, label), color, mark in zip(names.items(), COLORS, MARKS, strict=False):
         figures = best_and_last(points(rounds, name), name, is_lower_better(name))
@@ -218,13 +218,13 @@ def legend(rounds: Sequence[Row], names: Mapping[str, str], terminal: Terminal) 
 
 
 def curves(rounds: Sequence[Row], names: Sequence[str], terminal: Terminal, rows: int) -> Text:
-    """Return a plot of metrics over rounds: fine lines with colours, or a character for each curve without.
+    """Return a plot of metrics over rounds. Without colours, each curve is drawn with its own character.
 
     The largest and the smallest value are beside the plot, the first and the last round below it.
     """
-    drawn = [points(rounds, name) for name in names]
-    xs = [[row["round"] for row in curve] for curve in drawn]
-    ys = [[row[name] for row in curve] for name, curve in zip(names, drawn, strict=True)]
+    points_of = {name: points(rounds, name) for name in names}
+    xs = [[row["round"] for row in curve] for curve in points_of.values()]
+    ys = [[row[name] for row in curve] for name, curve in points_of.items()]
     (first, last), (low, high) = ((min(map(min, each)), max(map(max, each))) for each in (xs, ys))
     margin = 0.0 if low < high else 0.1 * (abs(low) or 1)
     bottom, top = f" {low - margin:.3g}", f" {high + margin:.3g}"

@@ -1,4 +1,4 @@
-"""Poll a run's folder while the run may be in progress. Files are only read, and none is kept open."""
+"""Read the status of a run that may be in progress. No file is written or kept open."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fl_lightning.evaluation.summary import Row, parse_rows, read_rows
 from fl_lightning.runs.reader import DamagedRun, Run, complete_rounds, read_config, read_final
 
 TAIL = 2**16
-"""Bytes at the end of a file that are read first; more if a round has more clients than fit."""
+"""Number of bytes at the end of a file that are read first. More are read if the last round does not fit."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run at one moment.
+    """The status of a run at one moment.
 
     Args:
-        run: The run so far; it may have no round yet.
+        run: The run so far, maybe without any round.
         clients: The rows of `clients.csv` for the last round in which the clients were evaluated.
         warnings: The last lines of `warnings.txt`.
         ended: Whether the run has finished.
-        silence: Seconds since anything in the folder changed.
-        since_round: Seconds since the last round ended or, before the first, since the run began.
+        silence: Seconds since the last change in the folder.
+        since_round: Seconds since the last round ended. Before the first round, seconds since the run began.
     """
 
     run: Run
@@ -41,13 +41,13 @@ class RunStatus:
 
     @property
     def total(self) -> int | None:
-        """The number of rounds of the whole run, if its config has it."""
+        """The number of rounds of the whole run; None if its config does not have it."""
         rounds = self.run.config.get("rounds")
         return rounds if isinstance(rounds, int) and rounds > 0 else None
 
     @property
     def round_seconds(self) -> float | None:
-        """The duration of a round: the mean over the last ten, or over one evaluation interval if that is longer."""
+        """The mean duration of the last ten rounds, or of one evaluation interval if it is longer."""
         every = (self.run.config.get("evaluation") or {}).get("every")
         last = self.run.rounds[-max(10, every if isinstance(every, int) else 1) :]
         times = [row["time/round_s"] for row in last if math.isfinite(row.get("time/round_s", math.nan))]
@@ -63,11 +63,7 @@ class RunStatus:
 
 
 class RunMonitor:
-    """Polls a run's folder; files that have not changed since the last poll are not read again.
-
-    Args:
-        folder: The run's folder.
-    """
+    """Polls the folder of a run. Files that have not changed since the last poll are not read again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,13 +73,13 @@ class RunMonitor:
         self._seen: dict[str, object] = {}
 
     def poll(self) -> RunStatus:
-        """Return the present state of the run.
+        """Return the present status of the run.
 
         Raises:
             DamagedRun: The folder is not a run, or cannot be read.
         """
         try:
-            if self._is_new("metrics.csv"):
+            if self._has_changed("metrics.csv"):
                 self._rows = complete_rounds(read_rows(self.folder / "metrics.csv"))
             rows, last_round = self._rows, (self.folder / "metrics.csv").stat().st_mtime
         except FileNotFoundError as error:
@@ -91,9 +87,9 @@ class RunMonitor:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or one_line(error)
             raise DamagedRun(f"{self.folder}: metrics.csv cannot be read: {reason}") from error
-        if self._is_new("config.yaml"):
+        if self._has_changed("config.yaml"):
             self._config = read_config(self.folder)
-        if self._is_new("clients.csv", len(rows)):
+        if self._has_changed("clients.csv", len(rows)):
             self._clients = last_measured(self.folder / "clients.csv", len(rows))
         run, now = Run(self.folder, self._config, rows, read_final(self.folder)), time.time()
         return RunStatus(
@@ -112,11 +108,11 @@ class RunMonitor:
         stopped_early = (self.folder / "final" / "summary.json").stat().st_mtime >= last_round
         return stopped_early or run.config.get("rounds") == len(run.rounds)
 
-    def _is_new(self, name: str, beside: object = None) -> bool:
-        """Return whether a file, or a value that is compared with it, changed since the last poll."""
+    def _has_changed(self, name: str, number: int = 0) -> bool:
+        """Return whether a file, or a number that belongs to it, changed since the last poll."""
         try:
             file = (self.folder / name).stat()
-            now: object = file.st_ino, file.st_size, file.st_mtime_ns, beside
+            now: object = file.st_ino, file.st_size, file.st_mtime_ns, number
         except OSError:
             now = None
         before, self._seen[name] = self._seen.get(name, ()), now
@@ -131,7 +127,7 @@ class RunMonitor:
 
 
 def last_measured(path: Path, round: int) -> list[Row]:
-    """Return the rows of a `clients.csv` for the last evaluated round, up to a given round; reads the file's end."""
+    """Return the rows of the last evaluated round in a `clients.csv`, up to a given round. Reads the file's end."""
     size = TAIL
     with suppress(OSError, ValueError), open_file(path) as file:
         header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size

@@ -14,15 +14,15 @@ from fl_lightning.evaluation.summary import Row, human_bytes
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20
-"""The most clients that a table shows in full, and how many it shows at either end otherwise."""
+"""Number of clients up to which a table shows all, and number of clients at each end that it shows otherwise."""
 
 
 def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
-    """Return the table that a run ends with: last and best metrics, R_acc and bytes, and which models were evaluated.
+    """Return the table at the end of a run: last and best metrics, R_acc, bytes, and the evaluated models.
 
     Args:
         summary: The run's summary, as `summarize` returns it.
-        clients: Which model was evaluated for a client, as in `Evaluation`.
+        clients: The evaluated model of a client, as in `Evaluation`.
     """
     headers = ("", "last", "best", "best\nround")  # the break keeps the table within 40 columns
     table = Table(*headers, title=f"{summary['rounds']} rounds", caption_justify="left")
@@ -43,7 +43,7 @@ def summary_table(summary: dict[str, Any], clients: Literal["trained", "received
 
 
 def label_of(name: str) -> str:
-    """Return the label of a metric in a table: `client acc, weighted` for `client/acc_weighted`."""
+    """Return the label of a metric, such as `client acc, weighted` for `client/acc_weighted`."""
     whose, _, metric = name.partition("/")
     metric = metric.removesuffix("_mean")
     if weighted := metric.endswith("_weighted"):
@@ -52,7 +52,7 @@ def label_of(name: str) -> str:
 
 
 def test_table(metrics: Row, server: bool) -> Table:
-    """Return the table that `test` prints: the metrics, and which models were evaluated.
+    """Return the table that `test` prints: the metrics and the evaluated models.
 
     Args:
         metrics: The metrics, as `FederatedOrchestrator.test` returns them.
@@ -68,7 +68,7 @@ def test_table(metrics: Row, server: bool) -> Table:
 
 
 def _caption(families: set[str], model: str) -> str:
-    """Return a line for each family of metrics: which models were evaluated, and on what data."""
+    """Return a line for each family of metrics, which names the evaluated models and the data."""
     lines = {
         "global": "global: the global model, on the global test set",
         "client": f"client: each client's model {model}, on its own test split",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import optuna
 import yaml
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.samplers import RandomSampler, TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.markup import escape
@@ -45,13 +45,13 @@ class TrialResult:
     """The result of a trial.
 
     Args:
-        number: Its number, in the order in which trials were proposed.
+        number: The trial's number, in the order in which trials were proposed.
         folder: The folder of its run.
-        settings: The words that its parameters have on the command line.
+        settings: The values of its parameters, as written on the command line.
         state: One of `complete`, `ended early`, `failed`, `unfinished`.
-        value: The metric; of a trial that was ended early, its last value. None if there is none.
-        rounds: Number of rounds that it ran.
-        reason: Why it failed, or is unfinished.
+        value: The metric; for a trial that ended early, its last value. None for other states.
+        rounds: Number of rounds that were run.
+        reason: Why the trial failed or is unfinished.
     """
 
     number: int
@@ -72,12 +72,12 @@ class TrialResult:
 
 
 class Study:
-    """The trials of a sweep and their results, kept in the sweep's folder.
+    """The trials of a sweep and their results, stored in the sweep's folder.
 
     Optuna stores them in SQLite, whose transactions survive a kill; a line of Optuna's journal file could be cut. For
     the same reason a trial is proposed in a copy in memory and stored in one transaction: Optuna itself stores a
-    trial's parameters one by one. The random numbers of a trial derive from the seed and its number, so that a killed
-    sweep continues with the same trials.
+    trial's parameters one by one. The random numbers of a trial derive from the seed and its number, so a killed sweep
+    continues with the same trials.
 
     Args:
         sweep: The sweep.
@@ -96,7 +96,7 @@ class Study:
         self._storage.remove_session()
         self._storage.engine.dispose()
 
-    # --- Which trial is next ---
+    # --- Proposing trials ---
 
     def jobs(self, most: int) -> Iterator[Job]:
         """Yield the trials to run: unfinished ones, failed ones that are to be run again, then new ones.
@@ -117,7 +117,7 @@ class Study:
             yield self._job(self._trials()[number])
 
     def _trials(self) -> list[FrozenTrial]:
-        """Return the last Optuna trial of each number: a trial that is run again is a new one in the database."""
+        """Return the latest Optuna trial of each number. A trial that runs again is a new one in the database."""
         trials = self._study.get_trials(deepcopy=False)
         return list({trial.user_attrs["point"]: trial for trial in trials}.values())
 
@@ -130,13 +130,11 @@ class Study:
     def _propose(self, number: int) -> dict[str, Any]:
         if self.sweep.method == "grid":
             return self.sweep.grid()[number]
-        copy = optuna.create_study(direction=self._study.direction, sampler=self._sampler(number))
+        seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
+        sampler = TPESampler(seed=seed) if self.sweep.method == "bayes" else RandomSampler(seed=seed)
+        copy = optuna.create_study(direction=self._study.direction, sampler=sampler)
         copy.add_trials(self._study.get_trials())
         return copy.ask(self._distributions).params
-
-    def _sampler(self, number: int) -> BaseSampler:
-        seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
-        return TPESampler(seed=seed) if self.sweep.method == "bayes" else RandomSampler(seed=seed)
 
     @property
     def _distributions(self) -> dict[str, Any]:
@@ -151,13 +149,13 @@ class Study:
     def _trial_of(self, folder: Path) -> FrozenTrial:
         return next(trial for trial in self._trials() if trial.user_attrs["folder"] == folder.name)
 
-    # --- The result of a trial ---
+    # --- Recording results ---
 
     def record(self, ended: JobResult) -> TrialResult:
         """Record the result of a trial.
 
         Raises:
-            ConfigError: The first trial to end could not run, or has no such metric: the sweep itself is wrong.
+            ConfigError: The first trial that ended could not run or lacks the metric, so the sweep itself is wrong.
         """
         folder = ended.job.folder
         trial = self._trial_of(folder)
@@ -198,13 +196,14 @@ class Study:
         self._study.tell(trial.number, state=FAIL)
 
     def _refuse_first(self, reason: str | None) -> None:
+        """Raise an error for this reason if no trial has ended yet."""
         if reason and not any(trial.state.is_finished() for trial in self._trials()):
             raise ConfigError(reason)
 
     # --- Early termination ---
 
     def should_stop(self, job: Job) -> bool:
-        """Return whether the pruner ends a running trial early, judged by its rounds so far."""
+        """Return whether the pruner ends a running trial after its rounds so far."""
         trial = self._trial_of(job.folder)
         if trial.state == RUNNING and self._report_rounds(trial):
             self._study.tell(trial.number, state=PRUNED)
@@ -212,21 +211,21 @@ class Study:
         return False
 
     def _report_rounds(self, trial: FrozenTrial) -> bool:
-        """Report a trial's new rounds to the pruner, up to one at which it would end the trial; return if it would."""
-        if not self.sweep.pruner or not (new := self._new_rounds(trial)):
+        """Report a trial's new rounds to the pruner, and return whether the pruner ends the trial at one of them."""
+        if not self.sweep.pruner:
+            return False
+        number = self._trial_id(trial)
+        last_step = self._storage.get_trial(number).last_step or 0
+        new = [row for row in self._rows(trial) if self.sweep.metric in row and row["round"] > last_step]
+        if not new:
             return False
         config = read_config(self._folder(trial) / "config.yaml")
-        number, last = self._trial_id(trial), min(config["rounds"], self.sweep.rounds_to_prune)
         for row in new:
-            if row["round"] < last:
+            if row["round"] < min(config["rounds"], self.sweep.rounds_to_prune):
                 self._storage.set_trial_intermediate_value(number, int(row["round"]), row[self.sweep.metric])
                 if self.sweep.pruner.prune(self._study, self._storage.get_trial(number)):
                     return True
         return False
-
-    def _new_rounds(self, trial: FrozenTrial) -> list[Row]:
-        last_step = self._storage.get_trial(self._trial_id(trial)).last_step or 0
-        return [row for row in self._rows(trial) if self.sweep.metric in row and row["round"] > last_step]
 
     def _rows(self, trial: FrozenTrial) -> list[Row]:
         path = self._folder(trial) / "metrics.csv"
@@ -254,12 +253,12 @@ class Study:
 
 
 def storage_at(path: Path) -> RDBStorage:
-    """Return Optuna's storage in a file, which is created if it does not exist."""
+    """Return Optuna's storage in a file. The file is created if it does not exist."""
     return RDBStorage(f"sqlite:///{path.absolute()}")
 
 
 def open_database(path: Path, sweep: Sweep) -> tuple[RDBStorage, optuna.Study]:
-    """Open or create the study in a file, after checking that all of its trials can be read.
+    """Open or create the database of a sweep, and check that all of its trials can be read.
 
     Raises:
         ConfigError: The file is damaged.
@@ -271,14 +270,14 @@ def open_database(path: Path, sweep: Sweep) -> tuple[RDBStorage, optuna.Study]:
         for trial in study.get_trials(deepcopy=False):
             if lost := [*({"point", "folder"} - trial.user_attrs.keys()), *(sweep.parameters.keys() - trial.params)]:
                 raise ValueError(f"trial {trial.number} has no {lost[0]}")
-    except Exception as error:  # SQLite, SQLAlchemy, JSON and Optuna each raise their own for damaged content
+    except Exception as error:  # SQLite, SQLAlchemy, JSON and Optuna raise different errors for damaged content
         fix = "Restore it from a backup, or choose another folder with --out."
         raise ConfigError(f"{path}: damaged ({one_line(root_cause(error))}). {fix}") from error
     return storage, study
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the first of the errors that led to an error."""
+    """Return the innermost cause of an error."""
     while error.__cause__:
         error = error.__cause__
     return error
@@ -312,7 +311,7 @@ def run_sweep(
         seed: Seed of randomly drawn parameters.
         count: Number of trials of the whole sweep; by default that of the file or its grid.
         workers: Number of trials that run at a time.
-        threads: Torch threads of each.
+        threads: Number of torch threads of each trial.
         show: Called when a trial ends, with its result and the number of all trials.
 
     Returns:
@@ -343,9 +342,9 @@ def run_sweep(
 
 
 def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -> None:
-    """Write a sweep's description to its folder, or check that the folder was begun with the same one.
+    """Write a sweep's description to its folder. If trials have begun there, check that it has not changed.
 
-    A folder in which no trial has begun takes a new description, so that a mistake in the file can be corrected.
+    Before the first trial has begun the description may change, so a mistake in the file can be corrected.
 
     Args:
         folder: The sweep's folder.
@@ -354,7 +353,7 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
         seed: Seed of randomly drawn parameters.
 
     Raises:
-        ConfigError: The folder holds another sweep (the message names what differs), or a file of it is lost.
+        ConfigError: The folder holds another sweep (the message names the differences), or a file of it is lost.
     """
     words = [*sweep.words, *sweep.words_after]
     configs = {name: read_config(Path(config_path(name))) for _, name in option_values(words, "config")}
@@ -387,7 +386,7 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
 
 
 def update_description(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recorded description of a sweep with the present names of options and classes.
+    """Return the recorded description of a sweep with old names of options and classes replaced.
 
     Args:
         recorded: The description in the sweep's folder.
@@ -404,7 +403,7 @@ def update_description(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> d
 
 
 def _update_word(word: str) -> str:
-    """Return a word of a command line with the present name of an option or a class."""
+    """Return a word of a command line with the old name of an option or a class replaced."""
     key, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
     new = new_option(key.removeprefix("--"))
     return (f"--{new}" if new else key) + sign + (new_class(value) or update_path(value))
@@ -418,8 +417,8 @@ class Setting:
     """Trials that differ only in the seed.
 
     Args:
-        settings: Their settings, without the seed.
-        results: The result of each.
+        settings: The settings without the seed.
+        results: The results of the trials.
     """
 
     settings: Mapping[str, str]
@@ -437,7 +436,7 @@ class Setting:
 
 
 def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
-    """Return the settings, best mean over the seeds first; incomplete ones come last."""
+    """Return the settings sorted by their mean over the seeds, the best first. Incomplete ones come last."""
     groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in result.settings.items() if k != "seed"), []).append(result)
@@ -451,7 +450,7 @@ def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Settin
 
 
 def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
-    """Return the table of a sweep: settings, best first, and the state of trials without a value."""
+    """Return the table of a sweep: the settings, the best first, and the state of incomplete trials."""
     keys = [key for key in sweep.parameters if key != "seed"]
     has_seeds, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
     columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
@@ -472,7 +471,7 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
 
 
 def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
-    """Write the config of the best setting's first seed, for `fl-lightning fit --config`; None if no trial ended."""
+    """Write the config of the best setting's first seed. Return its trial; None if no trial finished."""
     best = rank_settings(results, sweep.maximize)[0].complete
     if not best:
         return None
@@ -483,7 +482,7 @@ def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> Tria
 
 
 def write_trials(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> None:
-    """Write a CSV file with one line per trial."""
+    """Write all trials to a CSV file, one line each."""
     lines: list[list[Any]] = [["trial", *sweep.parameters, sweep.metric, "state", "rounds", "reason", "folder"]]
     for one in results:
         folder = f"{TRIALS}/{one.folder.name}"

@@ -1,4 +1,4 @@
-"""Read W&B sweep files: the command line of each trial, and the distributions of its parameters."""
+"""Read W&B sweep files: the trials' command line and the distributions of its parameters."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from fl_lightning.evaluation.summary import better_goal
 
 METHODS = ("grid", "random", "bayes")
 UNRELATED_KEYS = {"name", "description", "project", "entity", "program"}
-"""Keys that do not affect the trials; a sweep continues although they change."""
+"""Keys that do not affect the trials. They may change during a sweep."""
 KEYS = {*UNRELATED_KEYS, "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
-SWEEPS_OWN = {"config", "resume", "run_dir"}
+SET_BY_SWEEP = {"config", "resume", "run_dir"}
+"""Options of `fit` that are no parameters, because the sweep sets them."""
 BOUNDS = ("min", "max")
 DISTRIBUTIONS = {"constant": ("value",), "categorical": ("values",), "int_uniform": BOUNDS} | {
     f"{q}{name}": BOUNDS for name in ("uniform", "log_uniform", "log_uniform_values") for q in ("", "q_")
 }
-"""W&B's distributions that are supported, with the keys that they need."""
-FORM = '[${program}, fit, --config, NAME.yaml, ..., "${args}"]'
+"""The supported distributions of W&B, with the keys that they need."""
+COMMAND = '[${program}, fit, --config, NAME.yaml, ..., "${args}"]'
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A key that a sweep varies.
+    """A parameter of a sweep.
 
     Args:
-        distribution: The distribution that Optuna draws from; categorical over words for listed values.
-        q: Drawn values are rounded to multiples of this, within the distribution's bounds.
+        distribution: The distribution that Optuna draws from; for listed values, categorical over their text.
+        q: If given, drawn values are rounded to multiples of it within the distribution's bounds.
     """
 
     distribution: BaseDistribution
     q: float | None = None
 
     def word(self, drawn: Any) -> str:
-        """Return the word on the command line for a drawn value."""
+        """Return a drawn value as text for the command line."""
         if self.q is None:
             return to_word(drawn)
         low, high = multiples(self.distribution, self.q)
@@ -68,19 +69,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, as its file describes it.
+    """The content of a sweep file.
 
     Args:
         name: The name of the file, without its suffix.
         method: `grid`, `random` or `bayes`.
-        words: The command line of `fit` up to the parameters, without that word.
-        words_after: The words after the parameters.
+        words: The command line of `fit` before the parameters, without `fit`.
+        words_after: The command line after the parameters.
         parameters: The parameters that vary, by key.
         metric: The metric to optimise: a column of `metrics.csv` (its last value), or an entry of `final/summary.json`.
         maximize: Whether larger values are better.
-        pruner: Decides which trials end early; None for none.
-        rounds_to_prune: Trials that reached this round are not ended early.
-        run_cap: Maximum number of trials, if the file has one.
+        pruner: Decides which trials end early; None if all trials run to their end.
+        rounds_to_prune: A trial that reached this round does not end early.
+        run_cap: Maximum number of trials; None for no limit.
     """
 
     name: str
@@ -127,7 +128,7 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
         settings: Words `KEY=VALUE` to add to the command line of every trial.
 
     Raises:
-        ConfigError: The file is wrong, or needs what only W&B's server can do; the message names the key.
+        ConfigError: The file is invalid, or uses a feature of W&B's server; the message names the key.
     """
     try:
         _check_keys("a sweep", content, KEYS)
@@ -147,37 +148,40 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
     return Sweep(path.stem, method, words, after, parameters, metric, maximize, pruner, rounds, run_cap)
 
 
-def _check_keys(what: str, given: Any, keys: set[str]) -> None:
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{what}: needs lines `key: value`, it holds {given!r}")
-    for key in given:
+def _check_keys(name: str, content: Any, keys: set[str]) -> None:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{name}: needs lines `key: value`, it holds {content!r}")
+    for key in content:
         if key not in keys:
             near = get_close_matches(str(key), sorted(keys), 1)
             fix = suggest(near[0] if near else None, sorted(keys))
-            raise ConfigError(f"{what} has no key {key!r} here. {fix}")
+            raise ConfigError(f"{name} has no key {key!r} here. {fix}")
 
 
 # --- The command line --------------------------------------------------------------------------------------------
 
 
-def _command(given: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the words of `fit` before and after the parameters; W&B logging is switched to offline."""
-    words = [_with_environment(word) for word in given] if isinstance(given, list) else []
+def _command(content: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the words of `fit` before and after the parameters, with W&B logging switched to offline."""
+    words = [_with_environment(word) for word in content] if isinstance(content, list) else []
     if words[:1] == ["${program}"]:
         words[0] = str(program)
     if words[:2] != ["fl-lightning", "fit"] or words.count("${args}") != 1:
-        raise ConfigError(f"command: only {FORM} with program fl-lightning can be run here")
-    place = words.index("${args}")
-    for word in [*words[:place], *words[place + 1 :]]:
+        raise ConfigError(f"command: only {COMMAND} with program fl-lightning can be run here")
+    before, after = words[2 : words.index("${args}")], words[words.index("${args}") + 1 :]
+    for word in [*before, *after]:
         if "${" in word:
             raise ConfigError(f"command: {word} is not known. Available: ${{program}}, ${{args}}, ${{envvar:NAME}}.")
-        if word.partition("=")[0] in ("--resume", "--run_dir"):
+        option = word.partition("=")[0]
+        if option in ("--resume", "--run_dir"):
             raise ConfigError(f"command: {word} is set by the sweep. Leave it out")
-        refuse_old_option(word.partition("=")[0].removeprefix("--"))
-    return tuple(_offline(words[2:place])), tuple(_offline(words[place + 1 :]))
+        refuse_old_option(option.removeprefix("--"))
+    return tuple(_log_offline(before)), tuple(_log_offline(after))
 
 
 def _with_environment(word: Any) -> str:
+    """Return a word with the values of environment variables in place of `${envvar:NAME}`."""
+
     def value(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
             raise ConfigError(f"command: {word} needs the environment's {match[1]}, which is not set")
@@ -186,14 +190,15 @@ def _with_environment(word: Any) -> str:
     return re.sub(r"\$\{envvar:(\w*)\}", value, to_word(word))
 
 
-def _offline(words: Sequence[str]) -> list[str]:
-    found = list(words)
+def _log_offline(words: Sequence[str]) -> list[str]:
+    """Return a command line with `--logger.offline true` in place of its value there."""
+    changed = list(words)
     for i, word in enumerate(words):
         if word == "--logger.offline" and i + 1 < len(words):
-            found[i + 1] = "true"
+            changed[i + 1] = "true"
         elif word.startswith("--logger.offline="):
-            found[i] = "--logger.offline=true"
-    return found
+            changed[i] = "--logger.offline=true"
+    return changed
 
 
 def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
@@ -202,117 +207,117 @@ def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
         raise ConfigError(f"--set: {word!r} is not of the form KEY=VALUE")
     if key in parameters:
         raise ConfigError(f"--set: {key} is a parameter of the sweep. Leave it out")
-    if key in SWEEPS_OWN:
+    if key in SET_BY_SWEEP:
         raise ConfigError(f"--set: {key} is set by the sweep")
     return f"--{word}"
 
 
-# --- Metric and early ends ---------------------------------------------------------------------------------------
+# --- Metric and early termination ----------------------------------------------------------------------------------
 
 
-def _metric(given: Any) -> tuple[str, bool]:
-    if given is None:
+def _metric(content: Any) -> tuple[str, bool]:
+    if content is None:
         raise ConfigError("metric: name the metric to optimise: {name: global/acc, goal: maximize}")
-    _check_keys("metric", given, {"name", "goal"})
-    goal = given.get("goal", "minimize")  # as W&B has it
-    if not isinstance(given.get("name"), str) or goal not in ("minimize", "maximize"):
-        raise ConfigError(f"metric: needs a name, and goal minimize or maximize; it is {dict(given)}")
-    name = given["name"]
+    _check_keys("metric", content, {"name", "goal"})
+    goal = content.get("goal", "minimize")  # W&B's default
+    if not isinstance(content.get("name"), str) or goal not in ("minimize", "maximize"):
+        raise ConfigError(f"metric: needs a name, and goal minimize or maximize; it is {dict(content)}")
+    name = content["name"]
     if better_goal(name) not in (goal, None):
         better = better_goal(name)
         warnings.warn(f"metric: goal {goal} takes the worst {name} as the best. Set goal: {better}.", stacklevel=2)
     return name, goal == "maximize"
 
 
-def _pruner(given: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
-    """Return the pruner for W&B's hyperband, and the round from which on it prunes no more.
+def _pruner(content: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
+    """Return the pruner for W&B's hyperband, and the first round that it no longer prunes.
 
     At rounds min_iter, min_iter * eta, ... the best 1/eta of the trials so far continue. This is a single bracket of
     successive halving; Optuna's HyperbandPruner would distribute the trials over several brackets.
     """
-    if given is None:
+    if content is None:
         return None, 0
-    _check_keys("early_terminate", given, {"type", "min_iter", "max_iter", "s", "eta", "strict"})
-    if given.get("type") != "hyperband":
-        raise ConfigError(f"early_terminate: type {given.get('type')!r} is not supported. Use hyperband")
-    if given.get("strict", True) is not True:
+    _check_keys("early_terminate", content, {"type", "min_iter", "max_iter", "s", "eta", "strict"})
+    if content.get("type") != "hyperband":
+        raise ConfigError(f"early_terminate: type {content.get('type')!r} is not supported. Use hyperband")
+    if content.get("strict", True) is not True:
         raise ConfigError("early_terminate: strict: false is not supported. Leave it out")
-    eta, s = _count("eta", given.get("eta", 3), 2), given.get("s")
-    if "max_iter" not in given and "min_iter" in given:
-        return SuccessiveHalvingPruner(_count("min_iter", given["min_iter"], 1), eta), math.inf
-    if "max_iter" not in given or s is None:
+    eta, s = _count("eta", content.get("eta", 3), 2), content.get("s")
+    if "max_iter" not in content and "min_iter" in content:
+        return SuccessiveHalvingPruner(_count("min_iter", content["min_iter"], 1), eta), math.inf
+    if "max_iter" not in content or s is None:
         raise ConfigError("early_terminate: needs min_iter, or max_iter and s")
-    most = _count("max_iter", given["max_iter"], eta)
-    bands = [most // eta**i for i in range(1, _count("s", s, 1) + 1) if most >= eta**i]
-    return SuccessiveHalvingPruner(bands[-1], eta), most
+    max_iter = _count("max_iter", content["max_iter"], eta)
+    bands = [max_iter // eta**i for i in range(1, _count("s", s, 1) + 1) if max_iter >= eta**i]
+    return SuccessiveHalvingPruner(bands[-1], eta), max_iter
 
 
-def _count(name: str, given: Any, least: int) -> int:
-    if not isinstance(given, int) or given < least:
-        raise ConfigError(f"early_terminate: {name}: {given!r} is not a whole number of at least {least}")
-    return given
+def _count(name: str, value: Any, minimum: int) -> int:
+    if not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"early_terminate: {name}: {value!r} is not a whole number of at least {minimum}")
+    return value
 
 
 # --- Parameters --------------------------------------------------------------------------------------------------
 
 
-def _parameters(given: Any, grid: bool) -> dict[str, Parameter]:
-    if not isinstance(given, Mapping) or not given:
+def _parameters(content: Any, grid: bool) -> dict[str, Parameter]:
+    if not isinstance(content, Mapping) or not content:
         raise ConfigError("parameters: name at least one key, each with values, value, or min and max")
-    found = {}
-    for key, described in given.items():
-        if key in SWEEPS_OWN:
+    parameters = {}
+    for key, description in content.items():
+        if key in SET_BY_SWEEP:
             raise ConfigError(f"parameters: {key} is set by the sweep. Put it into the command")
         refuse_old_option(str(key))
         try:
-            found[str(key)] = _parameter(described)
+            parameters[str(key)] = _parameter(description)
         except ConfigError as error:
             raise ConfigError(f"parameters: {key}: {error}") from None
-        if grid and found[key].values is None:
+        if grid and parameters[str(key)].values is None:
             raise ConfigError(f"parameters: {key}: a grid needs values, or whole numbers min and max")
-    return found
+    return parameters
 
 
-def _parameter(given: Any) -> Parameter:
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"needs values, value, or min and max; it is {given!r}")
-    if "parameters" in given:
+def _parameter(description: Any) -> Parameter:
+    if not isinstance(description, Mapping):
+        raise ConfigError(f"needs values, value, or min and max; it is {description!r}")
+    if "parameters" in description:
         raise ConfigError("nested parameters are not supported. Write the key with dots")
-    if "probabilities" in given:
+    if "probabilities" in description:
         raise ConfigError("probabilities are not supported: values are drawn uniformly. Leave them out")
-    name = given.get("distribution") or _default_distribution(given)
+    name = description.get("distribution") or _default_distribution(description)
     if name not in DISTRIBUTIONS:
         raise ConfigError(f"distribution {name!r} is not supported. Use one of {', '.join(DISTRIBUTIONS)}")
-    needs = DISTRIBUTIONS[name]
-    q = {"q"} if name.startswith("q_") else set()
-    for key in given:
-        if key not in {*needs, *q, "distribution"}:
-            raise ConfigError(f"{name} takes {', '.join([*needs, *q])}, not {key}")
-    for key in needs:
-        if key not in given:
+    required = DISTRIBUTIONS[name]
+    allowed = [*required, *(["q"] if name.startswith("q_") else [])]
+    for key in description:
+        if key not in [*allowed, "distribution"]:
+            raise ConfigError(f"{name} takes {', '.join(allowed)}, not {key}")
+    for key in required:
+        if key not in description:
             raise ConfigError(f"{name} needs {key}")
-    if needs == BOUNDS:
-        return _numeric_parameter(name, given)
-    values = [given["value"]] if "value" in given else given["values"]
+    if required == BOUNDS:
+        return _numeric_parameter(name, description)
+    values = [description["value"]] if "value" in description else description["values"]
     if not isinstance(values, list) or not values:
         raise ConfigError(f"values: {values!r} is not a list of values")
     return Parameter(CategoricalDistribution(list(dict.fromkeys(map(to_word, values)))))
 
 
-def _default_distribution(given: Mapping[str, Any]) -> str:
-    """Return the distribution that W&B uses if the file names none."""
+def _default_distribution(description: Mapping[str, Any]) -> str:
+    """Return the distribution that W&B uses by default."""
     for key, name in (("values", "categorical"), ("value", "constant")):
-        if key in given:
+        if key in description:
             return name
-    if "min" in given and "max" in given:
-        return "int_uniform" if isinstance(given["min"], int) and isinstance(given["max"], int) else "uniform"
-    raise ConfigError(f"needs values, value, or min and max; it is {dict(given)}")
+    if {"min", "max"} <= description.keys():
+        return "int_uniform" if all(isinstance(description[key], int) for key in BOUNDS) else "uniform"
+    raise ConfigError(f"needs values, value, or min and max; it is {dict(description)}")
 
 
-def _numeric_parameter(name: str, given: Mapping[str, Any]) -> Parameter:
+def _numeric_parameter(name: str, description: Mapping[str, Any]) -> Parameter:
     """Return a parameter between two bounds, which are natural logarithms for `log_uniform` and `q_log_uniform`."""
     whole, log = name == "int_uniform", "log" in name
-    low, high = (_number(key, given[key], whole) for key in BOUNDS)
+    low, high = (_number(key, description[key], whole) for key in BOUNDS)
     if low > high:
         raise ConfigError(f"min {low} is above max {high}")
     if log and not name.endswith("_values"):
@@ -324,22 +329,22 @@ def _numeric_parameter(name: str, given: Mapping[str, Any]) -> Parameter:
     numbers = FloatDistribution(low, high, log=log)
     if not name.startswith("q_"):
         return Parameter(numbers)
-    q = _number("q", given.get("q", 1), whole=False)
+    q = _number("q", description.get("q", 1), whole=False)
     if q <= 0:
         raise ConfigError(f"q {q} is not above 0")
-    least, most = multiples(numbers, q)
-    if least > most:
+    first, last = multiples(numbers, q)
+    if first > last:
         raise ConfigError(f"no multiple of q {q} is between {low} and {high}")
     return Parameter(numbers, q)
 
 
-def _number(key: str, given: Any, whole: bool) -> float:
-    if isinstance(given, bool) or not isinstance(given, int if whole else (int, float)) or not math.isfinite(given):
-        raise ConfigError(f"{key}: {given!r} is not a {'whole ' if whole else ''}number")
-    return given
+def _number(key: str, value: Any, whole: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{key}: {value!r} is not a {'whole ' if whole else ''}number")
+    return value
 
 
 def multiples(numbers: Any, q: float) -> tuple[int, int]:
     """Return the smallest and the largest n for which n * q lies within a distribution's bounds."""
-    slack = 1e-9  # of a q: 0.3 is three times 0.1
+    slack = 1e-9  # rounding errors: 0.3 counts as three times 0.1
     return math.ceil(numbers.low / q - slack), math.floor(numbers.high / q + slack)

@@ -21,7 +21,7 @@ WITH_BASELINES = {
     if "\nbaselines:" in path.read_text()
 }
 
-ANEW = ["--algorithm", "fl_lightning.algorithms.Algorithm", "--algorithm"]
+RESET = ["--algorithm", "fl_lightning.algorithms.Algorithm", "--algorithm"]
 
 TINY = """# tiny
 rounds: 1
@@ -46,35 +46,35 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def spelled(*words):
+def expanded(*words):
     return expand_baseline(["fit", *words])[1:]
 
 
 def test_a_baseline_is_replaced_by_its_options(here):
-    prox = [*ANEW, "FedProx", "--algorithm.mu", "0.5", "--model.hidden", "[7]"]
-    uniform = [*ANEW, "FedAvg", "--algorithm.weighting", "uniform"]
+    prox = [*RESET, "FedProx", "--algorithm.mu", "0.5", "--model.hidden", "[7]"]
+    uniform = [*RESET, "FedAvg", "--algorithm.weighting", "uniform"]
     before = ["--config", "table.yaml"]
-    assert spelled(*before, "--algorithm", "FedProx", "--rounds", "2") == [*before, *prox, "--rounds", "2"]
-    assert spelled("--config=table.yaml", "--algorithm=FedProx") == ["--config=table.yaml", *prox]
-    assert spelled("-c", "table.yaml", "--algorithm", "Uniform") == ["-c", "table.yaml", *uniform]
-    assert spelled("-c", "table.yaml", "--algorithm", "Plain") == ["-c", "table.yaml", *ANEW, "FedAvg"]
+    assert expanded(*before, "--algorithm", "FedProx", "--rounds", "2") == [*before, *prox, "--rounds", "2"]
+    assert expanded("--config=table.yaml", "--algorithm=FedProx") == ["--config=table.yaml", *prox]
+    assert expanded("-c", "table.yaml", "--algorithm", "Uniform") == ["-c", "table.yaml", *uniform]
+    assert expanded("-c", "table.yaml", "--algorithm", "Plain") == ["-c", "table.yaml", *RESET, "FedAvg"]
 
 
 @pytest.mark.parametrize("words", [["--algorithm", "FedSKC"], ["--algorithm.mu", "3"], [], ["--algorithm"]])
 def test_a_line_without_a_baseline_does_not_change(here, words):
-    assert spelled("--config", "table.yaml", *words) == ["--config", "table.yaml", *words]
-    assert spelled(*words) == words
+    assert expanded("--config", "table.yaml", *words) == ["--config", "table.yaml", *words]
+    assert expanded(*words) == words
 
 
 def test_later_configs_add_to_the_baselines(here):
     Path("mine.yaml").write_text("baselines: {FedProx: {algorithm.mu: 9, seed: 3}}\n")
-    words = spelled("--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedProx")
-    assert words[4:] == [*ANEW, "FedProx", "--algorithm.mu", "9", "--model.hidden", "[7]", "--seed", "3"]
+    words = expanded("--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedProx")
+    assert words[4:] == [*RESET, "FedProx", "--algorithm.mu", "9", "--model.hidden", "[7]", "--seed", "3"]
     own = ["--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedSKC"]
-    assert spelled(*own) == own  # a config that names no algorithm leaves the one before it
+    assert expanded(*own) == own  # FedSKC is still the configs' own algorithm
 
 
-def test_a_run_of_a_baseline_and_its_resume(here):
+def test_a_run_of_a_baseline_can_be_resumed(here):
     code, _, err = run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--run_dir", "run")
     assert (code, err) == (0, "")
     config = yaml.safe_load(Path("run/config.yaml").read_text())
@@ -88,25 +88,24 @@ def test_a_run_of_a_baseline_and_its_resume(here):
     assert (code, err) == (0, "")
 
 
-def chosen(*words):
+def algorithm_of(*words):
     """Return the algorithm of a command line."""
-    return plain_config(experiment_parser().parse_args(expand(words)), experiment_parser())["algorithm"]
+    parser = experiment_parser()
+    return plain_config(parser.parse_args(expand(words)), parser)["algorithm"]
 
 
 def test_another_algorithm_starts_from_its_own_defaults(here):
-    """FedSKC and MOON both have a `tau`; only options that all algorithms share stay."""
+    """FedSKC and MOON both have `tau`. Only options that all algorithms share keep the config's values."""
     Path("own.yaml").write_text(TINY.replace("{tau: 0.5}", "{tau: 0.01, buffers: drop}"))
     for words in (["--algorithm", "MOON"], ["--algorithm=fl_lightning.algorithms.MOON"]):
-        options = chosen("--config", "own.yaml", *words)["init_args"]
+        options = algorithm_of("--config", "own.yaml", *words)["init_args"]
         assert (options["tau"], options["buffers"]) == (MOON().loss_terms[0].tau, "drop")
-    assert (
-        chosen("--config", "own.yaml", "--algorithm", "FedSKC", "--algorithm.beta", "0.5")["init_args"]["tau"] == 0.01
-    )
-    assert chosen("--config", "own.yaml", "--algorithm", "MOON", "--algorithm.tau", "2")["init_args"]["tau"] == 2
+    for words, tau in ((["FedSKC", "--algorithm.beta", "0.5"], 0.01), (["MOON", "--algorithm.tau", "2"], 2)):
+        assert algorithm_of("--config", "own.yaml", "--algorithm", *words)["init_args"]["tau"] == tau
 
 
 @pytest.mark.parametrize(
-    ("baselines", "complaint"),
+    ("baselines", "message"),
     [
         ("nowhere.yaml", "baselines: nowhere.yaml does not exist. Give the path relative to the config's own folder"),
         ("broken.yaml", "baselines: broken.yaml is no readable YAML: line 1: while parsing"),
@@ -114,23 +113,23 @@ def test_another_algorithm_starts_from_its_own_defaults(here):
         ("{FedProx: 3}", "baselines: odd.yaml needs lines `NAME: {key: value, ...}`"),
     ],
 )
-def test_bad_baselines_are_reported(here, baselines, complaint):
+def test_bad_baselines_are_reported(here, baselines, message):
     Path("broken.yaml").write_text("FedProx: {")
     Path("odd.yaml").write_text(TINY + f"baselines: {baselines}\n")
     code, _, err = run("fit", "--config", "odd.yaml", "--algorithm", "FedProx")
     assert code == 2
-    assert err.startswith(f"fl-lightning: error: {complaint}")
+    assert err.startswith(f"fl-lightning: error: {message}")
     assert err.count("\n") == 1
 
 
-def test_the_old_name_is_refused_with_the_new_one(here):
+def test_the_old_key_rivals_is_refused(here):
     Path("old.yaml").write_text(TINY + "rivals: {FedProx: {algorithm.mu: 0.5}}\n")
     code, _, err = run("fit", "--config", "old.yaml", "--algorithm", "FedProx")
     assert (code, err) == (2, "fl-lightning: error: rivals: renamed to baselines. Use the new name.\n")
 
 
 def shipped():
-    """Yield each baseline of each table, with the first config that has the table."""
+    """Yield each shipped baseline, with the first config that has it."""
     tables = {}
     for path, named in WITH_BASELINES.items():
         tables.setdefault(repr(named), (path, named))
@@ -150,20 +149,20 @@ def baselines_of(config):
     return merge_baselines({}, yaml.safe_load((CONFIGS / config).read_text())["baselines"], CONFIGS / config)
 
 
-@pytest.mark.fast_cases(20)
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize(("config", "name"), list(shipped()))
 def test_every_baseline_of_a_shipped_config_parses(parser, config, name):
-    """It keeps no option of the config's own method that has the same name."""
+    """A baseline does not take over options of the config's own method with the same name."""
     words = expand_baseline(with_config_paths(["--config", config, "--algorithm", name]))
     parsed = parser.parse_args(words).algorithm
     package, _, method = parsed.class_path.rpartition(".")
     assert package.startswith("fl_lightning")
     if method != yaml.safe_load((CONFIGS / config).read_text())["algorithm"]["class_path"]:
         parameters = inspect.signature(getattr(importlib.import_module(package), method)).parameters
-        taken = {key: plain(value) for key, value in parsed.init_args.items() if key != "loss_terms"}
-        said = {key.removeprefix("algorithm.") for key in baselines_of(config)[name]}
-        other = {key for key, value in taken.items() if value != plain(parameters[key].default)}
-        assert other <= said
+        options = {key: plain(value) for key, value in parsed.init_args.items() if key != "loss_terms"}
+        named = {key.removeprefix("algorithm.") for key in baselines_of(config)[name]}
+        changed = {key for key, value in options.items() if value != plain(parameters[key].default)}
+        assert changed <= named
 
 
 def plain(value):

@@ -24,13 +24,14 @@ from fl_lightning.analysis.comparison import comparable_runs, compare, format_se
 from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.cli.commands.compare import shorten_keys
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.evaluation.summary import is_lower_better
 from fl_lightning.runs.reader import open_runs
 
 PATHS = "fl_lightning.algorithms"
 
 
 def rounds_of(accs, name="global/acc", every=1, up=10, seconds=0.5):
-    """Return rounds with these accuracies, in every `every`-th round; each round costs more than the one before."""
+    """Return rounds with an accuracy in every `every`-th round. Each round costs more than the one before."""
     rows = []
     for i, acc in enumerate(accs, 1):
         row = {"round": i, "comm/up_bytes": up + i, "comm/down_bytes": 2 * up, "time/round_s": seconds * i}
@@ -41,16 +42,16 @@ def rounds_of(accs, name="global/acc", every=1, up=10, seconds=0.5):
 def write(folder, algorithm="FedAvg", seed=0, accs=(0.25, 0.5, 0.75), name="global/acc", finished=True, **values):
     values.setdefault("arguments", {})
     config = changed(algorithm=f"{PATHS}.{algorithm}", seed=seed, **values)
-    places = "-".join([algorithm, *(str(value) for value in values.values()), str(seed), f"{time.monotonic_ns()}"])
-    return write_run(folder / re.sub(r"[^\w.-]", "", places), config, rounds_of(accs, name), finished)
+    parts = "-".join([algorithm, *(str(value) for value in values.values()), str(seed), f"{time.monotonic_ns()}"])
+    return write_run(folder / re.sub(r"[^\w.-]", "", parts), config, rounds_of(accs, name), finished)
 
 
-def compared(folder, *by, **options):
+def compare_folder(folder, *by, **options):
     return compare(comparable_runs(open_runs(folder)), by=by, **options)
 
 
-def named(found):
-    return [" ".join(group.names.values()) for group in found.groups]
+def group_names(comparison):
+    return [" ".join(group.names.values()) for group in comparison.groups]
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def study(tmp_path, rng):
                 if (algorithm, alpha, seed) == ("FedDW", 0.1, 3):
                     continue
                 accs = np.sort(rng.uniform(0.4, 0.6, 5)) + gain
-                accs[3] += 0.2  # the best is not the last
+                accs[3] += 0.2  # the best round is not the last one
                 write(tmp_path, algorithm, seed, accs.tolist(), alpha=alpha)
                 ends[algorithm, alpha, seed] = accs
     return tmp_path, ends
@@ -78,60 +79,60 @@ def rng(request):
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=9))
-def test_a_spread_is_the_mean_and_the_samples_standard_deviation(values):
-    found = spread(values)
-    assert found.n == len(values)
-    assert found.mean == pytest.approx(statistics.fmean(values), rel=1e-12, abs=1e-12)
+def test_a_spread_has_the_mean_and_the_sample_standard_deviation(values):
+    result = spread(values)
+    assert result.n == len(values)
+    assert result.mean == pytest.approx(statistics.fmean(values), rel=1e-12, abs=1e-12)
     if len(values) == 1:
-        assert found.std is None
+        assert result.std is None
     else:
-        assert found.std == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-9)
+        assert result.std == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-9)
     assert spread([]) is None
 
 
 @pytest.mark.parametrize("n", [2, 8])
-def test_a_paired_difference_is_scipys_t_test(n, rng):
+def test_a_paired_difference_equals_scipys_paired_t_test(n, rng):
     ours, theirs = rng.normal(0.5, 0.1, n), rng.normal(0.45, 0.1, n)
-    found = paired_difference(list(ours), list(theirs))
-    assert found.pairs == n
-    assert found.p == pytest.approx(stats.ttest_rel(ours, theirs).pvalue, rel=1e-10)
-    assert found.mean == pytest.approx(np.mean(ours - theirs), rel=1e-12)
-    assert found.std == pytest.approx(statistics.stdev(ours - theirs), rel=1e-12)
-    assert found.effect == pytest.approx(found.mean / found.std, rel=1e-12)
+    difference = paired_difference(list(ours), list(theirs))
+    assert difference.pairs == n
+    assert difference.p == pytest.approx(stats.ttest_rel(ours, theirs).pvalue, rel=1e-10)
+    assert difference.mean == pytest.approx(np.mean(ours - theirs), rel=1e-12)
+    assert difference.std == pytest.approx(statistics.stdev(ours - theirs), rel=1e-12)
+    assert difference.effect == pytest.approx(difference.mean / difference.std, rel=1e-12)
     opposite = paired_difference(list(theirs), list(ours))
-    assert (opposite.p, opposite.mean) == pytest.approx((found.p, -found.mean), rel=1e-12)
+    assert (opposite.p, opposite.mean) == pytest.approx((difference.p, -difference.mean), rel=1e-12)
 
 
 def test_differences_that_do_not_vary_are_not_tested():
-    """With a small test set, seeds often differ by the same number of samples; p would be 0."""
+    """With a small test set, all seeds often differ by the same number of samples. p would be 0 then."""
     for ours, theirs, mean in (([0.9, 0.8], [0.8, 0.7], 0.1), ([0.5, 0.6], [0.5, 0.6], 0.0), ([0.7], [0.5], 0.2)):
-        found = paired_difference(ours, theirs)
-        assert (found.p, found.effect, found.stars) == (None, None, "")
-        assert found.mean == pytest.approx(mean, abs=1e-12)
+        difference = paired_difference(ours, theirs)
+        assert (difference.p, difference.effect, difference.stars) == (None, None, "")
+        assert difference.mean == pytest.approx(mean, abs=1e-12)
     assert paired_difference([], []) is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_figures_that_are_not_finite_make_no_test_and_no_warning(bad):
+def test_numbers_that_are_not_finite_give_no_p_value_and_no_warning(bad):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for theirs in ([0.4, 0.5, 0.5], [0.4, bad, 0.5]):
-            found = paired_difference([0.5, bad, 0.7], theirs)
-            assert (found.pairs, found.p) == (3, None)
+            difference = paired_difference([0.5, bad, 0.7], theirs)
+            assert (difference.pairs, difference.p) == (3, None)
         assert not math.isfinite(spread([bad, 1.0]).mean)
 
 
 def brute_force_holm(p_values):
     """Correct p values by the definition: the k-th smallest is rejected at a level if all smaller ones are."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    told = {}
+    corrected = {}
     for rank, i in enumerate(order):
-        told[i] = min(1, max((len(order) - k) * p_values[order[k]] for k in range(rank + 1)))
-    return [told[i] for i in range(len(p_values))]
+        corrected[i] = min(1, max((len(order) - k) * p_values[order[k]] for k in range(rank + 1)))
+    return [corrected[i] for i in range(len(p_values))]
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))
-def test_holms_correction_is_that_of_its_definition(p_values):
+def test_holms_correction_follows_its_definition(p_values):
     assert holm(p_values) == pytest.approx(brute_force_holm(p_values), abs=1e-15)
 
 
@@ -140,31 +141,25 @@ def test_holms_correction_is_that_of_its_definition(p_values):
 
 def test_default_groups(tmp_path):
     for seed in (0, 1):
+        evaluation = {"client_model": "trained", "target_accuracies": [seed]}
         write(tmp_path, "FedAvg", seed, engine="sequential", data_dir="here")
         write(tmp_path, "FedSKC", seed, engine="stacked", data_dir="there", arguments={"tau": 0.08})
-        write(
-            tmp_path,
-            "FedSKC",
-            seed,
-            callbacks=None,
-            arguments={"tau": 0.1},
-            evaluation={"client_model": "trained", "target_accuracies": [seed]},
-        )
+        write(tmp_path, "FedSKC", seed, callbacks=None, arguments={"tau": 0.1}, evaluation=evaluation)
         write(tmp_path, "FedDW", seed, arguments={"mu": 1}, lr=0.5)
-    found = compared(tmp_path)
-    assert found.keys == ["algorithm", "algorithm.tau", "optimizer.lr"]  # mu is told by FedDW
-    assert found.columns == ["algorithm", "optimizer.lr"]
-    assert named(found) == ["FedAvg 0.1", "FedDW 0.5", "FedSKC tau=0.08 0.1", "FedSKC tau=0.1 0.1"]
-    assert [group.seeds for group in found.groups] == [[0, 1]] * 4
-    assert found.groups[2].values == {"algorithm": "FedSKC", "algorithm.tau": 0.08, "optimizer.lr": 0.1}
-    assert found.remarks == []
+    comparison = compare_folder(tmp_path)
+    assert comparison.keys == ["algorithm", "algorithm.tau", "optimizer.lr"]  # all runs of FedDW have the same mu
+    assert comparison.columns == ["algorithm", "optimizer.lr"]
+    assert group_names(comparison) == ["FedAvg 0.1", "FedDW 0.5", "FedSKC tau=0.08 0.1", "FedSKC tau=0.1 0.1"]
+    assert [group.seeds for group in comparison.groups] == [[0, 1]] * 4
+    assert comparison.groups[2].values == {"algorithm": "FedSKC", "algorithm.tau": 0.08, "optimizer.lr": 0.1}
+    assert comparison.remarks == []
 
 
 def test_runs_with_equal_settings_are_one_group(tmp_path):
     write(tmp_path, seed=0)
     write(tmp_path, seed=1)
-    found = compared(tmp_path)
-    assert (found.keys, found.columns, len(found.groups)) == ([], [], 1)
+    comparison = compare_folder(tmp_path)
+    assert (comparison.keys, comparison.columns, len(comparison.groups)) == ([], [], 1)
     assert re.search(r"^all runs +2 +0.7500 ± 0.0000", run("compare", tmp_path).out, re.M)
 
 
@@ -172,16 +167,16 @@ def test_groups_are_sorted_by_value_and_nan_equals_nan(tmp_path):
     for tau in (0.5, 0.08, 10, None, float("nan"), "auto"):
         for seed in (0, 1):
             write(tmp_path, "FedSKC", seed, arguments={"tau": tau})
-    found = compared(tmp_path)
-    assert named(found)[0] == "null"
-    assert [name for name in named(found) if name != "nan"] == ["null", "0.08", "0.5", "10", "auto"]
-    assert [len(group.runs) for group in found.groups] == [2] * 6
+    comparison = compare_folder(tmp_path)
+    assert group_names(comparison)[0] == "null"
+    assert [name for name in group_names(comparison) if name != "nan"] == ["null", "0.08", "0.5", "10", "auto"]
+    assert [len(group.runs) for group in comparison.groups] == [2] * 6
 
 
 def test_last_and_best_values_of_groups(study):
     folder, ends = study
-    found = compared(folder, "algorithm", "alpha")
-    for group in found.groups:
+    comparison = compare_folder(folder, "algorithm", "alpha")
+    for group in comparison.groups:
         key = group.values["algorithm"], group.values["scenario.partition.alpha"]
         series = [accs for (algorithm, alpha, _), accs in ends.items() if (algorithm, alpha) == key]
         last, best = [accs[-1] for accs in series], [max(accs) for accs in series]
@@ -193,59 +188,48 @@ def test_last_and_best_values_of_groups(study):
 
 def test_the_best_of_a_loss_is_the_lowest(tmp_path):
     write(tmp_path, accs=[0.5, 0.25, 0.375], name="global/loss")
-    found = compared(tmp_path, metric="global/loss", targets=[0.4])
-    assert (found.groups[0].best.mean, found.groups[0].last.mean) == (0.25, 0.375)
-    assert found.groups[0].reach[0.4].rounds.mean == 2
-    assert compared(tmp_path, metric="global/loss", lower=False).groups[0].best.mean == 0.5
+    comparison = compare_folder(tmp_path, metric="global/loss", targets=[0.4])
+    assert (comparison.groups[0].best.mean, comparison.groups[0].last.mean) == (0.25, 0.375)
+    assert comparison.groups[0].reach[0.4].rounds.mean == 2
+    assert compare_folder(tmp_path, metric="global/loss", lower=False).groups[0].best.mean == 0.5
 
 
-@pytest.mark.parametrize(
-    ("metric", "best"),
-    [
-        ("client/acc_mean", 0.5),
-        ("global/r2_score", 0.5),
-        ("global/mae", 0.25),
-        ("client/mae_mean", 0.25),
-        ("global/mean_absolute_error", 0.25),
-        ("client/mean_squared_error_weighted", 0.25),
-        ("client/calibration_error_worst_decile", 0.25),
-        ("client/acc_std", 0.25),
-        ("client_3/train_loss", 0.25),
-    ],
-)
+@pytest.mark.parametrize(("metric", "best"), [("client/r2_score_mean", 0.5), ("global/mean_absolute_error", 0.25)])
 def test_the_best_is_the_lowest_of_errors_and_the_highest_of_scores(tmp_path, metric, best):
     write(tmp_path, accs=[0.5, 0.25, 0.375], name=metric)
-    found = compared(tmp_path, metric=metric)
-    assert (found.lower, found.groups[0].best.mean) == (best == 0.25, best)
+    comparison = compare_folder(tmp_path, metric=metric)
+    assert (comparison.lower, comparison.groups[0].best.mean) == (best == 0.25, best)
+    errors = ("global/mae", "client/mae_mean", "client/mean_squared_error_weighted", "client/acc_std")
+    assert all(map(is_lower_better, (*errors, "client/calibration_error_worst_decile", "client_3/train_loss")))
 
 
-def test_costs_of_reaching_a_target(tmp_path, rng):
+def test_the_cost_of_reaching_a_target(tmp_path, rng):
     series = [rng.uniform(0.3, 0.8, 12) for _ in range(5)]
     for seed, accs in enumerate(series):
         rows = rounds_of(accs.tolist(), every=3, up=100 + seed, seconds=0.25 + seed)
         write_run(tmp_path / str(seed), changed(seed=seed), rows)
     for target in (0.35, 0.6, 0.7, 0.79, 0.9):
-        reach = compared(tmp_path, targets=[target]).groups[0].reach[target]
-        ends, crossed, seconds = [], [], []
+        reach = compare_folder(tmp_path, targets=[target]).groups[0].reach[target]
+        ends, sent, seconds = [], [], []
         for seed, accs in enumerate(series):
             for round in range(3, 13, 3):
                 if accs[round - 1] >= target:
                     ends.append(round)
-                    crossed.append(sum(100 + seed + i + 2 * (100 + seed) for i in range(1, round + 1)))
+                    sent.append(sum(100 + seed + i + 2 * (100 + seed) for i in range(1, round + 1)))
                     seconds.append(sum((0.25 + seed) * i for i in range(1, round + 1)))
                     break
         assert (reach.reached, reach.of) == (len(ends), 5)
-        for figure, expected in ((reach.rounds, ends), (reach.bytes, crossed), (reach.seconds, seconds)):
+        for figure, expected in ((reach.rounds, ends), (reach.bytes, sent), (reach.seconds, seconds)):
             assert (figure and figure.mean) == (pytest.approx(statistics.fmean(expected)) if expected else None)
 
 
-def test_of_equal_runs_the_newest_finished_one_counts(tmp_path):
+def test_the_newest_finished_one_of_equal_runs_is_kept(tmp_path):
     old, new, newest = (write(tmp_path, accs=[acc]) for acc in (0.1, 0.2, 0.3))
     for age, folder in ((30, old), (10, new)):
         os.utime(folder / "metrics.csv", (time.time() - age,) * 2)
     (newest / "final" / "summary.json").unlink()
     other = write(tmp_path, seed=1, accs=[0.4])
-    with pytest.warns(UserWarning, match="left out|counts") as caught:
+    with pytest.warns(UserWarning, match="left out") as caught:
         kept = comparable_runs(open_runs(tmp_path))
     assert {item.run_dir for item in kept} == {new, other}
     assert [str(each.message) for each in caught] == [
@@ -258,21 +242,21 @@ def test_of_equal_runs_the_newest_finished_one_counts(tmp_path):
 
 def test_runs_without_a_config_are_left_out(tmp_path):
     write_run(tmp_path / "a", config=None)
-    told = pytest.warns(UserWarning, match=r"1 run, \S+/a: no config.yaml, left out")
-    with told, pytest.raises(ConfigError, match="no run is left to compare"):
+    warning = pytest.warns(UserWarning, match=r"1 run, \S+/a: no config.yaml, left out")
+    with warning, pytest.raises(ConfigError, match="no run is left to compare"):
         comparable_runs(open_runs(tmp_path))
 
 
 # --- Differences ---
 
 
-def test_groups_are_compared_with_fedavg_at_their_own_other_settings(study):
+def test_groups_are_compared_with_fedavg_at_equal_other_settings(study):
     folder, ends = study
-    found = compared(folder, "algorithm", "alpha")
-    assert found.reference == "FedAvg"
-    assert named(found)[:2] == ["FedAvg 0.1", "FedAvg 0.5"]
+    comparison = compare_folder(folder, "algorithm", "alpha")
+    assert comparison.reference == "FedAvg"
+    assert group_names(comparison)[:2] == ["FedAvg 0.1", "FedAvg 0.5"]
     tested = {}
-    for group in found.groups:
+    for group in comparison.groups:
         algorithm, alpha = group.values.values()
         assert group.reference == (algorithm == "FedAvg")
         if algorithm == "FedAvg":
@@ -285,100 +269,87 @@ def test_groups_are_compared_with_fedavg_at_their_own_other_settings(study):
         assert group.difference.mean == pytest.approx(np.mean(ours) - np.mean(theirs), rel=1e-9)
         tested[algorithm, alpha] = group.difference, stats.ttest_rel(ours, theirs).pvalue
     expected = brute_force_holm([p for _, p in tested.values()])
-    assert [found.p for found, _ in tested.values()] == pytest.approx([p for _, p in tested.values()], rel=1e-9)
-    assert [found.p_holm for found, _ in tested.values()] == pytest.approx(expected, rel=1e-9)
-    assert sorted(found.pairs for found, _ in tested.values()) == [3, 4, 4, 4]
+    assert [comparison.p for comparison, _ in tested.values()] == pytest.approx(
+        [p for _, p in tested.values()], rel=1e-9
+    )
+    assert [comparison.p_holm for comparison, _ in tested.values()] == pytest.approx(expected, rel=1e-9)
+    assert sorted(comparison.pairs for comparison, _ in tested.values()) == [3, 4, 4, 4]
 
 
-def test_stars_are_of_the_corrected_p(tmp_path):
+def test_stars_depend_on_the_corrected_p_value(tmp_path):
     for seed in range(6):
         write(tmp_path, "FedAvg", seed, [0.5])
         write(tmp_path, "FedDW", seed, [0.6 + 0.001 * seed])
         write(tmp_path, "FedSKC", seed, [0.5 + (-1) ** seed * 0.01 * seed])
-    found = {str(group.values["algorithm"]): group.difference for group in compared(tmp_path).groups}
+    found = {str(group.values["algorithm"]): group.difference for group in compare_folder(tmp_path).groups}
     assert found["FedDW"].stars == "***"
     assert found["FedSKC"].stars == ""
     for p, stars in ((0.06, ""), (0.05, ""), (0.049, "*"), (0.009, "**"), (0.0009, "***")):
         assert found["FedDW"]._replace(p=0.0, p_holm=p).stars == stars
 
 
-def test_runs_are_paired_by_settings_that_vary_in_a_group(tmp_path):
-    """Runs grouped by algorithm are paired at equal alphas; a run without such a partner has no pair."""
-    accs = iter([[0.3], [0.5], [0.31], [0.52], [0.9]])
-    for algorithm in ("FedAvg", "FedDW"):
-        for alpha in (0.1, 0.5):
-            write(tmp_path, algorithm, 0, next(accs), alpha=alpha)
-    write(tmp_path, "FedDW", 0, next(accs), alpha=1.0)
-    found = compared(tmp_path, "algorithm")
-    difference = found.groups[1].difference
-    assert (difference.pairs, difference.mean) == (2, pytest.approx(0.015))
-    assert "runs of one group differ in scenario.partition.alpha, too" in found.remarks[0]
-
-
 @pytest.mark.parametrize(("many", "one", "mean"), [("FedDW", "FedAvg", 0.1), ("FedAvg", "FedDW", -0.1)])
 def test_runs_are_paired_by_settings_that_vary_in_one_group(many, one, mean, tmp_path):
-    """A mean over several alphas is not compared with a run with one of them."""
+    """Runs are compared at equal alphas; a run without a partner is not used."""
     write(tmp_path, many, 0, [0.6], alpha=0.1)
     write(tmp_path, many, 0, [0.9], alpha=0.5)
     write(tmp_path, one, 0, [0.5], alpha=0.1)
-    difference = compared(tmp_path, "algorithm").groups[1].difference
+    difference = compare_folder(tmp_path, "algorithm").groups[1].difference
     assert (difference.pairs, difference.mean) == (1, pytest.approx(mean))
 
 
-def test_runs_that_differ_below_the_keys_are_one_pair_with_their_mean(tmp_path):
+def test_runs_that_differ_in_an_argument_of_the_algorithm_are_paired_by_their_mean(tmp_path):
     write(tmp_path, "FedAvg", 0, [0.5])
     for mu, acc in ((1, 0.6), (10, 0.8)):
         write(tmp_path, "FedDW", 0, [acc], arguments={"mu": mu})
-    found = compared(tmp_path, "algorithm")
-    assert (found.groups[1].difference.pairs, found.groups[1].difference.mean) == (1, pytest.approx(0.2))
-    assert "algorithm.mu" in found.remarks[0]
+    comparison = compare_folder(tmp_path, "algorithm")
+    assert (comparison.groups[1].difference.pairs, comparison.groups[1].difference.mean) == (1, pytest.approx(0.2))
+    assert "algorithm.mu" in comparison.remarks[0]
 
 
-def test_settings_that_vary_with_the_keys_do_not_split_pairs_and_are_reported(tmp_path):
-    """A learning rate that was tuned for each method."""
+def test_a_setting_that_was_tuned_for_each_method_is_reported_and_does_not_prevent_pairs(tmp_path):
     for seed in (0, 1):
         write(tmp_path, "FedAvg", seed, [0.5], lr=0.1)
         write(tmp_path, "FedDW", seed, [0.5 + seed / 10], lr=0.2)
-    found = compared(tmp_path, "algorithm")
-    assert found.groups[1].difference.pairs == 2
-    assert found.remarks == ["groups differ in optimizer.lr, too"]
-    assert compared(tmp_path).groups[1].difference is None  # by lr, too, FedAvg has none with FedDW's
+    comparison = compare_folder(tmp_path, "algorithm")
+    assert comparison.groups[1].difference.pairs == 2
+    assert comparison.remarks == ["groups differ in optimizer.lr, too"]
+    assert compare_folder(tmp_path).groups[1].difference is None  # grouped by lr, too, no FedAvg run has FedDW's lr
 
 
 def test_the_reference_may_be_any_group(tmp_path):
     for tau in (0.08, 0.1):
         for seed in (0, 1):
             write(tmp_path, "FedSKC", seed, [tau + seed * tau], arguments={"tau": tau})
-    assert compared(tmp_path).reference == ""
-    found = compared(tmp_path, reference={"tau": 0.1})
-    assert (found.reference, named(found)) == ("tau=0.1", ["0.1", "0.08"])
-    assert found.groups[1].difference.mean == pytest.approx(0.12 - 0.15)
+    assert compare_folder(tmp_path).reference == ""
+    comparison = compare_folder(tmp_path, reference={"tau": 0.1})
+    assert (comparison.reference, group_names(comparison)) == ("tau=0.1", ["0.1", "0.08"])
+    assert comparison.groups[1].difference.mean == pytest.approx(0.12 - 0.15)
     with pytest.raises(ConfigError, match=r"--reference: no group has tau=0.2. Available: 0.08, 0.1"):
-        compared(tmp_path, reference={"tau": 0.2})
+        compare_folder(tmp_path, reference={"tau": 0.2})
     with pytest.raises(ConfigError, match=r"--reference: optimizer.lr is not among the settings that differ. Use"):
-        compared(tmp_path, reference={"lr": 0.1})
+        compare_folder(tmp_path, reference={"lr": 0.1})
     with pytest.raises(ConfigError, match=r"--reference: no run has a setting 'ta'\. Did you mean tau"):
-        compared(tmp_path, reference={"ta": 0.1})
+        compare_folder(tmp_path, reference={"ta": 0.1})
 
 
-def test_with_several_fedavgs_the_reference_must_be_chosen(tmp_path):
+def test_the_reference_must_be_chosen_among_several_groups_of_fedavg(tmp_path):
     for weighting in ("samples", "uniform"):
         write(tmp_path, "FedAvg", 0, [0.5], arguments={"weighting": weighting})
     write(tmp_path, "FedDW", 0, [0.75])
-    found = compared(tmp_path)
-    assert found.reference == ""
-    assert found.remarks[0].startswith(
-        "no comparison with FedAvg: FedAvg matches 2 groups with otherwise equal settings"
-    )
+    comparison = compare_folder(tmp_path)
+    assert comparison.reference == ""
+    reason = "FedAvg matches 2 groups with otherwise equal settings"
+    assert comparison.remarks[0].startswith(f"no comparison with FedAvg: {reason}")
     with pytest.raises(ConfigError, match=r"--reference: FedAvg matches 2 groups .* weighting=samples, FedAvg wei"):
-        compared(tmp_path, reference={"algorithm": "FedAvg"})
-    chosen = compared(tmp_path, reference={"algorithm": "FedAvg", "weighting": "uniform"})
+        compare_folder(tmp_path, reference={"algorithm": "FedAvg"})
+    chosen = compare_folder(tmp_path, reference={"algorithm": "FedAvg", "weighting": "uniform"})
     assert [bool(group.difference) for group in chosen.groups] == [False, True, True]
     assert chosen.groups[0].values["algorithm.weighting"] == "uniform"
     assert chosen.groups[0].reference
 
 
-# --- What is printed ---
+# --- The printed tables ---
 
 
 def test_the_table_has_one_row_per_group_and_explains_its_marks(study):
@@ -390,9 +361,9 @@ def test_the_table_has_one_row_per_group_and_explains_its_marks(study):
         *("algorithm", "alpha", "seeds", "last", "best", "to FedAvg", "bytes"),
         *("R_0.6", "bytes to 0.6", "s to 0.6", "R_0.99", "bytes to 0.99", "s to 0.99"),
     ]
-    found = compared(folder, "algorithm", "alpha", targets=[0.6, 0.99])
+    comparison = compare_folder(folder, "algorithm", "alpha", targets=[0.6, 0.99])
     cells = {tuple(re.split(r"  +", line)[:2]): re.split(r"  +", line) for line in lines[:6]}
-    for group in found.groups:
+    for group in comparison.groups:
         row = cells[group.values["algorithm"], str(group.values["scenario.partition.alpha"])]
         assert row[2] == ("3 of 4" if len(group.runs) == 3 else "4")
         assert row[3] == f"{group.last.mean:.4f} ± {group.last.std:.4f}"
@@ -404,14 +375,14 @@ def test_the_table_has_one_row_per_group_and_explains_its_marks(study):
     assert "seeds: 0, 1, 2, 3; some groups lack some." in out
 
 
-def test_reaching_a_target_in_some_runs_is_counted(tmp_path):
+def test_the_number_of_runs_that_reach_a_target_is_shown(tmp_path):
     for seed, acc in enumerate((0.7, 0.75, 0.65)):
         write(tmp_path, seed=seed, accs=[0.1, acc])
     out = run("compare", tmp_path, "--target", "0.7").out
     assert re.search(r"2\.0 \(2 of 3\) +63 B +1\.5$", out, re.M)
 
 
-def test_a_metric_that_some_methods_lack_is_a_dash_with_a_remark(tmp_path):
+def test_methods_without_the_metric_get_a_dash_and_a_remark(tmp_path):
     write(tmp_path, "FedAvg", accs=[0.5])
     write(tmp_path, "Local", accs=[0.75], name="client/acc_mean")
     out = run("compare", tmp_path, "--target", "0.5").out
@@ -422,12 +393,12 @@ def test_a_metric_that_some_methods_lack_is_a_dash_with_a_remark(tmp_path):
     assert "no client/acc_mean in FedAvg." in out
 
 
-def test_a_metric_that_some_runs_of_a_group_lack_has_a_remark(tmp_path):
+def test_a_group_in_which_some_runs_lack_the_metric_gets_a_remark(tmp_path):
     write(tmp_path, seed=0, accs=[0.5])
     write(tmp_path, seed=1, accs=[0.75], name="client/acc_mean")
-    found = compared(tmp_path)
-    assert found.groups[0].last == (0.5, None, 1)
-    assert found.remarks == ["not all runs of all runs have global/acc; the figures cover those that do"]
+    comparison = compare_folder(tmp_path)
+    assert comparison.groups[0].last == (0.5, None, 1)
+    assert comparison.remarks == ["not all runs of all runs have global/acc; the figures cover those that do"]
 
 
 @pytest.mark.filterwarnings("always")
@@ -444,16 +415,16 @@ def test_unfinished_runs_are_included_on_request(tmp_path):
     assert re.search(r"^all runs +2, 1 unfinished +0.6250 ± 0.1768 ", out, re.M)
 
 
-def test_across_makes_columns_of_a_setting(study):
+def test_across_shows_the_values_of_a_setting_as_columns(study):
     folder, _ = study
     for run_folder in folder.glob("FedDW*-0.5-*"):
         shutil.rmtree(run_folder)
-    found = compared(folder)
+    comparison = compare_folder(folder)
     out = run("compare", folder, "--across", "alpha").out
     header, _, *lines = out.splitlines()
     assert re.split(r"  +", header) == ["algorithm", "alpha=0.1", "alpha=0.5"]
     cells = {line.split()[0]: re.split(r"  +", line)[1:] for line in lines[:3]}
-    for group in found.groups:
+    for group in comparison.groups:
         cell = cells[group.values["algorithm"]][0 if group.values["scenario.partition.alpha"] == 0.1 else 1]
         assert cell.startswith(f"{group.last.mean:.4f} ± {group.last.std:.4f}")
         assert cell.endswith("(3 of 4)") == (len(group.runs) == 3)
@@ -490,9 +461,9 @@ def test_csv_has_full_keys_and_unrounded_values(study):
     code, out, err = run("compare", folder, "--format", "csv", "--target", "0.6")
     assert (code, err) == (0, "")
     rows = list(csv.DictReader(io.StringIO(out)))
-    found = compared(folder, targets=[0.6])
+    comparison = compare_folder(folder, targets=[0.6])
     assert len(rows) == 6
-    for row, group in zip(rows, found.groups, strict=True):
+    for row, group in zip(rows, comparison.groups, strict=True):
         assert row["algorithm"] == group.values["algorithm"]
         assert float(row["scenario.partition.alpha"]) == group.values["scenario.partition.alpha"]
         figures = {"last_mean": group.last.mean, "last_std": group.last.std, "best_mean": group.best.mean}
@@ -539,13 +510,13 @@ def test_the_lowest_loss_is_bold(tmp_path):
 
 def test_markdown_and_plain_text_are_escaped():
     name = "a|b *c* `d` <e>\n[f](g)\x1b[31m\udcff"
-    sheet = ResultTable(["name", "x"], [[name, "1 ± 2"]], bold={(0, 1)}, notes=["a|b"])
-    told = "a|b *c* `d` <e> [f](g)\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
-    escaped = re.sub(r"([|*`<\[])", r"\\\1", told)
-    assert sheet.markdown() == f"| name | x |\n| --- | --: |\n| {escaped} | **1 ± 2** |\n\na\\|b"
-    assert sheet.plain().splitlines()[2] == f"{told}  1 ± 2"
+    table = ResultTable(["name", "x"], [[name, "1 ± 2"]], bold={(0, 1)}, notes=["a|b"])
+    line = "a|b *c* `d` <e> [f](g)\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
+    escaped = re.sub(r"([|*`<\[])", r"\\\1", line)
+    assert table.markdown() == f"| name | x |\n| --- | --: |\n| {escaped} | **1 ± 2** |\n\na\\|b"
+    assert table.plain().splitlines()[2] == f"{line}  1 ± 2"
     assert ResultTable(["n", "figure"], [["a", "1"]]).plain().splitlines()[2] == "a       1"
-    assert list(csv.reader(io.StringIO(sheet.csv())))[1] == [told, "1 ± 2"]
+    assert list(csv.reader(io.StringIO(table.csv())))[1] == [line, "1 ± 2"]
 
 
 FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "-1e5x", "'=1\n=2", "-1 ± =2"]
@@ -553,8 +524,8 @@ PLAIN = ["", "-", "FedAvg", "a=b", "-1.5", "+2", "-1e-05", "-.5", "-inf", "nan",
 
 
 def test_csv_has_no_formulas():
-    sheet = ResultTable(["=head", "x"], [[cell, "1"] for cell in FORMULAS + PLAIN])
-    header, *rows = csv.reader(io.StringIO(sheet.csv()))
+    table = ResultTable(["=head", "x"], [[cell, "1"] for cell in FORMULAS + PLAIN])
+    header, *rows = csv.reader(io.StringIO(table.csv()))
     assert header[0] == "'=head"
     cells = [row[0] for row in rows]
     assert not any(re.match(r"[=+\-@\t\r]", cell) for cell in cells[: len(FORMULAS)])
@@ -571,73 +542,35 @@ def test_text_of_settings():
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "message"),
     [
         (["--by", "algoritm"], "--by: no run has a setting 'algoritm'. Did you mean algorithm?"),
         (["--by", "seed"], "--by: seed cannot group runs"),
         (["--by", "data_dir"], "--by: scenario.dataset.data_dir cannot group runs"),
-        (
-            ["--metric", "globl/acc"],
-            "--metric: no run has 'globl/acc'. Available: comm/down_bytes, comm/up_bytes",
-        ),
+        (["--metric", "globl/acc"], "--metric: no run has 'globl/acc'. Available: comm/down_bytes, comm/up_bytes"),
         (["--across", "seed"], "--across: seed is no key that tells these groups apart: algorithm"),
         (["--reference", "FedSCK"], "--reference: no group has FedSCK. Available: FedAvg, FedSKC"),
         (["--format", "html"], "format: got 'html', expected table | csv | latex | markdown"),
         (["--mode", "up"], "mode: got 'up', expected max | min"),
-        (["--target", "high"], "--target: got"),
-        (["--where", "alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
         (["--where", "seed=7"], "none of 2 runs has seed=7"),
     ],
 )
-def test_a_wrong_option_is_one_line(words, why, tmp_path):
+def test_a_wrong_option_is_one_line(words, message, tmp_path):
     write(tmp_path, "FedAvg")
     write(tmp_path, "FedSKC")
     code, out, err = run("compare", tmp_path, *words)
     assert (code, out) == (2, "")
     assert err.startswith("fl-lightning: error: ")
-    assert why in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-def test_one_group_has_no_reference(tmp_path):
+def test_runs_and_a_second_group_are_required(tmp_path):
+    message = "runs: not given. Write it after the command; `fl-lightning compare --help` shows how"
+    assert run("compare") == (2, "", f"fl-lightning: error: {message}\n")
     write(tmp_path, "FedAvg")
-    code, out, err = run("compare", tmp_path, "--reference", "Foo")
-    wanted = "--reference: all runs have the same settings, so there is only one group. Add other runs"
-    assert (code, out, err) == (2, "", f"fl-lightning: error: {wanted}\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["compare"], "runs: not given. Write it after the command; `fl-lightning compare --help` shows how"),
-        (["compare", "nowhere"], "nowhere: folder not found"),
-        (["fit", "--resume", "nowhere"], "nowhere: folder not found"),
-        (["watch", "{run}", "--every", "nan"], "--every: got 'nan', expected float"),
-        (["report", "{run}", "-o", ""], "-o: the name is empty. Name a file, such as report.html"),
-    ],
-)
-def test_wrong_arguments_of_other_commands_are_one_line(words, why, tmp_path, monkeypatch):
-    folder = tmp_path / "runs"
-    write(folder, "FedAvg")
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run(*(word.format(run=folder) for word in words))
-    assert (code, out, err) == (2, "", f"fl-lightning: error: {why}\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-
-
-@pytest.mark.filterwarnings("always")
-def test_damaged_runs_are_left_out(tmp_path):
-    assert run("compare").code == 2
-    code, _, err = run("compare", tmp_path)
-    assert (code, err) == (2, f"fl-lightning: error: {tmp_path}: no run found\n")
-    write(tmp_path)
-    damaged = write(tmp_path, seed=1)
-    (damaged / "config.yaml").write_text("a: [")
-    code, out, err = run("compare", tmp_path)
-    assert code == 0
-    assert re.search("^all runs +1 ", out, re.M)
-    assert err.startswith(f"fl-lightning: warning: {damaged}: config.yaml cannot be read: ")
-    assert err.count("\n") == 1
+    message = "--reference: all runs have the same settings, so there is only one group. Add other runs"
+    assert run("compare", tmp_path, "--reference", "Foo") == (2, "", f"fl-lightning: error: {message}\n")
 
 
 def test_huge_and_non_finite_numbers_are_shown(tmp_path):
@@ -656,8 +589,8 @@ def test_twenty_long_runs_are_compared_in_two_seconds_without_torch(tmp_path):
             write(tmp_path, algorithm, seed, np.linspace(0.1, 0.9 - seed / 100, 200).tolist())
     code = (
         "import sys, time; from fl_lightning.cli.main import main; code = main(sys.argv[1:]);"
-        "there = {'torch', 'lightning', 'pandas', 'wandb', 'scipy.stats'} & set(sys.modules);"
-        "print(code, *there, time.process_time())"
+        "imported = {'torch', 'lightning', 'pandas', 'wandb', 'scipy.stats'} & set(sys.modules);"
+        "print(code, *imported, time.process_time())"
     )
     words = ["compare", str(tmp_path), "--target", "0.5"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Jobs that run side by side: their results, and what happens when they are stopped or killed."""
+"""The executor: the results of parallel jobs, and jobs that are stopped or killed."""
 
 import multiprocessing
 import os
@@ -25,7 +25,7 @@ import os, torch
 from fl_lightning.client.module import LossTerm
 
 class Witness(LossTerm):
-    """Its loss is made of the threads and the environment of its process."""
+    """Encodes the threads and the environment of its process in the loss."""
 
     def forward(self, step):
         found = torch.get_num_threads() + 10 * int(os.environ["OMP_NUM_THREADS"]) + 100 * int(os.environ["FL_WITNESS"])
@@ -82,12 +82,12 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def point(name, *words):
+def job(name, *words):
     return Job(Path("points") / name, ("--config", "tiny.yaml", *words))
 
 
-def nowhere(name):
-    """Return a job that ends at once."""
+def short_job(name):
+    """Return a job that ends soon, because its config does not exist."""
     return Job(Path("points") / name, ("--config", "nowhere.yaml"))
 
 
@@ -100,16 +100,16 @@ def children():
 
 
 @pytest.mark.thorough
-def test_each_job_ends_as_it_would_alone(here):
-    points = [
-        point("nan", "--optimizer.lr=1e30"),
-        point("typo", "--algorithm.tua=1"),
-        point("one", "--seed=1"),
-        point("offline", "--logger=WandbRoundLogger"),
+def test_jobs_have_the_results_of_separate_runs(here):
+    jobs = [
+        job("nan", "--optimizer.lr=1e30"),
+        job("typo", "--algorithm.tua=1"),
+        job("one", "--seed=1"),
+        job("offline", "--logger=WandbRoundLogger"),
     ]
-    outcomes = by_name(run_jobs(points, FIT, workers=2, threads=1))
+    outcomes = by_name(run_jobs(jobs, FIT, workers=2, threads=1))
     assert {name: outcome.code for name, outcome in outcomes.items()} == {"nan": 1, "typo": 2, "one": 0, "offline": 0}
-    assert all(outcomes[one.folder.name].job == one for one in points)
+    assert all(outcomes[one.folder.name].job == one for one in jobs)
     diverged = r"client 0, round 1: loss term 'ce' is NaN or Inf: lower the learning rate or the term's coefficient"
     assert outcomes["nan"].reason == diverged == (here / "points/nan/failed.txt").read_text().strip()
     assert outcomes["typo"].reason == "algorithm: FedSKC has no key 'tua'. Did you mean tau?"
@@ -123,13 +123,13 @@ def test_each_job_ends_as_it_would_alone(here):
     assert not children()
 
     before = contents(here / "points")
-    again = by_name(run_jobs(points, FIT, workers=2, threads=1))
+    again = by_name(run_jobs(jobs, FIT, workers=2, threads=1))
     assert again == outcomes
     after = contents(here / "points")
     assert {name for name in after if after[name] != before.get(name)} == {"typo/log.txt"}
     (here / "points/nan/failed.txt").unlink()
-    mended = Job(Path("points/nan"), ("--config", "tiny.yaml", "--optimizer.lr=1e30", "--rounds=2"))
-    (retried,) = run_jobs([mended], FIT, threads=1)
+    repaired = Job(Path("points/nan"), ("--config", "tiny.yaml", "--optimizer.lr=1e30", "--rounds=2"))
+    (retried,) = run_jobs([repaired], FIT, threads=1)
     assert (retried.code, retried.reason) == (1, diverged)
     assert (here / "points/nan/log.txt").read_text().count(diverged) == 2
 
@@ -137,40 +137,40 @@ def test_each_job_ends_as_it_would_alone(here):
 @pytest.mark.thorough
 def test_a_full_disk_ends_all_jobs(here, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(here))
-    points = [point(name, "--algorithm.loss_terms+=witness.NoRoom", f"--seed={name}") for name in ("0", "1")]
+    jobs = [job(name, "--algorithm.loss_terms+=witness.NoRoom", f"--seed={name}") for name in ("0", "1")]
     words = r"^points/0: No space left on device\. Free disk space; the same command goes on from here\.$"
     with pytest.raises(DiskFull, match=words):
-        list(run_jobs(points, FIT, threads=1))
+        list(run_jobs(jobs, FIT, threads=1))
     assert not list(here.rglob("failed.txt"))
     assert not (here / "points/1").exists()
     (here / "room").touch()
-    assert [outcome.code for outcome in run_jobs(points, FIT, threads=1)] == [0, 0]
+    assert [outcome.code for outcome in run_jobs(jobs, FIT, threads=1)] == [0, 0]
     assert len(rows(here / "points/0")) == 3
 
 
 @pytest.mark.thorough
 def test_the_next_job_is_requested_when_a_worker_is_free():
-    ended, asked = [], []
+    ended, requested = [], []
 
-    def points():
+    def next_jobs():
         for k in range(5):
-            asked.append((k, len(ended), len(children())))
-            yield nowhere(str(k))
+            requested.append((k, len(ended), len(children())))
+            yield short_job(str(k))
 
-    for outcome in run_jobs(points(), FIT, workers=2, threads=1):
+    for outcome in run_jobs(next_jobs(), FIT, workers=2, threads=1):
         ended.append(outcome)
-    assert [k for k, _, _ in asked] == [0, 1, 2, 3, 4]
-    assert all(k - done < 2 and there < 2 for k, done, there in asked)
+    assert [k for k, _, _ in requested] == [0, 1, 2, 3, 4]
+    assert all(k - done < 2 and running < 2 for k, done, running in requested)
     assert len(ended) == 5
     assert {outcome.code for outcome in ended} == {2}
-    assert [there for k, _, there in asked if k == 1] == [1]  # the second did not wait for the first
+    assert [running for k, _, running in requested if k == 1] == [1]  # the second did not wait for the first
 
 
 @pytest.mark.thorough
 def test_a_job_has_its_threads_and_the_current_environment(monkeypatch):
     words = ["--rounds=1", "--scenario.clients=1", "--algorithm=FedAvg", "--algorithm.loss_terms=[witness.Witness]"]
     monkeypatch.setenv("FL_WITNESS", "5")
-    (outcome,) = run_jobs([point("one", *words)], FIT, threads=2)
+    (outcome,) = run_jobs([job("one", *words)], FIT, threads=2)
     assert outcome.code == 0, outcome.reason
     assert float(rows(outcome.job.folder)[0]["client/train_witness"]) == 500 + 11 * 2
 
@@ -190,18 +190,18 @@ def test_cores_are_shared_among_workers(workers, each, monkeypatch):
 
 @pytest.mark.thorough
 def test_a_stopped_job_writes_a_checkpoint_and_resumes(here):
-    slow = point("slow", "--rounds=3", "--algorithm.loss_terms=[witness.Slow]")
-    looks = []
+    slow = job("slow", "--rounds=3", "--algorithm.loss_terms=[witness.Slow]")
+    polls = []
 
     def should_stop(one):
         assert one == slow
-        looks.append(time.monotonic())
+        polls.append(time.monotonic())
         return (here / "points/slow/metrics.csv").exists() and len(rows(here / "points/slow")) >= 1
 
     (stopped,) = run_jobs([slow], FIT, threads=1, should_stop=should_stop)
     assert stopped.code == 128 + signal.SIGTERM, stopped.reason
     assert "stopped by SIGTERM after round 1 of 3" in stopped.reason
-    assert all(later - earlier > 0.4 for earlier, later in pairwise(looks))
+    assert all(later - earlier > 0.4 for earlier, later in pairwise(polls))
     assert earlier_result(slow) is None
     assert list((here / "points/slow/checkpoints").glob("round-*"))
     (ended,) = run_jobs([slow], FIT, threads=1)
@@ -213,7 +213,7 @@ def test_a_stopped_job_writes_a_checkpoint_and_resumes(here):
 
 @pytest.mark.thorough
 def test_a_killed_job_runs_again_in_the_next_call(here):
-    slow = point("slow", "--rounds=2", "--algorithm.loss_terms=[witness.Slow]")
+    slow = job("slow", "--rounds=2", "--algorithm.loss_terms=[witness.Slow]")
 
     def kill(one):
         if (here / "points/slow/config.yaml").exists():
@@ -230,35 +230,35 @@ def test_a_killed_job_runs_again_in_the_next_call(here):
 
 @pytest.mark.thorough
 def test_a_job_waits_for_another_process_in_its_folder(here):
-    """Such as a job of a call that was killed. If that process finishes the run, it is not run again."""
-    one, looks = point("one", "--rounds=1"), []
+    """The other process may belong to a call that was killed. If it finishes the run, the job does not run."""
+    one, polls = job("one", "--rounds=1"), []
     (here / "points/one/final").mkdir(parents=True)
     lock = FileLock(here / "points/one/.lock")
     lock.acquire()
 
     def look(_):
-        looks.append(sorted(path.name for path in (here / "points/one").iterdir()))
-        if len(looks) == 4:
+        polls.append(sorted(path.name for path in (here / "points/one").iterdir()))
+        if len(polls) == 4:
             (here / "points/one/final/summary.json").write_text("{}")
             lock.release()
         return False
 
     (ended,) = run_jobs([one], FIT, threads=1, should_stop=look)
     assert ended == JobResult(one, 0, "")
-    assert all(seen == [".lock", "final"] for seen in looks[:4])
+    assert all(seen == [".lock", "final"] for seen in polls[:4])
     assert not (here / "points/one/metrics.csv").exists()
 
 
 def test_closing_the_generator_ends_all_jobs():
     handler = signal.getsignal(signal.SIGTERM)
-    slow = point("slow", "--rounds=50", "--algorithm.loss_terms=[witness.Slow]")
-    outcomes = run_jobs([nowhere("0"), slow], FIT, workers=2, threads=1)
+    slow = job("slow", "--rounds=50", "--algorithm.loss_terms=[witness.Slow]")
+    outcomes = run_jobs([short_job("0"), slow], FIT, workers=2, threads=1)
     next(outcomes)
-    left = children()
-    assert left
+    pids = children()
+    assert pids
     assert signal.getsignal(signal.SIGTERM) != handler
     outcomes.close()
-    assert not any(map(alive, left))
+    assert not any(map(alive, pids))
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
@@ -271,7 +271,7 @@ def test_numbers_below_one_are_refused(numbers):
 def test_a_folder_that_cannot_be_created_is_named(here):
     (here / "points").write_text("in the way")
     with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "):
-        next(run_jobs([nowhere("0")], FIT))
+        next(run_jobs([short_job("0")], FIT))
     with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "), lock_run_dir(here / "points/0"):
         pass
 
@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_created_is_named(here):
 # --- The calling process ---
 
 
-def led(here):
+def start_leader(here):
     """Start a process that runs three long jobs, and wait until two of them have finished a round."""
     (here / "leader.py").write_text(LEADER)
     command = [sys.executable, "leader.py", "led", "tiny.yaml"]
@@ -293,17 +293,17 @@ def led(here):
     return process
 
 
-def of_session(number):
-    """Return the processes of a session."""
-    found = []
+def processes_of_session(number):
+    """Return the ids of the processes in a session."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[3]) == number:
-            found.append(int(stat.parent.name))
-    return found
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 @pytest.mark.thorough
@@ -316,19 +316,19 @@ def of_session(number):
     ],
 )
 def test_jobs_end_with_the_calling_process(here, how):
-    process = led(here)
-    there = of_session(process.pid)
+    process = start_leader(here)
+    pids = processes_of_session(process.pid)
     number = signal.Signals[how.partition(" ")[0]]
-    assert len(there) >= 4  # itself, what forks, and two points
+    assert len(pids) >= 4  # the process, its fork server and two jobs
     os.killpg(process.pid, number) if "group" in how else process.send_signal(number)
     message = process.communicate(timeout=60)[1]
     if number == signal.SIGKILL:
         assert process.returncode == -number
-        assert gone(there)
+        assert gone(pids)
     else:
         assert process.returncode == 128 + number
         assert message == f"stopped by {number.name}; the same command goes on from here\n"
-        assert gone(there, 2)
+        assert gone(pids, 2)
         for k in range(2):
             log = (here / f"led/{k}/log.txt").read_text()
             assert "stopped by SIGTERM after round" in log, log
@@ -336,37 +336,3 @@ def test_jobs_end_with_the_calling_process(here, how):
             assert (here / f"led/{k}/checkpoints/round-{last:06d}").is_dir()
     assert not (here / "led/2").exists()
     assert not list(here.glob("led/*/failed.txt"))
-
-
-# --- Locked folders ---
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from fl_lightning.runs.folder import lock_run_dir
-
-with lock_run_dir(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_locked_folder_names_the_process(here):
-    with lock_run_dir(here / "study"):
-        with pytest.raises(
-            ConfigError, match=f"study: process {os.getpid()} on .* uses this folder. Wait for it, or stop it.$"
-        ):
-            lock_run_dir(here / "study").__enter__()
-        with lock_run_dir(here / "other"):
-            pass
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, "study"], stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout.readline() == "held\n"
-        with (
-            pytest.raises(ConfigError, match=f"process {process.pid} on .* uses this folder"),
-            lock_run_dir(here / "study"),
-        ):
-            pass
-        process.kill()
-    with lock_run_dir(here / "study"):
-        assert (here / "study/.owner").read_text().startswith(f"process {os.getpid()} on ")

@@ -1,4 +1,4 @@
-"""`fl-lightning export`: every format, loaded by its own program, gives the outputs of the run's module."""
+"""`fl-lightning export`: a file of each format, loaded by its own program, gives the outputs of the run's module."""
 
 import warnings
 from pathlib import Path
@@ -50,25 +50,25 @@ def folder(tmp_path_factory):
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         tiny(folder / "run", "--model.head", "{projection: 12, hidden: [9], classifier: cosine}")
-        tiny(folder / "normed", text=NORMED)
+        tiny(folder / "normed", "--rounds", "1", text=NORMED)
         tiny(folder / "local", "--algorithm", "Local", "--rounds", "1")
         yield folder
 
 
 @pytest.fixture(autouse=True)
-def _there(folder, monkeypatch):
+def _in_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def opened(path, x):
+def outputs_of_file(path, x):
     """Return the outputs of an exported file for a batch."""
     if path.suffix == ".onnx":
         runtime = pytest.importorskip("onnxruntime")
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        (given,), (made,) = session.get_inputs(), session.get_outputs()
-        assert isinstance(given.shape[0], str)  # any number of samples
-        assert isinstance(made.shape[0], str)
-        return torch.from_numpy(session.run(None, {given.name: x.numpy()})[0])
+        (source,), (target,) = session.get_inputs(), session.get_outputs()
+        assert isinstance(source.shape[0], str)  # any number of samples
+        assert isinstance(target.shape[0], str)
+        return torch.from_numpy(session.run(None, {source.name: x.numpy()})[0])
     if path.suffix == ".ts":
         return torch.jit.load(str(path))(x)
     if path.suffix == ".ckpt":
@@ -78,14 +78,14 @@ def opened(path, x):
     return backbone.eval()(x)
 
 
-def needs(suffix):
+def skip_without_packages(suffix):
     if suffix == ".onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
             pytest.importorskip(package)
 
 
 def export(tmp_path, suffix, *words, name="run"):
-    needs(suffix)
+    skip_without_packages(suffix)
     path = tmp_path / f"model{suffix}"
     outcome = run("export", name, "-o", path, *words)
     assert outcome.code == 0, outcome.err
@@ -98,7 +98,7 @@ def batch(n=7):
     return torch.rand(n, 1, 8, 8, generator=torch.Generator().manual_seed(n))
 
 
-def close(one, other):
+def assert_close(one, other):
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -107,11 +107,15 @@ def close(one, other):
 @pytest.mark.parametrize("client", [None, 2])
 def test_an_exported_network_gives_the_outputs_of_the_module(suffix, client, tmp_path):
     path, out = export(tmp_path, suffix, *(() if client is None else ("--client", str(client))))
-    whole = open_run("run")
-    module = whole.worker.modules.build_shared(whole.state["model"]) if client is None else whole.client_module(client)
+    original = open_run("run")
+    module = (
+        original.worker.modules.build_shared(original.state["model"])
+        if client is None
+        else original.client_module(client)
+    )
     with torch.no_grad():
         for n in (1, 7):  # not the number that was traced
-            close(opened(path, batch(n)), module.eval()(batch(n)))
+            assert_close(outputs_of_file(path, batch(n)), module.eval()(batch(n)))
     whose = "the global model" if client is None else "client 2's model"
     size = f"{path.stat().st_size / 1e6:.2f} MB"
     assert out.splitlines() == [
@@ -122,23 +126,22 @@ def test_an_exported_network_gives_the_outputs_of_the_module(suffix, client, tmp
 
 def test_the_state_dict_is_that_of_the_run(tmp_path):
     path, _ = export(tmp_path, ".pt")
-    ours, left = (torch.load(each, weights_only=True) for each in (path, Path("run/final/model.pt")))
-    assert ours.keys() == left.keys()
-    assert all(torch.equal(ours[name], left[name]) for name in ours)
+    exported, final = (torch.load(each, weights_only=True) for each in (path, Path("run/final/model.pt")))
+    assert exported.keys() == final.keys()
+    assert all(torch.equal(exported[name], final[name]) for name in exported)
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("suffix", [".ts", ".onnx"])
-def test_statistics_and_dropout_are_as_in_evaluation(suffix, tmp_path):
-    """The file has the client's BatchNorm statistics, and Dropout is off."""
+def test_a_file_has_the_clients_batchnorm_statistics_and_dropout_is_off(suffix, tmp_path):
     path, _ = export(tmp_path, suffix, "--client", "1", name="normed")
     module = open_run("normed").client_module(1).eval()
     assert not torch.equal(module.backbone.encoder[1].running_mean, torch.zeros(64))
     with torch.no_grad():
-        close(opened(path, batch()), module(batch()))
+        assert_close(outputs_of_file(path, batch()), module(batch()))
 
 
-def test_a_checkpoint_of_another_round(tmp_path):
+def test_the_network_of_another_round_is_exported(tmp_path):
     path, out = export(tmp_path, ".pt", "--checkpoint", "2")
     assert "after round 2" in out
     weights, state = torch.load(path, weights_only=True), open_run("run", "2").state["model"]
@@ -146,7 +149,7 @@ def test_a_checkpoint_of_another_round(tmp_path):
     assert not all(torch.equal(weights[name], value) for name, value in open_run("run").state["model"].items())
 
 
-def test_lightning_trains_from_the_checkpoint(tmp_path):
+def test_a_lightning_trainer_continues_from_the_checkpoint(tmp_path):
     path, _ = export(tmp_path, ".ckpt")
     module = ClientModule.load_from_checkpoint(path)
     assert isinstance(module.backbone, MLP)
@@ -158,15 +161,15 @@ def test_lightning_trains_from_the_checkpoint(tmp_path):
         before = module.backbone.head[0].weight.clone()
         trainer.fit(module, loader)
         assert not torch.equal(before, module.backbone.head[0].weight)
-        fresh = ClientModule(rebuilt(torch.load(path, weights_only=True)["hyper_parameters"]["backbone"]))
-        told = trainer.test(fresh, loader, ckpt_path=path, verbose=False, weights_only=True)[0]
+        untrained = ClientModule(rebuilt(torch.load(path, weights_only=True)["hyper_parameters"]["backbone"]))
+        metrics = trainer.test(untrained, loader, ckpt_path=path, verbose=False, weights_only=True)[0]
     with torch.no_grad():
         logits = ClientModule.load_from_checkpoint(path).eval()(x)
-    assert told["test_acc"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
+    assert metrics["test_acc"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
 
 
 def test_a_clients_module_is_ready_to_be_trained():
-    """It is in train mode: a `Trainer` updates its BatchNorm statistics, and Dropout is on."""
+    """The module is in train mode: a `Trainer` updates its BatchNorm statistics, and Dropout is on."""
     module = open_run("normed").client_module(1)
     assert all(part.training for part in module.modules())
     before = module.backbone.encoder[1].running_mean.clone()
@@ -177,20 +180,19 @@ def test_a_clients_module_is_ready_to_be_trained():
     assert not torch.equal(before, module.backbone.encoder[1].running_mean)
 
 
-# --- Loading a checkpoint runs no code of its author ---
+# --- Loading a checkpoint does not run code of its author ---
 
 
 def test_a_users_own_network_has_to_be_given_on_loading(tmp_path):
     path, _ = export(tmp_path, ".ckpt", name="normed")
-    with pytest.raises(
-        ConfigError, match=r"backbone: own_export.Normed is not allowed .*load_from_checkpoint\(..., backbone"
-    ):
+    message = r"backbone: own_export.Normed is not allowed .*load_from_checkpoint\(..., backbone"
+    with pytest.raises(ConfigError, match=message):
         ClientModule.load_from_checkpoint(path)
     from own_export import Normed
 
     module = ClientModule.load_from_checkpoint(path, backbone=Normed((1, 8, 8), 10)).eval()
-    whole = open_run("normed")
-    close(module(batch()), whole.worker.modules.build_shared(whole.state["model"]).eval()(batch()))
+    original = open_run("normed")
+    assert_close(module(batch()), original.worker.modules.build_shared(original.state["model"]).eval()(batch()))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_a_users_own_network_has_to_be_given_on_loading(tmp_path):
         {"class_path": "fl_lightning.models.FromModule", "init_args": {"module": "os.system", "head": "fc"}},
     ],
 )
-def test_a_planted_network_is_not_run(described, tmp_path, monkeypatch):
+def test_code_that_a_checkpoint_names_is_not_run(described, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "planted_export.py").write_text("raise SystemExit('run')")
     described |= {"in_shape": [1, 8, 8], "num_classes": 10}
@@ -221,11 +223,11 @@ def test_a_network_of_torchvision_is_rebuilt():
         "class_path": "FromModule",
         "init_args": {"module": "torchvision.models.squeezenet1_1", "head": "classifier.1", "module_args": {}},
     }
-    with pytest.raises(ConfigError, match="holds no linear layer"):  # it was built, and its own refusal is told
+    with pytest.raises(ConfigError, match="holds no linear layer"):  # squeezenet was built, and is refused
         rebuilt(described | {"in_shape": [3, 32, 32], "num_classes": 10})
     described["init_args"] |= {"module": "torchvision.models.resnet18", "head": "fc", "module_args": {"num_classes": 4}}
     network = rebuilt(described | {"in_shape": [3, 32, 32], "num_classes": 4})
-    assert isinstance(network, torchvision.models.ResNet)  # the module itself: the checkpoint has its own keys
+    assert isinstance(network, torchvision.models.ResNet)  # unwrapped, because the checkpoint has its keys
     assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
 
 
@@ -234,47 +236,34 @@ def test_a_network_of_torchvision_is_rebuilt():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("suffix", [".onnx", ".ts"])
-def test_samples_as_they_are_stored(suffix, tmp_path, folder):
-    """The file itself normalises them, with the dataset's means."""
+def test_a_file_with_preparation_normalises_stored_samples(suffix, tmp_path, folder):
     if not (folder / "stored").exists():
         text = TINY.replace("dataset: Digits", "dataset: own_export.Coloured")
         tiny(folder / "stored", "--rounds", "1", "--scenario.partition.min_samples", "2", text=text)
     path, out = export(tmp_path, suffix, "--prepare", name="stored")
     assert "it takes samples as they are stored, uint8 (batch, 3, 8, 8), and gives float32 (batch, 3)" in out
-    whole = open_run("stored")
-    x = whole.data.data.x_test[:6]
+    original = open_run("stored")
+    x = original.data.data.x_test[:6]
     assert x.dtype == torch.uint8
-    normalised = (x.float() / 255 - torch.tensor([0.4, 0.5, 0.6])[:, None, None]) / torch.tensor([0.2, 0.3, 0.1])[
-        :, None, None
-    ]
+    mean, std = torch.tensor([[0.4, 0.5, 0.6], [0.2, 0.3, 0.1]])[:, :, None, None]
+    normalised = (x.float() / 255 - mean) / std
     with torch.no_grad():
-        close(opened(path, x), whole.worker.modules.build_shared(whole.state["model"]).eval()(normalised))
+        network = original.worker.modules.build_shared(original.state["model"]).eval()
+        assert_close(outputs_of_file(path, x), network(normalised))
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("suffix", [".pt", ".onnx"])
-def test_other_precisions_are_written_in_float32(suffix, tmp_path, folder):
-    needs(suffix)
-    if not (folder / "half").exists():
-        tiny(folder / "half", "--rounds", "1", "--trainer.precision", "bf16-true")
-    path, _ = export(tmp_path, suffix, name="half")
-    whole = open_run("half")
-    wide = whole.worker.modules.build_shared(whole.state["model"]).float().eval()
-    if suffix == ".pt":
-        assert {value.dtype for value in torch.load(path, weights_only=True).values()} == {torch.float32}
-        return
-    with torch.no_grad():
-        close(opened(path, batch()), wide(batch()))
+def test_other_precisions_are_written_in_float32(tmp_path):
+    model = {"class_path": "fl_lightning.models.MLP", "init_args": {"hidden": [4]}}
+    network = Network(MLP((3,), 2, hidden=(4,)).bfloat16(), model, (3,), 2, torch.rand(2, 3, dtype=torch.bfloat16))
+    write_network(network, tmp_path / "model.pt")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
 
 
-def test_a_compiled_network_is_exported_uncompiled(tmp_path, folder):
-    if not (folder / "compiled").exists():
-        tiny(folder / "compiled", "--rounds", "1", "--algorithm", "FedAvg")
-        config = (folder / "compiled" / "config.yaml").read_text()
-        assert "compile: false" in config
-    whole = open_run("compiled")
-    whole.worker.modules.compile = True
-    network = network_of(whole, read_config(Path("compiled/config.yaml"))["model"])
+def test_a_compiled_network_is_exported_uncompiled():
+    original = open_run("run")
+    original.worker.modules.compile = True
+    network = network_of(original, read_config(Path("run/config.yaml"))["model"])
     assert not any(part._compiled_call_impl for part in network.backbone.modules())
 
 
@@ -282,7 +271,7 @@ def test_a_compiled_network_is_exported_uncompiled(tmp_path, folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["run"], "-o: which file? Its ending says the format: .pt, .onnx, .ts, .ckpt"),
         (["run", "-o", "m.h5"], "-o: m.h5 does not end in one of .pt (state dict), .onnx (ONNX), .ts (TorchScript), "
@@ -298,12 +287,12 @@ def test_a_compiled_network_is_exported_uncompiled(tmp_path, folder):
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )  # fmt: skip
-def test_a_refusal_is_one_line(words, told, folder):
+def test_a_refusal_is_one_line(words, message, folder):
     Path("taken.pt").write_text("mine")
     before = contents(folder)
     outcome = run("export", *words)
     assert outcome.code == 2
-    assert outcome.err.startswith(f"fl-lightning: error: {told}"), outcome.err
+    assert outcome.err.startswith(f"fl-lightning: error: {message}"), outcome.err
     assert len(outcome.err.splitlines()) == 1
     assert contents(folder) == before
 
@@ -312,13 +301,13 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
     outcome = run("export", "run", "-o", tmp_path / "m.onnx")
     assert outcome.code == 2
-    told = "-o: an .onnx file needs onnx, which is not installed. pip install 'fl-lightning[onnx]'"
-    assert outcome.err == f"fl-lightning: error: {told}\n"
+    message = "-o: an .onnx file needs onnx, which is not installed. pip install 'fl-lightning[onnx]'"
+    assert outcome.err == f"fl-lightning: error: {message}\n"
     assert not list(tmp_path.iterdir())
 
 
 class Branching(nn.Module):
-    """Its branch depends on the values, so a trace is wrong for other inputs."""
+    """Its output depends on a branch, so a trace is wrong for other inputs."""
 
     def __init__(self):
         super().__init__()
@@ -338,17 +327,17 @@ def test_a_trace_that_gives_other_outputs_is_not_written(tmp_path):
 
 def test_a_network_that_a_format_cannot_hold_is_refused(tmp_path):
     """The message is one line, without torch's own report."""
-    needs(".onnx")
+    skip_without_packages(".onnx")
     ids = torch.randint(1, 50, (4, 12))
     network = Network(BiLSTM((12,), 3, vocab_size=50), {"class_path": "fl_lightning.models.BiLSTM"}, (12,), 3, ids)
     with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\). Use one of .pt, .ts"):
         write_network(network, tmp_path / "m.onnx")
     write_network(network, tmp_path / "m.ts")
     ids[2, 3:] = 0
-    close(opened(tmp_path / "m.ts", ids), network.backbone(ids))
+    assert_close(outputs_of_file(tmp_path / "m.ts", ids), network.backbone(ids))
 
 
-def test_outputs_are_compared():
+def test_outputs_are_equal_up_to_rounding():
     one = torch.tensor([[1.0, -2.0]])
     assert same_outputs(one, one + 1e-4)
     assert not same_outputs(one, one + 1e-2)

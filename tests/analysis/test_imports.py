@@ -1,4 +1,4 @@
-"""Commands that only read runs import neither torch nor the code of the runs."""
+"""Commands that only read runs do not import torch or code of the runs."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ for words in sys.argv[1:]:
 
 
 @pytest.mark.thorough
-def test_commands_that_read_runs_import_neither_torch_nor_the_code_of_runs(tmp_path):
+def test_commands_that_read_runs_do_not_import_torch_or_code_of_runs(tmp_path):
     (tmp_path / "evil.py").write_text("open('ran', 'w')\nclass Method: ...\n")
     write_run(tmp_path / "a", {"algorithm": {"class_path": "evil.Method"}, "rounds": 3})
     done = subprocess.run([sys.executable, "-c", CODE, *COMMANDS], cwd=tmp_path, capture_output=True, text=True)

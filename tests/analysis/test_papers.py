@@ -1,4 +1,4 @@
-"""The files of the papers' tables and figures, and the command lines of their cells."""
+"""The shipped files of the papers' tables and figures, and the command lines of their cells."""
 
 import re
 from functools import cache
@@ -9,7 +9,8 @@ import yaml
 from commands import run, summary
 from reduced import reduced
 
-from fl_lightning.analysis.baselines import expand_baseline, to_word
+from fl_lightning.analysis.baselines import expand_baseline
+from fl_lightning.analysis.paper_table import read_table as uncached_read_table
 from fl_lightning.cli.experiment import experiment_parser
 from fl_lightning.core.config import flatten, with_config_paths
 from fl_lightning.evaluation.summary import summarize
@@ -27,7 +28,7 @@ FILES = {
     "ua_pdfl": "table1 table2 table3 table4 table5 fig13 th_i mu",
 }
 
-# Of each paper: its name, the class of its method, the number of runs per cell, and the evaluated client model.
+# For each paper: its name, the class of its method, the number of runs per cell, and the evaluated client model.
 NAMES = {"fedskc": "FedSKC", "feddw": "FedDW", "fedsiam_da": "FedSiam-DA", "cwfedavg": "cwFedAVG", "ua_pdfl": "UA-PDFL"}
 OWN = {"fedskc": "FedSKC", "feddw": "FedDW", "fedsiam_da": "FedSiamDA", "cwfedavg": "CwFedAvg", "ua_pdfl": "UAPDFL"}
 RUNS = dict.fromkeys(NAMES, 3) | {"feddw": 5}
@@ -160,9 +161,7 @@ def test_each_table_figure_and_sweep_of_the_papers_has_a_file():
     assert set(TABLES) == {f"{paper}_{what}" for paper, names in FILES.items() for what in names.split()}
 
 
-def test_its_keys_are_those_of_a_table(stem, table):
-    needed = {"paper", "title", "metric", "unit", "seeds", "columns", "rows", "paper_values"}
-    assert needed <= table.keys() <= needed | {"claims"}
+def test_a_file_has_the_unit_and_the_seeds_of_its_paper(stem, table):
     assert stem.removeprefix(f"{table['paper']}_") in FILES[table["paper"]].split()
     assert table["unit"] == ("rounds" if table["metric"].startswith("R_") else "percent")
     assert table["seeds"] == list(range(RUNS[table["paper"]]))
@@ -180,35 +179,28 @@ def test_the_first_line_and_the_title_name_the_table(stem, table):
     assert named == what or (not re.search(r"\d", what) and re.match(r"(section|algorithm|eq)", named))
 
 
-def test_each_row_has_a_number_or_null_for_each_column(table):
-    assert list(table["paper_values"]) == list(table["rows"])
-    numbers = []
-    for row, values in table["paper_values"].items():
-        assert len(values) == len(table["columns"]), row
-        numbers += [value if isinstance(value, list) else [value] for value in values if value is not None]
-    assert {len(number) for number in numbers} in (set(), {1}, {2})  # with a deviation everywhere, or nowhere
-    for number, *deviation in numbers:
-        assert 1 <= number <= (200 if table["unit"] == "rounds" else 100)
-        assert deviation == [] or deviation[0] >= 0
+def test_the_papers_numbers_are_in_their_range(stem, table):
+    numbers = read_table(stem).paper_values.values()
+    assert len({number.std is None for number in numbers}) <= 1  # deviations everywhere, or nowhere
+    for number in numbers:
+        assert 1 <= number.mean <= (200 if table["unit"] == "rounds" else 100)
+        assert (number.std or 0) >= 0
 
 
-def test_claims_hold_in_the_papers_own_numbers(table):
-    columns = list(table["columns"])
-    for claim in table.get("claims", []):
-        assert {"better", "than"} <= claim.keys() <= {"better", "than", "columns"}
-        assert claim["better"] != claim["than"]
-        named = claim.get("columns", columns)
-        assert set(named) <= set(columns)
-        assert len(named) == len(set(named)) > 0
-        for column in named:
-            values = (table["paper_values"][claim[key]][columns.index(column)] for key in ("better", "than"))
-            better, than = (value[0] if isinstance(value, list) else value for value in values)
-            if better is not None and than is not None:
-                assert better < than if table["unit"] == "rounds" else better > than, (claim, column)
+def test_claims_hold_in_the_papers_own_numbers(stem, table):
+    numbers = read_table(stem).paper_values
+    for claim in read_table(stem).claims:
+        assert claim.better != claim.than
+        assert len(claim.columns) == len(set(claim.columns)) > 0
+        for column in claim.columns:
+            better, than = (numbers.get((column, row)) for row in (claim.better, claim.than))
+            if better and than:
+                margin = better.mean - than.mean
+                assert margin < 0 if table["unit"] == "rounds" else margin > 0, (claim, column)
 
 
 def test_tables_that_share_cells_agree():
-    """Numbers that a paper prints twice, or that a figure shares with a table."""
+    """A paper prints some numbers twice, and a figure shows numbers of a table."""
 
     def values(stem, row):
         return TABLES[stem]["paper_values"][row]
@@ -224,17 +216,17 @@ def test_tables_that_share_cells_agree():
     assert values("ua_pdfl_table2", "UA-PDFL") == values("ua_pdfl_table4", "N_com 5")
     without = values("cwfedavg_table1", "cwFedAVG w/o WDR")
     assert values("cwfedavg_fig3", "lambda 0") == without[4:6]
-    own = values("feddw_table1", "FedDW")
-    assert values("feddw_fig6", "mu 0.1") == [own[1], None, own[5], None]
-    assert values("feddw_fig6", "mu 10") == [None, own[2], None, own[6]]
-    assert values("feddw_table4", "FedDW") == [own[6]]
+    feddw = values("feddw_table1", "FedDW")
+    assert values("feddw_fig6", "mu 0.1") == [feddw[1], None, feddw[5], None]
+    assert values("feddw_fig6", "mu 10") == [None, feddw[2], None, feddw[6]]
+    assert values("feddw_table4", "FedDW") == [feddw[6]]
 
 
 # --- Cells ----------------------------------------------------------------------------------------------
 
 
-def said(paper, name):
-    """Return the settings that a name stands for, phrase by phrase; every phrase must have a meaning."""
+def settings_of_name(paper, name):
+    """Return the settings that a name stands for; each of its phrases must have a meaning."""
     found = {}
     for phrase in name.split(", "):
         if metric := re.fullmatch(r"R_(\d+)", phrase):
@@ -242,39 +234,33 @@ def said(paper, name):
             continue
         known = WORDS | SETTINGS.get(paper, {})
         matches = {pattern: match for pattern in NUMBERS if (match := re.fullmatch(pattern, phrase))}
-        assert len(matches) + (phrase in known) == 1, f"{phrase!r} of {name!r} says nothing"
+        assert len(matches) + (phrase in known) == 1, f"{phrase!r} of {name!r} has no meaning"
         found |= known.get(phrase, {})
         for pattern, match in matches.items():
             found |= dict(zip(NUMBERS[pattern], map(float, match.groups()), strict=True))
     return found
 
 
-def said_of_column(table, column):
+def settings_of_column(table, column):
     tail = ", ".join(table["title"].split(", ")[2:])
-    return said(table["paper"], ", ".join(filter(None, [tail, column])))
+    return settings_of_name(table["paper"], ", ".join(filter(None, [tail, column])))
 
 
-def said_of_row(table, row):
+def settings_of_row(table, row):
     paper = table["paper"]
     if row in ROWS[paper]:
         return ROWS[paper][row]
     if any(re.fullmatch(pattern, row) for pattern in NUMBERS):
-        return {"algorithm": OWN[paper]} | said(paper, row)
+        return {"algorithm": OWN[paper]} | settings_of_name(paper, row)
     return {"algorithm": row}
 
 
-def words(table, column, row):
+def words(stem, column, row):
     """Return a cell's command line."""
-    options = table["columns"][column] | {"seed": 1}
-    spelled = [word for part in (options, table["rows"][row]) for item in part.items() for word in item_words(*item)]
-    return tuple(spelled)
+    return (*read_table(stem).words(column, row), "--seed", "1")
 
 
-def item_words(key, value):
-    return () if key == "metric" else (f"--{key}", to_word(value))
-
-
-parser = cache(experiment_parser)
+parser, read_table = cache(experiment_parser), cache(uncached_read_table)
 
 
 @cache
@@ -282,8 +268,8 @@ def parsed(cell):
     return parser().parse_args(expand_baseline(with_config_paths(cell)))
 
 
-def taken(cell):
-    """Return the config of a command line by dotted keys, with classes by name."""
+def config_of(cell):
+    """Return the config of a command line by dotted key, with classes by name."""
     flat = flatten(parsed(cell).as_dict(), name=class_name)
     terms = [class_name(term["class_path"]) for term in flat["algorithm.loss_terms"] or []]
     lists = {key: list(value) for key, value in flat.items() if isinstance(value, tuple)}
@@ -294,87 +280,85 @@ def class_name(path):
     return path.rpartition(".")[2]
 
 
-def metric(table, column, row):
-    """Return the metric of a cell: its row's, else its column's, else the table's."""
-    return table["rows"][row].get("metric") or table["columns"][column].get("metric") or table["metric"]
-
-
 @cache
 def baselines_of(config):
     return yaml.safe_load((CONFIGS / config).read_text())["baselines"]
 
 
 @cache
-def few():
+def covering_cells():
     """Return cells that cover every column, and every row with each of its configs' baselines."""
     seen, chosen = set(), {}
     for stem, table in TABLES.items():
         for column, options in table["columns"].items():
             baselines = baselines_of(options["config"])
             for row, keys in table["rows"].items():
-                parts = {f"{said_of_column(table, column)}{options}", f"{said_of_row(table, row)}{baselines}{keys}"}
+                of_column, of_row = settings_of_column(table, column), settings_of_row(table, row)
+                parts = {f"{of_column}{options}", f"{of_row}{baselines}{keys}"}
                 if not parts <= seen:
                     chosen.setdefault(stem, []).append((column, row))
                     seen |= parts
     return chosen
 
 
-def check(table, column, row):
-    found = taken(words(table, column, row))
-    expected = {key: value for key, value in said_of_column(table, column).items() if key != "metric"}
-    expected |= said_of_row(table, row) | {"evaluation.client_model": MEASURED[table["paper"]], "seed": 1}
+def check(stem, column, row):
+    table = TABLES[stem]
+    found = config_of(words(stem, column, row))
+    expected = {key: value for key, value in settings_of_column(table, column).items() if key != "metric"}
+    expected |= settings_of_row(table, row) | {"evaluation.client_model": MEASURED[table["paper"]], "seed": 1}
     assert {key: found.get(key, "missing") for key in expected} == expected, (column, row)
 
 
 @pytest.mark.fast_cases(1)
 def test_a_cell_has_the_settings_of_its_column_and_row(stem, table):
-    for column, row in few().get(stem, []):
-        check(table, column, row)
+    for column, row in covering_cells().get(stem, []):
+        check(stem, column, row)
 
 
 @pytest.mark.slow
-def test_every_cell_has_the_settings_of_its_column_and_row(table):
+def test_every_cell_has_the_settings_of_its_column_and_row(stem, table):
     for column in table["columns"]:
         for row in table["rows"]:
-            check(table, column, row)
+            check(stem, column, row)
 
 
 def test_a_column_sets_only_what_its_name_says(table):
     for column, options in table["columns"].items():
-        told = said_of_column(table, column)
-        assert options.keys() - {"config", "metric"} <= told.keys(), column
-        assert told.get("metric", table["metric"]) == options.get("metric", table["metric"])
+        expected = settings_of_column(table, column)
+        assert options.keys() - {"config", "metric"} <= expected.keys(), column
+        assert expected.get("metric", table["metric"]) == options.get("metric", table["metric"])
 
 
 def test_a_row_sets_only_what_its_name_says(table):
     """Hyper-parameters of baselines are in configs/baselines/."""
     for row, options in table["rows"].items():
-        told = said_of_row(table, row)
-        own = told.keys() if told["algorithm"] == OWN[table["paper"]] else set()
+        expected = settings_of_row(table, row)
+        own = expected.keys() if expected["algorithm"] == OWN[table["paper"]] else set()
         assert options.keys() - own <= {"algorithm", "metric", "evaluation.personal_on_global"}, row
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("stem", [stem for stem in TABLES if stem.startswith("cwfedavg")])
 def test_classes_and_clusters_are_those_of_the_data_set(stem):
     """Appendix C: 2 classes a client, of CIFAR-100 10; and Table 4: IFCA's clusters."""
     clusters = {"MNIST": 4, "CIFAR10": 2, "CIFAR100": 8, "AGNews": 2}
     table = TABLES[stem]
     for column in table["columns"]:
-        found = taken(words(table, column, list(table["rows"])[-1]))
+        found = config_of(words(stem, column, list(table["rows"])[-1]))
         dataset = found["scenario.dataset"]
         if "IFCA" in table["rows"]:
-            assert taken(words(table, column, "IFCA"))["algorithm.clusters"] == clusters[dataset]
-            assert taken(words(table, column, "FedFomo"))["algorithm.models"] >= found["scenario.clients"] - 1
+            assert config_of(words(stem, column, "IFCA"))["algorithm.clusters"] == clusters[dataset]
+            assert config_of(words(stem, column, "FedFomo"))["algorithm.models"] >= found["scenario.clients"] - 1
         if found["scenario.partition"] == "Pathological":
             assert found["scenario.partition.classes_per_client"] == (10 if dataset == "CIFAR100" else 2)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_the_metric_of_a_cell_is_in_the_summary(stem, table):
-    """The summary of a run has it: R_acc if the config has the target, global metrics if there is a global model."""
-    for column, row in few().get(stem, []):
-        cell = words(table, column, row)
-        found, figure = taken(cell), metric(table, column, row)
+    """R_acc needs the target in the config, and global metrics need a global model."""
+    for column, row in covering_cells().get(stem, []):
+        cell = words(stem, column, row)
+        found, figure = config_of(cell), read_table(stem).figure(column, row)
         logged = {"round": 1, "client/acc_mean": 0.5, "client/acc_weighted": 0.5}
         logged |= {"global/acc": 0.5} if one_model(cell) else {}
         logged |= {"personal_on_global/acc_mean": 0.5} if found["evaluation.personal_on_global"] else {}
@@ -387,8 +371,8 @@ def one_model(cell):
     return parser().instantiate(parsed(cell)).algorithm.one_model
 
 
-def kinds():
-    """Return a cell for each method of a paper and each set of its options."""
+def cells_of_methods():
+    """Return a cell for each method of each paper and each set of its options."""
     found = {}
     for stem, table in TABLES.items():
         for row, options in table["rows"].items():
@@ -398,12 +382,11 @@ def kinds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stem", "column", "row"), kinds())
+@pytest.mark.parametrize(("stem", "column", "row"), cells_of_methods())
 def test_a_cell_runs(stem, column, row, tmp_path, monkeypatch):
-    table = TABLES[stem]
-    small = reduced(table["columns"][column]["config"], tmp_path, monkeypatch)
-    if "algorithm.n_com" not in taken(words(table, column, row)):
+    small = reduced(TABLES[stem]["columns"][column]["config"], tmp_path, monkeypatch)
+    if "algorithm.n_com" not in config_of(words(stem, column, row)):
         small = [word for word in small if not word.startswith("--algorithm.n_com")]
-    outcome = run("fit", *words(table, column, row), *small, "--run_dir", tmp_path / "run")
+    outcome = run("fit", *words(stem, column, row), *small, "--run_dir", tmp_path / "run")
     assert outcome.code == 0, outcome.err
-    assert metric(table, column, row) in summary(tmp_path / "run")
+    assert read_table(stem).figure(column, row) in summary(tmp_path / "run")

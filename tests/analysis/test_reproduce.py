@@ -1,4 +1,4 @@
-"""`fl-lightning reproduce`: the table's file, its runs, and the comparison with the paper."""
+"""`fl-lightning reproduce`: the file of a table, its runs, and the comparison with the paper."""
 
 import csv
 import io
@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 from fl_lightning.analysis.baselines import expand_baseline
+from fl_lightning.analysis.comparison import paired_difference
 from fl_lightning.analysis.executor import FAILED, JobResult, is_finished
 from fl_lightning.analysis.paper_table import PaperValue, read_table, scaling, settings_of, table_jobs
 from fl_lightning.analysis.reproduction import (
@@ -30,7 +31,6 @@ from fl_lightning.analysis.reproduction import (
     Reading,
     Reproduction,
     margin_needed,
-    paired_p,
     rank_correlations,
     read_result,
 )
@@ -38,6 +38,7 @@ from fl_lightning.analysis.reproduction_table import (
     as_csv,
     as_markdown,
     claims_grid,
+    failures,
     format_cell,
     format_ours,
     verdict_line,
@@ -47,7 +48,6 @@ from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits
-from fl_lightning.evaluation.summary import summarize
 
 PAPERS = Path(__file__).parents[2] / "papers"
 CONFIG = """# tiny
@@ -116,20 +116,20 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Run jobs in this process; return what was requested, in order."""
-    asked = []
+    """Run jobs in this process; return the started jobs, in order."""
+    started = []
 
     def run_jobs(jobs, program, workers, threads):
-        for point in jobs:
-            asked.append((point, workers, threads))
-            outcome = run("fit", *point.words, "--run_dir", point.folder)
+        for job in jobs:
+            started.append((job, workers, threads))
+            outcome = run("fit", *job.words, "--run_dir", job.folder)
             reason = outcome.err.strip().removeprefix("fl-lightning: error: ")
             if outcome.code == 1:
-                (point.folder / FAILED).write_text(reason + "\n")
-            yield JobResult(point, outcome.code, reason)
+                (job.folder / FAILED).write_text(reason + "\n")
+            yield JobResult(job, outcome.code, reason)
 
     monkeypatch.setattr(reproduce, "run_jobs", run_jobs)
-    return asked
+    return started
 
 
 def leave_run(folder: Path, **summary):
@@ -138,27 +138,27 @@ def leave_run(folder: Path, **summary):
     (folder / "final" / "summary.json").write_text(json.dumps({"rounds": 20} | summary))
 
 
-def left(name: str, figures: dict[tuple[str, str], list]) -> Reproduction:
+def leave_runs(name: str, figures: dict[tuple[str, str], list]) -> Reproduction:
     """Return a table whose runs have these figures, a list by seed for each cell; '-' stands for no run."""
     table = read_table(name)
-    points = table_jobs(table, Path("out"))
+    jobs = table_jobs(table, Path("out"))
     for (column, row), by_seed in figures.items():
         for seed, value in zip(table.seeds, by_seed, strict=True):
             if value != "-":
-                folder = points[column, row, seed].folder
+                folder = jobs[column, row, seed].folder
                 leave_run(folder, **{table.figure(column, row): value})
-    return Reproduction(table, points)
+    return Reproduction(table, jobs)
 
 
 # --- The command lines -----------------------------------------------------------------------------------------------
 
 
-def test_the_command_line_of_a_cell_is_its_columns_then_its_rows(here):
-    points = table_jobs(read_table("table.yaml"), Path("out"), overrides=["model.hidden=[4, 4]", "rounds=3"])
+def test_a_command_line_has_the_options_of_the_column_then_of_the_row(here):
+    jobs = table_jobs(read_table("table.yaml"), Path("out"), overrides=["model.hidden=[4, 4]", "rounds=3"])
     last = ["--model.hidden", "[4, 4]", "--rounds", "3"]
     first = ["--config", "tiny.yaml", "--scenario.partition.alpha", "0.1"]
     skc = ["--algorithm", "FedSKC", "--algorithm.tau", "0.25", "--algorithm.gda", "false"]
-    assert {key: list(point.words) for key, point in points.items()} == {
+    assert {key: list(job.words) for key, job in jobs.items()} == {
         ("alpha 0.1", "Uniform", 0): [*first, "--algorithm", "Uniform", "--seed", "0", *last],
         ("alpha 0.1", "Uniform", 3): [*first, "--algorithm", "Uniform", "--seed", "3", *last],
         ("alpha 0.1", "FedSKC", 0): [*first, *skc, "--seed", "0", *last],
@@ -179,10 +179,10 @@ def test_a_row_may_keep_the_algorithm_of_the_config(here):
 
 
 def folders(name="table.yaml", scale=1.0, overrides=()):
-    return {key: point.folder for key, point in table_jobs(read_table(name), Path("out"), scale, overrides).items()}
+    return {key: job.folder for key, job in table_jobs(read_table(name), Path("out"), scale, overrides).items()}
 
 
-def test_folder_names(here):
+def test_names_of_run_folders(here):
     found = folders()
     assert len(set(found.values())) == 8
     folder = found["alpha 0.1", "FedSKC", 3]
@@ -191,14 +191,12 @@ def test_folder_names(here):
     assert found["alpha 1", "Uniform", 0].parent == Path("out", "tiny", "Uniform")
 
 
-def test_folder_names_have_no_special_characters(here):
-    text = (
-        TABLE.replace("FedSKC:", "'../w/ Dist.':").replace(": FedSKC,", ": '../w/ Dist.',").replace(": FedSKC}", ": x}")
-    )
-    text = text.replace("than: x", "than: '../w/ Dist.'").replace("algorithm: '../w/ Dist.'", "algorithm: FedSKC")
-    Path("table.yaml").write_text(
-        text.replace("alpha: 0.1", "alpha: [1, {a: /b}]").replace("FedSKC, columns", "'../w/ Dist.', columns")
-    )
+def test_names_of_run_folders_have_no_special_characters(here):
+    table = yaml.safe_load(TABLE) | {"claims": []}
+    for key in ("rows", "paper_values"):
+        table[key]["../w/ Dist."] = table[key].pop("FedSKC")
+    table["columns"]["alpha 0.1"]["scenario.partition.alpha"] = [1, {"a": "/b"}]
+    Path("table.yaml").write_text(yaml.safe_dump(table))
     assert {folder.parent for folder in folders().values()} == {
         Path("out", scenario, row)
         for scenario in ("tiny", "tiny-scenario.partition.alpha-1-a-b")
@@ -237,7 +235,7 @@ def test_other_settings_are_other_runs(here, change):
     assert not set(now.values()) & {folder for key, folder in before.items() if now[key] != folder}
 
 
-def test_settings_are_those_of_fit(here):
+def test_settings_of_a_command_line_equal_those_of_fit(here):
     words = ["--config", "tiny.yaml", "--algorithm", "FedProx", "--model.hidden", "[4]", "--rounds", "7"]
     found = settings_of(words)
     parsed = experiment_parser().parse_args(expand_baseline(with_config_paths(words)))
@@ -252,8 +250,8 @@ def test_settings_are_those_of_fit(here):
 # --- The scale -------------------------------------------------------------------------------------------------------
 
 
-def times(number, scale):
-    """Return the product, rounded up, in exact arithmetic."""
+def scaled(number, scale):
+    """Return number times scale, rounded up, in exact arithmetic."""
     return max(1, math.ceil(Fraction(str(number)) * Fraction(str(scale))))
 
 
@@ -261,7 +259,7 @@ def times(number, scale):
 def test_the_scale_is_exact(rounds, epochs, thousandths):
     scale = thousandths / 1000
     found = scaling({"rounds": rounds, "trainer.max_epochs": epochs}, scale)
-    numbers = ["--rounds", str(times(rounds, scale)), "--trainer.max_epochs", str(times(epochs, scale))]
+    numbers = ["--rounds", str(scaled(rounds, scale)), "--trainer.max_epochs", str(scaled(epochs, scale))]
     assert found == [*numbers, "--scenario.train_samples", str(scale)]
 
 
@@ -283,6 +281,7 @@ def test_scaled_settings(settings, expected):
     assert scaling(settings, 1.0) == []
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "column", "row"),
     [
@@ -295,12 +294,12 @@ def test_the_scale_changes_no_other_setting(name, column, row):
     table, parser = read_table(name).part([row], [column], [1]), experiment_parser()
 
     def config(scale):
-        (point,) = table_jobs(table, Path("out"), scale).values()
-        return plain_config(parser.parse_args(expand_baseline(with_config_paths(point.words))), parser)
+        (job,) = table_jobs(table, Path("out"), scale).values()
+        return plain_config(parser.parse_args(expand_baseline(with_config_paths(job.words))), parser)
 
     whole, small = config(1.0), config(0.03)
-    assert small["rounds"] == times(whole["rounds"], 0.03) < whole["rounds"]
-    assert small["trainer"]["max_epochs"] == times(whole["trainer"]["max_epochs"], 0.03)
+    assert small["rounds"] == scaled(whole["rounds"], 0.03) < whole["rounds"]
+    assert small["trainer"]["max_epochs"] == scaled(whole["trainer"]["max_epochs"], 0.03)
     assert small["scenario"]["train_samples"] == 0.03
     for one in (whole, small):
         del one["rounds"], one["trainer"]["max_epochs"], one["scenario"]["train_samples"]
@@ -335,7 +334,6 @@ def test_parts_of_a_table():
         (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'. Did you mean --rounds?"),
         (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
         (["--workers", "0"], "--workers: 0 is below 1"),
-        (["--format", "html"], "--format: got 'html', expected table | markdown | csv"),
     ],
 )
 def test_a_wrong_option_is_one_line(here, words, message):
@@ -356,21 +354,9 @@ BAD = [
     ("{config: tiny.yaml}", "tiny.yaml", "columns: alpha 1 is not a mapping {key: value, ...}"),
     ("  Uniform: {algorithm: Uniform}", "  Uniform:", "rows: Uniform is not a mapping {key: value, ...}"),
     ("Uniform: [50,", "Other: [50,", "paper_values: "),
-    (
-        "[50, [60.5, 0.25]]",
-        "[50]",
-        "paper_values: Uniform needs 2 numbers, one per column. Use null",
-    ),
-    (
-        "[50, [60.5, 0.25]]",
-        "[50, [1, 2, 3]]",
-        "paper_values: Uniform: [1, 2, 3] is neither a number nor [mean, deviation]",
-    ),
-    (
-        "- {better: FedSKC, than: Uniform}",
-        "- {better: FedSKC}",
-        "claims: {'better': 'FedSKC'} is not of the form {better",
-    ),
+    ("[50, [60.5, 0.25]]", "[50]", "paper_values: Uniform needs 2 numbers, one per column. Use null"),
+    ("[60.5, 0.25]]", "[1, 2, 3]]", "paper_values: Uniform: [1, 2, 3] is neither a number nor [mean, deviation]"),
+    ("{better: FedSKC, than: Uniform}", "{better: A}", "claims: {'better': 'A'} is not of the form {better"),
     ("- {better: FedSKC, than: Uniform}", "- {better: FedSKC, than: MOON}", "claims: MOON is not a row"),
     ('columns: ["alpha 1"]', 'columns: ["alpha 2"]', "claims: alpha 2 is not a column"),
     (TABLE, "[]", "it needs lines `key: value`"),
@@ -387,12 +373,9 @@ def test_a_bad_table_is_one_line(here, old, new, message):
     assert err.startswith(f"fl-lightning: error: bad.yaml{joint}{message}")
 
 
-def test_a_missing_table_is_one_line(here):
+def test_the_tables_are_listed(here):
     message = "nowhere: neither a file nor a shipped table. See `fl-lightning list papers`."
     assert run("reproduce", "nowhere") == (2, "", f"fl-lightning: error: {message}\n")
-
-
-def test_the_tables_are_listed(here):
     code, out, _ = run("list", "papers")
     assert code == 0
     listed = dict(line.strip().split("  ", 1) for line in out.splitlines()[1:])
@@ -419,22 +402,12 @@ def test_a_cell_is_read_from_its_runs(here):
     assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading()
 
 
-@pytest.mark.parametrize(("reading", "number"), [("best", 90.0), ("last", 10.0), ("last10", 54.0)])
-def test_a_table_reads_the_best_round_the_last_or_the_mean_of_the_last_ten(here, reading, number):
-    Path("table.yaml").write_text(TABLE.replace("global/acc_last", f"global/acc_{reading}"))
-    table = read_table("table.yaml")
-    points = table_jobs(table, Path("out"))
-    accuracies = [0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.1]
-    rows = [{"round": round, "global/acc": acc} for round, acc in enumerate(accuracies, 1)]
-    rows.insert(5, {"round": 6})  # a round that was not evaluated is none of the ten
-    rows = [row | {"round": round} for round, row in enumerate(rows, 1)]
-    for point in points.values():
-        leave_run(point.folder, **summarize(rows, []))
-        lines = "".join(f"{row['round']},{row.get('global/acc', '')}\n" for row in rows)
-        (point.folder / "metrics.csv").write_text("round,global/acc\n" + lines)
-    for cell in Reproduction(table, points).cells.values():
-        assert cell.mean == pytest.approx(number)
-        assert cell.last10 == pytest.approx(54.0)
+def test_the_mean_of_the_last_ten_skips_rounds_without_an_evaluation(here):
+    accuracies = [0.1, 0.1, 0.2, 0.3, 0.4, None, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.1]
+    write_run(Path("run"), None, {"global/acc": accuracies})
+    for entry, number in (("best", 90.0), ("last", 10.0), ("last10", 54.0)):
+        reading = read_result(Path("run"), f"global/acc_{entry}", "global/acc", "percent")
+        assert (reading.value, reading.last10) == pytest.approx((number, 54.0))
 
 
 @pytest.mark.parametrize("metric", ["global/acc", "global/acc_final"])
@@ -442,8 +415,7 @@ def test_a_metric_in_percent_needs_a_suffix(here, metric):
     Path("table.yaml").write_text(TABLE.replace("global/acc_last", metric))
     with pytest.raises(ConfigError) as raised:
         read_table("table.yaml")
-    wanted = f"table.yaml: metric: {metric} has no suffix. Append one of _best, _last, _last10"
-    assert str(raised.value) == wanted
+    assert str(raised.value) == f"table.yaml: metric: {metric} has no suffix. Append one of _best, _last, _last10"
 
 
 def test_rank_correlations():
@@ -453,19 +425,11 @@ def test_rank_correlations():
     assert rank_correlations([1.0, 1.0], [2.0, 3.0]) == (None, None, 2)
 
 
-def test_p_value():
-    """t = 2 / (1 / sqrt 3) with two degrees of freedom, whose distribution has a closed form."""
-    assert [paired_p(margins) for margins in ([], [2.0], [2.0, 2.0, 2.0])] == [None] * 3
-    t = 2 * math.sqrt(3)
-    assert paired_p([1.0, 2.0, 3.0]) == pytest.approx(1 - t / math.sqrt(2 + t**2))
-    assert paired_p([-1.0, -2.0, -3.0]) == paired_p([1.0, 2.0, 3.0])
-
-
 @pytest.mark.parametrize("seeds", [2, 5])
 def test_margin_needed_for_p_005(seeds):
     margins = np.random.default_rng(seeds).normal(size=seeds)
     margins = (margins - margins.mean()) / margins.std(ddof=1) + margin_needed(seeds)
-    assert paired_p(margins.tolist()) == pytest.approx(0.05)
+    assert paired_difference(margins, [0.0] * seeds).p == pytest.approx(0.05)
 
 
 PERCENT = {
@@ -477,60 +441,61 @@ PERCENT = {
 
 
 def test_a_claim_is_judged_seed_by_seed(here):
-    made = left("table.yaml", PERCENT)
-    first, second, third = made.verdicts
-    assert [verdict.column for verdict in made.verdicts] == ["alpha 0.1", "alpha 1", "alpha 1"]
+    results = leave_runs("table.yaml", PERCENT)
+    first, second, third = results.verdicts
+    assert [verdict.column for verdict in results.verdicts] == ["alpha 0.1", "alpha 1", "alpha 1"]
     assert first.margins == pytest.approx({0: 3.0, 3: 2.0})
     assert (first.holds, first.ahead, first.paper) == (True, 2, 1.25)
-    assert first.mean == pytest.approx(2.5)
-    assert first.std == pytest.approx(math.sqrt(0.5))
-    assert first.p == pytest.approx(scipy.stats.ttest_rel([53, 54], [50, 52]).pvalue)
+    assert first.difference[:3] == pytest.approx((2, 2.5, math.sqrt(0.5)))
+    assert first.difference.p == pytest.approx(scipy.stats.ttest_rel([53, 54], [50, 52]).pvalue)
     assert second.margins == pytest.approx({0: 2.0})  # the other seed has one side only
-    assert (second.holds, second.ahead, second.p, second.std, second.paper) == (True, 1, None, None, None)
+    assert (second.holds, second.ahead, second.paper) == (True, 1, None)
+    assert (second.difference.std, second.difference.p) == (None, None)
     assert third.margins == pytest.approx({0: -2.0})
     assert (third.holds, third.ahead) == (False, 0)
 
 
-def test_claims_without_runs_have_no_verdict(here):
-    made = left("table.yaml", {})
-    assert [(verdict.holds, verdict.mean, verdict.p) for verdict in made.verdicts] == [(None, None, None)] * 3
-    assert claims_grid(made.verdicts)[1:] == []
-    assert verdict_line(made.verdicts).startswith(
+def test_claims_without_runs_cannot_be_judged(here):
+    results = leave_runs("table.yaml", {})
+    assert [(verdict.holds, verdict.difference) for verdict in results.verdicts] == [(None, None)] * 3
+    assert claims_grid(results.verdicts)[1:] == []
+    assert verdict_line(results.verdicts).startswith(
         "Claims: 0 hold (0 with p < 0.05), 0 do not (0 with p < 0.05), 3 cannot be judged yet."
     )
-    assert "t-test" not in verdict_line(made.verdicts)
-    assert made.order("alpha 1") == (None, None, 0)
+    assert "t-test" not in verdict_line(results.verdicts)
+    assert results.order("alpha 1") == (None, None, 0)
 
 
 def test_fewer_rounds_are_better(here):
     reached = {("R_50", "A"): [8, 9, 10], ("R_50", "B"): [5, 5, 9], ("R_50", "C"): [None, 3, 3]}
-    made = left("rounds.yaml", reached)
-    b_over_a, unreached, c_over_a = made.verdicts
+    results = leave_runs("rounds.yaml", reached)
+    b_over_a, unreached, c_over_a = results.verdicts
     assert b_over_a.margins == {0: 3.0, 1: 4.0, 2: 1.0}
     assert (b_over_a.paper, b_over_a.holds) == (2.0, True)
     assert c_over_a.margins == {0: 8.0 - 21.0, 1: 6.0, 2: 7.0}
-    assert (c_over_a.mean, c_over_a.holds, c_over_a.ahead) == (0.0, False, 2)
+    assert (c_over_a.difference.mean, c_over_a.holds, c_over_a.ahead) == (0.0, False, 2)
     assert unreached.holds is None
-    assert made.order("R_50") == rank_correlations([9, 19 / 3, 9], [6, 4, 2])
-    assert format_ours(made.cells["R_50", "C"]) == "> 9.0 ± 10.4"
-    assert format_ours(made.cells["R_50", "B"]) == "6.3 ± 2.3"
+    assert results.order("R_50") == rank_correlations([9, 19 / 3, 9], [6, 4, 2])
+    assert format_ours(results.cells["R_50", "C"]) == "> 9.0 ± 10.4"
+    assert format_ours(results.cells["R_50", "B"]) == "6.3 ± 2.3"
 
 
 def test_two_runs_that_never_reach_the_target_are_not_compared(here):
-    points = table_jobs(read_table("rounds.yaml"), Path("out"))
-    for (_, row, seed), point in points.items():
-        if not is_finished(point.folder):
-            leave_run(point.folder, **{"R_0.5": 5, "R_0.7": None if seed or row == "A" else 9, "R_0.9": 3})
-    made = Reproduction(read_table("rounds.yaml"), points)
-    assert made.verdicts[1].margins == {0: 12.0}
-    assert made.verdicts[0].margins == {0: 0.0, 1: 0.0, 2: 0.0}
-    assert (made.verdicts[0].holds, made.verdicts[0].p, made.verdicts[0].ahead) == (False, None, 0)
+    jobs = table_jobs(read_table("rounds.yaml"), Path("out"))
+    for (_, row, seed), job in jobs.items():
+        if not is_finished(job.folder):
+            leave_run(job.folder, **{"R_0.5": 5, "R_0.7": None if seed or row == "A" else 9, "R_0.9": 3})
+    results = Reproduction(read_table("rounds.yaml"), jobs)
+    assert results.verdicts[1].margins == {0: 12.0}
+    assert results.verdicts[0].margins == {0: 0.0, 1: 0.0, 2: 0.0}
+    equal = results.verdicts[0]
+    assert (equal.holds, equal.difference.p, equal.ahead) == (False, None, 0)
 
 
 # --- Output -------------------------------------------------------------------------------------------------
 
 
-def test_text_of_cells():
+def test_cells_as_text():
     two = {0: Reading(70.0), 1: Reading(72.0)}
     assert format_ours(Cell(two)) == "71.0 ± 1.4"
     assert format_ours(Cell({0: Reading(70.0)})) == "70.0"
@@ -546,9 +511,9 @@ def test_text_of_cells():
 
 
 def test_the_whole_table_in_markdown(here):
-    told = as_markdown(left("table.yaml", PERCENT), 0.5, ["model=MLP", "rounds=3"])
+    text = as_markdown(leave_runs("table.yaml", PERCENT), 0.5, ["model=MLP", "rounds=3"])
     assert (
-        told
+        text
         == """\
 **Tiny, Table 1.** Percent; mean ± standard deviation over seeds 0, 3. At scale 0.5: rounds, local epochs \
 (trainer.max_epochs) and training samples times 0.5, rounded up; nothing else. With model=MLP, rounds=3.
@@ -573,25 +538,28 @@ margin of 9.0 standard deviations."""
     )
 
 
-def test_titles_and_names_are_escaped_in_markdown(here):
+def test_titles_and_names_are_escaped(here):
     text = TABLE.replace("Tiny, Table 1", "<b>T</b> [x](y) *z*").replace('alpha 1"', '<i>"')
+    text = text.replace("Uniform", "'U|[red]x'").replace("algorithm: 'U|[red]x'", "algorithm: FedAvg")
     Path("table.yaml").write_text(text)
     out = run("reproduce", "table.yaml", "--show", "--format", "markdown").out
     assert "**\\<b>T\\</b> \\[x](y) \\*z\\*.**" in out
     assert not re.search(r"(?<!\\)<(?!br>)", out)
+    assert out.count("| U\\|\\[red]x |") == 1
+    assert "U|[red]x" in run("reproduce", "table.yaml", "--show").out
 
 
 def test_significant_claims_are_counted(here):
     figures = {("alpha 0.1", "Uniform"): [0.5, 0.6], ("alpha 0.1", "FedSKC"): [0.6, 0.7001]}
     figures |= {("alpha 1", "Uniform"): [0.5, 0.6], ("alpha 1", "FedSKC"): [0.6, 0.7001]}
-    line = verdict_line(left("table.yaml", figures).verdicts)
+    line = verdict_line(leave_runs("table.yaml", figures).verdicts)
     assert line.startswith("Claims: 2 hold (2 with p < 0.05), 1 do not (1 with p < 0.05), 0 cannot be judged yet.")
 
 
 def test_csv_has_a_line_for_each_cell(here):
-    made = left("rounds.yaml", {("R_50", "A"): [8, 9, 11], ("R_50", "C"): [None, 3, "-"]})
-    lines = list(csv.DictReader(io.StringIO(as_csv(made))))
-    assert [(line["column"], line["row"]) for line in lines] == list(made.cells)
+    results = leave_runs("rounds.yaml", {("R_50", "A"): [8, 9, 11], ("R_50", "C"): [None, 3, "-"]})
+    lines = list(csv.DictReader(io.StringIO(as_csv(results))))
+    assert [(line["column"], line["row"]) for line in lines] == list(results.cells)
     first, _, third, *_ = lines
     assert first == {
         "column": "R_50", "row": "A", "metric": "R_0.5", "unit": "rounds", "seeds": "3", "missing": "0",
@@ -605,32 +573,23 @@ def test_csv_has_a_line_for_each_cell(here):
     assert (unread["seeds"], unread["missing"], unread["mean"], unread["paper"]) == ("0", "3", "", "")
 
 
-def test_bars_and_brackets_in_names_are_escaped(here):
-    text = TABLE.replace("Uniform", "'U|[red]x'").replace("algorithm: 'U|[red]x'", "algorithm: FedAvg")
-    Path("table.yaml").write_text(text)
-    assert run("reproduce", "table.yaml", "--show", "--format", "markdown").out.count("| U\\|\\[red]x |") == 1
-    assert "U|[red]x" in run("reproduce", "table.yaml", "--show").out
-
-
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-def test_only_missing_runs_are_run(here, at_once):
+def test_only_missing_runs_are_started(here, at_once):
     words = ["reproduce", "table.yaml", "--rows", "Uni", "--columns", "alpha 1", "--threads", "1"]
     code, out, err = run(*words, "--seeds", "3", "--workers", "2")
     assert code == 0
-    assert [(p.folder.parent, workers, threads) for p, workers, threads in at_once] == [
-        (Path("runs/reproduce/table/tiny/Uniform"), 2, 1)
-    ]
+    ((job, workers, threads),) = at_once
+    assert (job.folder.parent, workers, threads) == (Path("runs/reproduce/table/tiny/Uniform"), 2, 1)
     assert err.splitlines()[0] == "1 of 1 runs are missing; they lie in runs/reproduce/table"
-    assert err.splitlines()[1] == f"1 of 1, {at_once[0][0].folder.relative_to('runs/reproduce/table')}: done"
+    assert err.splitlines()[1] == f"1 of 1, {job.folder.relative_to('runs/reproduce/table')}: done"
     at_once.clear()
     code, out, err = run(*words)
     assert [p.words[-1] for p, *_ in at_once] == ["0"]
     assert err.splitlines()[0] == "1 of 2 runs are missing; they lie in runs/reproduce/table"
     at_once.clear()
-    again = run(*words)
-    assert (again.out, at_once) == (out, [])
+    assert (run(*words).out, at_once) == (out, [])
     shown = run(*words, "--show", "--format", "csv")
     (line,) = csv.DictReader(io.StringIO(shown.out))
     summaries = [json.loads(path.read_text()) for path in Path("runs").rglob("summary.json")]
@@ -638,7 +597,7 @@ def test_only_missing_runs_are_run(here, at_once):
     assert len(summaries) == 2
 
 
-def test_a_scaled_run_is_a_small_one(here, at_once):
+def test_a_scaled_run_has_fewer_rounds_epochs_and_samples(here, at_once):
     Path("tiny.yaml").write_text(CONFIG.replace("rounds: 2", "rounds: 12").replace("max_epochs: 1", "max_epochs: 3"))
     words = ["--rows", "FedSKC", "--columns", "0.1", "--seeds", "0", "--out", "here"]
     code, out, _ = run("reproduce", "table.yaml", *words, "--scale", "0.1", "--set", "batch_size=8")
@@ -657,33 +616,29 @@ def test_a_scaled_run_is_a_small_one(here, at_once):
 
 
 def test_failed_runs_are_reported(here, at_once):
-    failing = ["--set", "optimizer.lr=1e30", "--seeds", "0"]
-    code, out, err = run("reproduce", "table.yaml", "--columns", "alpha 1", *failing)
-    assert code == 1
-    assert len(at_once) == 2
-    assert err.count("failed: ") >= 2
+    words = ["reproduce", "table.yaml", "--rows", "FedSKC", "--columns", "alpha 1", "--seeds", "0"]
+    words += ["--set", "optimizer.lr=1e30"]
+    code, out, err = run(*words)
+    assert (code, len(at_once)) == (1, 1)
+    assert "failed: " in err
     assert "1 failed" in out
-    told = [line for line in out.splitlines() if line.startswith("failed: ")]
-    assert told
-    assert "FedSKC / alpha 1 / seed 0" in " ".join(told)
+    assert out.splitlines()[-1].startswith("failed: FedSKC / alpha 1 / seed 0: ")
     at_once.clear()
-    shown = run("reproduce", "table.yaml", "--columns", "alpha 1", *failing, "--show")
+    shown = run(*words, "--show")
     assert (shown.code, shown.out, at_once) == (0, out, [])
 
 
-def test_each_reason_is_reported_once(here, at_once):
-    data = ["--set", "scenario.dataset=MNIST", "scenario.dataset.data_dir=nowhere"]
-    code, out, _ = run("reproduce", "table.yaml", "--seeds", "0", *data, "--format", "markdown")
-    assert code == 1
-    (line,) = (line for line in out.splitlines() if line.startswith("failed: "))
+def test_each_reason_is_reported_once(here):
+    table = read_table("table.yaml").part(seeds=[0])
+    jobs = table_jobs(table, Path("out"))
+    results = Reproduction(table, jobs, {job.folder: "no data" for job in jobs.values()})
     cells = [f"{row} / {column} / seed 0" for column in ("alpha 0.1", "alpha 1") for row in ("Uniform", "FedSKC")]
-    assert line.startswith(f"failed: {'; '.join(cells)}: ")
-    assert "nowhere" in line
+    assert failures(results) == [f"failed: {'; '.join(cells)}: no data"]
 
 
 @pytest.mark.slow
 def test_a_killed_table_continues(here):
-    """Two rows and two seeds in processes; killed when some are done, then run again to the end."""
+    """Four runs in processes: the command is killed when some are finished, then it runs again."""
     words = ["reproduce", "table.yaml", "--columns", "alpha 0.1"]
     command = [sys.executable, "-m", "fl_lightning", *words, "--workers", "2", "--threads", "1"]
     begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -699,7 +654,7 @@ def test_a_killed_table_continues(here):
     assert {path: path.stat().st_mtime_ns for path in done} == written
     assert len(list(Path("runs").rglob("summary.json"))) == 4
     ends = [path.read_text().count("run: runs/") for path in Path("runs").rglob("log.txt")]
-    assert ends == [1] * 4  # each was carried to its end once
+    assert ends == [1] * 4  # each run finished once
     shown = run(*words, "--show", "--format", "markdown").out
     assert " of 2)" not in shown
     assert "| FedSKC > Uniform | alpha 0.1 | +1.25 |" in shown

@@ -1,1 +1,1 @@
-"""Tables and figures of a run and of a scenario."""
+"""The HTML report of many runs."""

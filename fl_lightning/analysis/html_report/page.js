@@ -21,7 +21,7 @@
     runs: data.runs.filter((run) => run.group === i),
   }));
   const shown = () => groups.filter((group) => group.shown);
-  const drawings = []; // functions that redraw a part of the page, called when a control changes
+  const redraws = []; // functions that redraw a part of the page; called when a control changes
 
   // --- elements: text from a run is inserted as text, never as markup ---
 
@@ -44,7 +44,7 @@
     return select;
   }
 
-  // Dotted keys and names of metrics may break after a sign.
+  // Allows line breaks after the dots, slashes and underscores of keys and metrics.
   const breakable = (content) => [content].flat().flatMap((part) => (typeof part === "string"
     ? part.split(/(?<=[./_])/).flatMap((piece) => [piece, document.createElement("wbr")])
     : [part]));
@@ -71,11 +71,11 @@
 
   // --- Plotly ---
 
-  // Plotly interprets some tags, entities and TeX in texts. Escaping these signs prevents it.
+  // Plotly interprets some tags, entities and TeX in texts. Escaping these characters prevents it.
   const plain = (text) => String(text).replace(/[&<>$]/g, (sign) => `&#${sign.codePointAt(0)};`);
   const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
 
-  // Its script is compressed in the page, to a third of its size; the page's policy has its hash.
+  // Plotly's script is compressed in the page to a third of its size. The page's policy contains its hash.
   async function loadPlotly() {
     const packed = Uint8Array.from(atob($("plotly").textContent), (character) => character.charCodeAt(0));
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -110,7 +110,7 @@
   });
   const yAxis = (title) => ({ title: { text: plain(title) }, type: state.logy ? "log" : "linear" });
 
-  // The area between two lines; with a logarithmic axis only where it is above 0.
+  // The area between two lines. With a logarithmic axis it is drawn only above 0.
   function surface(x, low, high, group, opacity) {
     const kept = x.map((_, i) => i).filter((i) => !state.logy || low[i] > 0);
     const back = [...kept].reverse();
@@ -121,7 +121,7 @@
     };
   }
 
-  // --- curves: for each group a line, the mean over its seeds, and a band, their spread ---
+  // --- curves: for each group the mean over its seeds as a line, and their spread as a band ---
 
   // An exponential moving average with bias correction, over the rounds that have a value.
   function smoothed(values) {
@@ -184,7 +184,7 @@
     const plot = place.appendChild(make("div", { className: "plot" }));
     const show = () => draw(plot, shown().flatMap((group) => curveTraces(group, select.value)),
       { x: xAxis(), y: yAxis(select.value) });
-    drawings.push(show);
+    redraws.push(show);
   }
 
   // --- clients: quantiles by round of one run, and all clients in the last evaluated round ---
@@ -193,13 +193,13 @@
     const measure = choice(place, "measure", measures, () => show());
     const which = choice(place, "run", data.runs.map((run) => run.name), () => show());
     const fan = place.appendChild(make("div", { className: "plot fan" }));
-    const said = place.appendChild(make("p", { className: "note" }));
+    const note = place.appendChild(make("p", { className: "note" }));
     const points = place.appendChild(make("div", { className: "plot points" }));
 
     function drawFan() {
-      const able = data.runs.map((run) => groups[run.group].shown && measure.value in run.clients);
-      [...which.options].forEach((option, i) => { option.disabled = !able[i]; });
-      if (!able[which.selectedIndex]) which.selectedIndex = able.indexOf(true);
+      const available = data.runs.map((run) => groups[run.group].shown && measure.value in run.clients);
+      [...which.options].forEach((option, i) => { option.disabled = !available[i]; });
+      if (!available[which.selectedIndex]) which.selectedIndex = available.indexOf(true);
       const run = data.runs[which.selectedIndex];
       if (!run) return draw(fan, [], { x: xAxis(), y: yAxis(measure.value) });
       const { rounds, quantiles: [lowest, low, median, high, highest] } = run.clients[measure.value];
@@ -218,8 +218,8 @@
     }
 
     function drawPoints() {
-      const able = shown().filter((group) => group.runs.some((run) => measure.value in run.clients));
-      const traces = able.map((group, i) => {
+      const measured = shown().filter((group) => group.runs.some((run) => measure.value in run.clients));
+      const traces = measured.map((group, i) => {
         const last = group.runs.filter((run) => measure.value in run.clients).flatMap((run) => {
           const { round, client, value } = run.clients[measure.value].last;
           return value.map((x, k) => ({ x, text: plain(`client ${client[k]}, round ${round}, ${run.name}`) }));
@@ -234,10 +234,10 @@
       });
       const length = innerWidth < 700 ? 14 : 40;
       draw(points, traces, {
-        height: 90 + 46 * able.length,
+        height: 90 + 46 * measured.length,
         x: { ...yAxis(measure.value), type: state.logy ? "log" : "linear" },
         y: {
-          tickvals: able.map((_, i) => i), ticktext: able.map((group) => plain(cut(group.name, length))),
+          tickvals: measured.map((_, i) => i), ticktext: measured.map((group) => plain(cut(group.name, length))),
           autorange: "reversed", zeroline: false,
         },
       });
@@ -246,10 +246,10 @@
     function show() {
       drawFan();
       drawPoints();
-      said.textContent = "Above: median, 10 % to 90 % and lowest to highest client of one run. "
+      note.textContent = "Above: median, 10 % to 90 % and lowest to highest client of one run. "
         + "Below: each client in the last round that measured it, all runs of a group.";
     }
-    drawings.push(show);
+    redraws.push(show);
   }
 
   // --- partition ---
@@ -287,7 +287,7 @@
         y: { title: { text: "class" }, zeroline: false },
       });
     }
-    drawings.push(show);
+    redraws.push(show);
   }
 
   // --- images and settings ---
@@ -303,7 +303,7 @@
         const open = () => { large.src = source; dialog.showModal(); };
         const image = make("img", { src: source, alt: `${name}: ${caption}`, onclick: open });
         const figure = make("figure", {}, image, make("figcaption", { textContent: caption }));
-        drawings.push(() => { figure.hidden = !groups[data.runs[run].group].shown; });
+        redraws.push(() => { figure.hidden = !groups[data.runs[run].group].shown; });
         grid.append(figure);
       }
       const title = make("summary", { textContent: `${name} (${kind.length})` });
@@ -313,9 +313,9 @@
 
   function settings(place) {
     const own = [...new Set(data.runs.flatMap((run) => Object.keys(run.settings)))];
-    const held = (group, key) => [...new Set(group.runs.map((run) => run.settings[key] ?? "–"))].join(", ");
+    const valuesOf = (group, key) => [...new Set(group.runs.map((run) => run.settings[key] ?? "–"))].join(", ");
     if (own.length) {
-      const rows = own.map((key) => [key, ...groups.map((group) => held(group, key))]);
+      const rows = own.map((key) => [key, ...groups.map((group) => valuesOf(group, key))]);
       place.append(table(["differs", ...groups.map((group) => group.name)], rows));
     }
     for (const run of data.runs) {
@@ -329,15 +329,15 @@
 
   // --- the page ---
 
-  function all(pick) {
+  function namesOf(pick) {
     const first = (name) => ["global/", "client/", "time/", ""].findIndex((start) => name.startsWith(start));
     const names = [...new Set(data.runs.flatMap((run) => Object.keys(run[pick])))];
     return names.sort((a, b) => first(a) - first(b) || (a < b ? -1 : 1));
   }
 
-  function lay() {
-    const metrics = all("metrics");
-    const measures = all("clients");
+  function addSections() {
+    const metrics = namesOf("metrics");
+    const measures = namesOf("clients");
     const part = (name) => name.split("/").pop();
     const is = {
       accuracy: (name) => part(name).startsWith("acc"),
@@ -351,7 +351,7 @@
 
     const rows = data.summary.rows.map((row, i) => [[swatch(groups[i]), " ", groups[i].name], ...row]);
     const overview = table(["", ...data.summary.columns], rows);
-    overview.querySelectorAll("tbody tr").forEach((row, i) => drawings.push(() => { row.hidden = !groups[i].shown; }));
+    overview.querySelectorAll("tbody tr").forEach((row, i) => redraws.push(() => { row.hidden = !groups[i].shown; }));
     section("summary", "Summary", "Means over a group's runs ± standard deviation.").append(overview);
     among(metrics, is.accuracy, (names) => curves(section("accuracy", "Accuracy"), names));
     among(metrics, is.loss, (names) => curves(section("loss", "Loss"), names));
@@ -372,7 +372,7 @@
     }
   }
 
-  const redraw = () => drawings.forEach((show) => show());
+  const redraw = () => redraws.forEach((show) => show());
 
   function legend() {
     for (const group of groups) {
@@ -385,12 +385,12 @@
         groups.forEach((other) => { other.shown = alone || other === group; });
         redraw();
       };
-      drawings.push(mark);
+      redraws.push(mark);
       $("legend").append(button);
     }
   }
 
-  function switches() {
+  function connectControls() {
     const turn = (id, event, read) => {
       $(id).addEventListener(event, () => { state[id] = read($(id)); redraw(); });
     };
@@ -405,7 +405,7 @@
     }
   }
 
-  function themes() {
+  function connectThemeButton() {
     const names = ["auto", "light", "dark"];
     $("theme").onclick = () => {
       const next = names[(names.indexOf(document.documentElement.dataset.theme ?? "auto") + 1) % names.length];
@@ -418,10 +418,10 @@
 
   try {
     await loadPlotly();
-    lay();
+    addSections();
     legend();
-    switches();
-    themes();
+    connectControls();
+    connectThemeButton();
     $("bar").hidden = false;
     redraw();
     document.documentElement.dataset.drawn = "yes";

@@ -1,6 +1,6 @@
-"""Write runs as one HTML page with interactive figures. It works offline and runs no code of the runs.
+"""Write an HTML page with interactive figures of many runs. It works offline and executes no code of the runs.
 
-The page holds the runs' numbers as JSON. `page.js` draws them in the browser with Plotly.
+The page contains the runs' numbers as JSON. `page.js` draws them in the browser with Plotly.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
 from fl_lightning.runs.reader import Run
 
 MARK = b'<meta name="generator" content="fl-lightning report">'
-"""The line at the start of a page by which a file is recognised as a report."""
+"""A line at the start of every report, which identifies it."""
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 MOST_ROUNDS = 1000
-"""The most rounds of a run that are drawn."""
+"""Maximum number of rounds of a run that are drawn."""
 MOST_POINTS = 1000
-"""The most clients of a run that are drawn as points."""
+"""Maximum number of clients of a run that are drawn as points."""
 MOST_CELLS = 300_000
-"""The most cells, clients times classes, of all partitions together."""
+"""Maximum number of cells, clients times classes, of all partitions together."""
 IMAGE_BYTES, IMAGES_BYTES = 150_000, 2_000_000
-"""The most bytes of one image, and of all images; a larger image is reduced."""
+"""Maximum size of one image and of all images. Larger images are reduced."""
 MOST_FILE_BYTES = {".csv": 2**30, ".png": 20_000_000}
 MOST_PIXELS = 25_000_000
-"""Larger files are not opened."""
+"""Limits above which a file or an image is not opened."""
 SIDES = (1400, 1000, 700)
-"""Lengths in pixels to which the longer side of a large image is reduced, tried in turn."""
+"""Lengths in pixels of the longer side, tried in turn to reduce a large image."""
 MOST_TEXT = 300
-"""The most characters of a setting's value."""
+"""Maximum number of characters of a setting's value."""
 
 
 def write_report(runs: Sequence[Run], path: Path) -> list[str]:
@@ -90,7 +90,8 @@ def page(data: Mapping[str, Any]) -> str:
 
     The page's Content-Security-Policy allows only its own script and Plotly's, by their hashes, and no network access.
     """
-    parts = {name: _template(f"page.{name}") for name in ("html", "css", "js")}
+    folder = files("fl_lightning.analysis.html_report")
+    parts = {name: (folder / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     plotly = get_plotlyjs()
     policy = {
         "default-src": "'none'",
@@ -112,29 +113,29 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def escape_json(data: Any) -> str:
-    """Return JSON in which an HTML parser finds no markup: ASCII without `<`, `>` and `&`."""
+    """Return data as JSON without HTML markup: ASCII without `<`, `>` and `&`."""
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", plain)
 
 
 def contents(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what the page shows of these runs; numbers have five digits."""
+    """Return the data of a page about these runs. Numbers have five digits."""
     left_out: list[str] = []
     names = run_names(runs)
     group_names, groups = groups_of(runs)
     group_of = {run: i for i, group in enumerate(groups) for run in group}
-    common, own = split_settings([setting_texts(run) for run in runs])
-    shown = []
-    for run, name, settings in zip(runs, names, own, strict=True):
+    common, others = split_settings([setting_texts(run) for run in runs])
+    entries = []
+    for run, name, settings in zip(runs, names, others, strict=True):
         rounds = drawn_rounds(run)
         if len(rounds) < len(run.rounds):
             left_out.append(f"{name}: {len(rounds):,} of {len(run.rounds):,} rounds are drawn")
         values = {"axes": axes(run, rounds), "metrics": metrics(run, rounds)}
-        values["clients"] = _unless_unreadable(left_out, f"{name}/clients.csv", clients, run, rounds) or {}
-        shown.append({"name": name, "group": group_of[run], **values, "settings": settings})
+        values["clients"] = _read_or_skip(left_out, f"{name}/clients.csv", clients, run, rounds) or {}
+        entries.append({"name": name, "group": group_of[run], **values, "settings": settings})
     return {
         "groups": group_names,
-        "runs": shown,
+        "runs": entries,
         "common": common,
         "summary": summary(groups),
         "partitions": partitions(runs, names, left_out),
@@ -147,7 +148,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def round_number(value: float) -> float | int | None:
-    """Return a number with five digits; None for NaN and infinity, which JSON lacks."""
+    """Return a number rounded to five digits; None for NaN and infinity, which JSON lacks."""
     rounded = float(f"{value:.5g}")
     if not math.isfinite(rounded):  # the largest floats round to infinity
         return None
@@ -155,7 +156,7 @@ def round_number(value: float) -> float | int | None:
 
 
 def drawn_rounds(run: Run) -> list[int]:
-    """Return the rounds to draw: all, or of too many every n-th with an accuracy, and the last."""
+    """Return the rounds to draw: all, or for long runs every n-th with an accuracy, and the last one."""
     count = len(run.rounds)
     if count <= MOST_ROUNDS:
         return list(range(1, count + 1))
@@ -165,7 +166,7 @@ def drawn_rounds(run: Run) -> list[int]:
 
 
 def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """Return the x values of a run's curves: rounds, bytes and seconds so far; None where unknown."""
+    """Return the x values of a run's curves: rounds, bytes and seconds so far. Unknown values are None."""
     seconds = list(accumulate(row.get("time/round_s", math.nan) for row in run.rounds))
     return {
         "round": list(rounds),
@@ -175,7 +176,7 @@ def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]
 
 
 def metrics(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """Return a run's metrics by name; None in rounds without a value. Metrics without any value are left out."""
+    """Return a run's metrics by name. Rounds without a value are None; metrics without any value are left out."""
     names = dict.fromkeys(name for row in run.rounds for name in row if name != "round")
     columns = {name: [round_number(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
@@ -230,8 +231,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 def split_settings(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Return the settings that all runs have in common, and the other settings of each run."""
-    first, *others = texts
-    common = {key: text for key, text in first.items() if all(other.get(key) == text for other in others)}
+    common = {key: text for key, text in texts[0].items() if all(each.get(key) == text for each in texts)}
     return common, [{key: text for key, text in each.items() if key not in common} for each in texts]
 
 
@@ -242,29 +242,29 @@ def setting_texts(run: Run) -> dict[str, str]:
 
 
 def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
-    """Return the names and runs of the groups that `compare` makes; a run without a config is a group of its own."""
-    known = [run for run in runs if run.config]
-    found = compare(known, reference={}).groups if known else []
-    names = [group_name(group, found) for group in found]
-    if len(found) == 1:
-        names = [str(known[0].settings.get("algorithm", "all runs"))]
-    alone = [run for run in runs if not run.config]
-    return names + [run.run_dir.name for run in alone], [group.runs for group in found] + [[run] for run in alone]
+    """Return the names and the runs of the groups that `compare` forms. A run without a config is its own group."""
+    configured = [run for run in runs if run.config]
+    groups = compare(configured, reference={}).groups if configured else []
+    names = [group_name(group, groups) for group in groups]
+    if len(groups) == 1:
+        names = [str(configured[0].settings.get("algorithm", "all runs"))]
+    others = [run for run in runs if not run.config]
+    return names + [run.run_dir.name for run in others], [group.runs for group in groups] + [[run] for run in others]
 
 
 def group_name(group: Group, groups: Sequence[Group]) -> str:
-    """Return the name of a group: its method, and the settings in which it differs from others of that method."""
-    alike = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]
+    """Return the name of a group: its method, and the settings in which it differs from groups of the same method."""
+    same_method = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]
     names = [
         value if key == "algorithm" else f"{key.rpartition('.')[2]}={value}"
         for key, value in group.names.items()
-        if key == "algorithm" or len({other.names.get(key) for other in alike}) > 1
+        if key == "algorithm" or len({other.names.get(key) for other in same_method}) > 1
     ]
     return " ".join(names)
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
-    """Return the summary table: means over each group's runs ± sample standard deviation."""
+    """Return the summary table: mean ± sample standard deviation over each group's runs."""
     names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
     columns = [name for name in names if name.endswith(("_last", "_best")) or name.startswith("R_")]
     columns.sort(key=lambda name: (name.startswith("R_"), not name.startswith("global/")))
@@ -281,10 +281,10 @@ def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
 def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
     """Return mean ± standard deviation of the known values, with their number if some are unknown."""
     known = [value for value in values if value is not None and math.isfinite(value)]
-    found = spread(known)
-    if found is None:
+    figures = spread(known)
+    if figures is None:
         return None
-    cell = f"{found.mean:.4g} ± {found.std:.2g}" if found.std else f"{found.mean:.4g}"
+    cell = f"{figures.mean:.4g} ± {figures.std:.2g}" if figures.std else f"{figures.mean:.4g}"
     return cell if len(known) == len(values) else f"{cell} ({len(known)} of {len(values)})"
 
 
@@ -292,12 +292,12 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return each distinct partition with its runs; with more than 200 clients, means over neighbours."""
+    """Return each distinct partition with its runs. More than 200 clients are averaged over neighbours."""
     found: dict[tuple[int, bytes], dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
         path = f"{names[i]}/partition.csv"
-        counts = _unless_unreadable(left_out, path, lambda run: read_counts(own_file(run, "partition.csv")), run)
+        counts = _read_or_skip(left_out, path, lambda run: read_counts(own_file(run, "partition.csv")), run)
         if counts is None:
             continue
         if known := found.get(key := (len(counts), counts.tobytes())):
@@ -314,12 +314,12 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
 
 
 def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return the last image of each kind that a run's callbacks wrote, as far as they fit into the page."""
+    """Return the last image of each kind from the runs' `figures/`, as many as fit into the page."""
     found, size = [], 0
     for i, run in enumerate(runs):
-        for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", image_files, run.run_dir) or []:
+        for name, file in _read_or_skip(left_out, f"{names[i]}/figures", image_files, run.run_dir) or []:
             path = f"{names[i]}/figures/{name}/{file}"
-            image = _unless_unreadable(left_out, path, embed_image, run, name, file)
+            image = _read_or_skip(left_out, path, embed_image, run, name, file)
             if image and size + len(image["source"]) > IMAGES_BYTES:
                 left_out.append(f"{path}: the page is full of earlier images")
             elif image:
@@ -329,7 +329,7 @@ def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) 
 
 
 def image_files(folder: Path) -> list[tuple[str, str]]:
-    """Return the kinds of images in a run's `figures/`, with the file name of the last of each."""
+    """Return the kinds of images in a run's `figures/`, each with the file name of its last image."""
     found = []
     for kind in sorted((folder / "figures").iterdir()):
         names = [path.name for path in kind.iterdir()] if kind.is_dir() else []
@@ -369,8 +369,8 @@ def reduce_image(image: Image.Image) -> bytes:
     for side in SIDES:
         image = image.convert("RGB")
         image.thumbnail((side, side))
-        few = image.quantize(128, method=Image.Quantize.FASTOCTREE)  # the default takes seconds
-        few.save(content := io.BytesIO(), format="PNG", optimize=True)
+        reduced = image.quantize(128, method=Image.Quantize.FASTOCTREE)  # the default takes seconds
+        reduced.save(content := io.BytesIO(), format="PNG", optimize=True)
         if content.tell() <= IMAGE_BYTES:
             return content.getvalue()
     raise ValueError(f"it takes more than {IMAGE_BYTES:,} bytes even if reduced")
@@ -380,11 +380,11 @@ def reduce_image(image: Image.Image) -> bytes:
 
 
 def own_file(run: Run, *parts: str) -> Path:
-    """Return the path of a regular file in a run's folder, not behind a link.
+    """Return the path of a file in a run's folder, after checking that it is a regular file and not behind a link.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: It is a link or no regular file, or too large.
+        ValueError: It is a link, not a regular file, or too large.
     """
     path = run.run_dir
     for part in parts:
@@ -399,19 +399,15 @@ def own_file(run: Run, *parts: str) -> Path:
     return path
 
 
-def _unless_unreadable(left_out: list[str], what: str, read: Callable[..., Any], *given: Any) -> Any:
-    """Return what `read` returns; None if the file is missing or, with a line in `left_out`, cannot be read."""
+def _read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of `read`; None if the file is missing or cannot be read, which adds a line to `left_out`."""
     try:
-        return read(*given)
+        return read(*arguments)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        left_out.append(f"{what}: {one_line(error)}")
+        left_out.append(f"{name}: {one_line(error)}")
         return None
-
-
-def _template(name: str) -> str:
-    return (files("fl_lightning.analysis.html_report") / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

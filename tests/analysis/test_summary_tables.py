@@ -1,4 +1,4 @@
-"""Tables of results and partitions, and the figure of a partition."""
+"""Tables of results, tests and partitions for the terminal, and the figure of a partition."""
 
 import csv
 from pathlib import Path
@@ -80,14 +80,14 @@ def test_partition_table() -> None:
     assert cells(table) == [["0", "8█", " ", "1░", "9", "3"], ["1", "2░", "4▒", "6▓", "12", "5"]]
 
 
-def test_a_shade_is_the_share_of_the_largest_cell_rounded_up_to_a_quarter() -> None:
+def test_shades_are_quarters_of_the_largest_cell_rounded_up() -> None:
     counts = np.array([[0, 1, 25, 26, 50, 51, 75, 76, 100]])
     (row,) = cells(tables.partition_table(counts, counts))
     assert [cell.lstrip("0123456789") for cell in row[1:-2]] == [" ", "░", "░", "▒", "▒", "▓", "▓", "█", "█"]
 
 
 @pytest.mark.parametrize(("classes", "wide"), [(20, False), (21, True), (100, True)])
-def test_many_classes_are_shades_only(classes: int, wide: bool) -> None:
+def test_many_classes_are_shown_as_shades_only(classes: int, wide: bool) -> None:
     counts = np.tile(np.arange(classes), (2, 1))
     table = tables.partition_table(counts, counts)
     (first, _) = cells(table)
@@ -98,7 +98,7 @@ def test_many_classes_are_shades_only(classes: int, wide: bool) -> None:
 
 
 @pytest.mark.parametrize("clients", [100, 101, 1000])
-def test_of_many_clients_the_first_and_last_are_shown(clients: int) -> None:
+def test_only_the_first_and_last_of_many_clients_are_shown(clients: int) -> None:
     counts = np.arange(2 * clients).reshape(clients, 2) + 1
     shown = cells(tables.partition_table(counts, counts))
     if clients == 100:
@@ -128,43 +128,34 @@ def test_partition_as_csv(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1234, "1.23 kB"),
-        (999_600, "1 MB"),
-        (6_653_480, "6.65 MB"),
-        (5 * 10**12, "5 TB"),
-    ],
-)
-def test_bytes_read_in_decimal_units(count: int, text: str) -> None:
-    assert tables.human_bytes(count) == text
+def test_bytes_are_shown_in_decimal_units() -> None:
+    counts = (0, 999, 1234, 999_600, 6_653_480, 5 * 10**12)
+    assert list(map(tables.human_bytes, counts)) == ["0 B", "999 B", "1.23 kB", "1 MB", "6.65 MB", "5 TB"]
 
 
 # --- Figures ---
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    figures: list[Figure] = []
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Return the figures that the test saves."""
+    saved: list[Figure] = []
     save = Figure.savefig
 
-    def saving(figure: Figure, *args: Any, **options: Any) -> None:
-        figures.append(figure)
+    def record(figure: Figure, *args: Any, **options: Any) -> None:
+        saved.append(figure)
         save(figure, *args, **options)
 
-    monkeypatch.setattr(Figure, "savefig", saving)
-    return figures
+    monkeypatch.setattr(Figure, "savefig", record)
+    return saved
 
 
-def test_bubbles_have_the_area_of_their_samples(drawn: list[Figure], tmp_path: Path) -> None:
+def test_the_area_of_a_bubble_is_proportional_to_its_samples(figures: list[Figure], tmp_path: Path) -> None:
     counts = np.array([[8, 0, 1, 3], [2, 4, 0, 0], [0, 0, 0, 16]])
     path = tmp_path / "figures" / "partition.png"
     partition_figure(counts, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    (axes,) = drawn[0].axes
+    (axes,) = figures[0].axes
     (bubbles,) = axes.collections
     areas = {
         tuple(map(int, place)): area for place, area in zip(bubbles.get_offsets(), bubbles.get_sizes(), strict=True)
@@ -181,11 +172,11 @@ def test_bubbles_have_the_area_of_their_samples(drawn: list[Figure], tmp_path: P
     assert axes.get_ylim() == pytest.approx((-0.7, 3.7))
 
 
-def test_many_clients_are_drawn_as_a_heat_map(drawn: list[Figure], tmp_path: Path) -> None:
+def test_many_clients_are_drawn_as_a_heat_map(figures: list[Figure], tmp_path: Path) -> None:
     counts = np.zeros((1000, 3), int)
     counts[np.arange(1000), np.arange(1000) % 2] = np.random.default_rng(0).permutation(1000) + 1
     partition_figure(counts, tmp_path / "partition.png")
-    axes, _ = drawn[0].axes
+    axes, _ = figures[0].axes
     (image,) = axes.images
     shown = np.asarray(image.get_array())
     assert shown.shape == (3, 200)
@@ -197,10 +188,10 @@ def test_many_clients_are_drawn_as_a_heat_map(drawn: list[Figure], tmp_path: Pat
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (200, 2), (3, 300)])
-def test_size_and_ticks_of_the_figure(clients: int, classes: int, drawn: list[Figure], tmp_path: Path) -> None:
+def test_size_and_ticks_of_the_figure(clients: int, classes: int, figures: list[Figure], tmp_path: Path) -> None:
     partition_figure(np.ones((clients, classes), int), tmp_path / "partition.png")
-    assert max(drawn[0].get_size_inches()) <= 24
-    (axes,) = drawn[0].axes
+    assert max(figures[0].get_size_inches()) <= 24
+    (axes,) = figures[0].axes
     for ticks, size in ((axes.get_xticks(), clients), (axes.get_yticks(), classes)):
         assert ticks[0] == 0
         assert ticks[-1] < size

@@ -211,11 +211,7 @@ def test_clients_spread_as_they_were_measured(tab):
 
 def test_bubbles_show_the_partition(tab):
     choice = tab.locator("#partition select")
-    assert choice.locator("option").all_inner_texts() == [
-        "FedAlpha-0 and 1 more",
-        "FedAlpha-1",
-        "FedAlpha-2",
-    ]
+    assert choice.locator("option").all_inner_texts() == ["FedAlpha-0 and 1 more", "FedAlpha-1", "FedAlpha-2"]
     (bubbles,) = drawn(tab, "#partition .plot")
     held = dict(zip(zip(bubbles["x"], bubbles["y"], strict=True), bubbles["marker"]["size"], strict=True))
     assert held == {(i // 3, i % 3): i for i in range(1, 3 * CLIENTS)}
