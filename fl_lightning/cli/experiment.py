@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
-from lightning import Trainer
+from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning import HOMES
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import readable_errors, refuse_nulls
-from fl_lightning.cli.options import EXPERIMENT_DEFAULTS
+from fl_lightning.cli.experiment_parser import experiment_parser
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.core.config import use_strict_yaml
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import MODULES
-from fl_lightning.core.trainer_options import TRAINER_KEYS
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config
@@ -31,19 +28,6 @@ RECORDED_BARE = ("FedAvg", "FedSKC")
 
 WATCHERS = ("engine", "logger", "callbacks")
 """Keys of a run that have no influence on its checkpoints."""
-
-
-def experiment_parser() -> ArgumentParser:
-    """Build the parser of an experiment's keys."""
-    parser = use_strict_yaml(ArgumentParser(exit_on_error=False, allow_abbrev=False))
-    parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE")
-    parser.add_class_arguments(FederatedOrchestrator, skip={"training"}, fail_untyped=False)
-    parser.add_class_arguments(LocalTraining, skip={"trainer"}, fail_untyped=False)
-    parser.add_argument("--baselines", type=str | dict | list | None)
-    unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
-    parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
-    parser.set_defaults(EXPERIMENT_DEFAULTS)
-    return parser
 
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:

@@ -1,7 +1,7 @@
 """The arguments of each command: one table for parsers, help texts and shell completion.
 
 The keys of an experiment, which `fit` and `partition` take, are the arguments of `FederatedOrchestrator`, read from its
-source. Nothing here imports torch, except `command_parser` for those two commands.
+source. Only `command_parser` imports torch, for those two commands.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from fl_lightning.cli.catalogue import KINDS
+from fl_lightning.cli.experiment_parser import EXPERIMENT_DEFAULTS, experiment_parser
 from fl_lightning.cli.signatures import Parameter, find_class, parameters
-from fl_lightning.core.lazy_import import load
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -147,10 +147,6 @@ PARTITION_DEFAULTS = {"model": "MLP", "algorithm": "FedAvg"}
 
 BASELINES = "Settings that --algorithm NAME adds: a mapping by name, the path of one, or a list."
 CONFIG = "Config file, or the name of a shipped one. Later files override earlier ones."
-EXPERIMENT_DEFAULTS: Keywords = {
-    "trainer.devices": 1,
-    "logger": {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"},
-}
 TRAINER: dict[str, Option] = {
     "accelerator": {
         "metavar": "NAME",
@@ -204,10 +200,8 @@ def command_parser(command: str) -> ArgumentParser:
     """Build the parser of a command."""
     from jsonargparse import ArgumentParser  # half a second
 
-    if command in EXPERIMENTS:
-        parser = load("fl_lightning.cli.experiment").experiment_parser()
-    else:
-        parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    is_experiment = command in EXPERIMENTS
+    parser = experiment_parser() if is_experiment else ArgumentParser(exit_on_error=False, allow_abbrev=False)
     for flags, keywords in OPTIONS[command].items():
         parser.add_argument(*flags.split(), **keywords)
     if command == "partition":

@@ -34,8 +34,7 @@ COMMAND_LINE_OPTIONS = (*NOT_IN_CONFIGS, "resume", "trust", "fast")
 """Options beside an experiment's keys. `partition` accepts them too, so that a command line of `fit` can be reused."""
 SWITCHES = ("print_config", "trust", "fast")
 """Options without a value."""
-NO_CLASS = ("null", "true", "false")
-"""What may be given instead of a class."""
+CLASS_EXPECTED = "expected the name of a class, or a class_path with its init_args"
 
 
 def check_names(command: str, words: Sequence[str]) -> None:
@@ -85,8 +84,8 @@ class Names:
             found |= _chosen_classes(content)
         for option, value in self.typed:
             found |= _chosen_classes(_parsed(value), option.removesuffix(".class_path"))
-        classes = {key: name for key, name in found.items() if key in CLASS_KEYS and isinstance(name, str)}
-        self.classes = {key: name for key, name in classes.items() if name not in NO_CLASS}
+        named = {key: name for key, name in found.items() if key in CLASS_KEYS and isinstance(name, str)}
+        self.classes = {key: name for key, name in named.items() if name not in ("null", "false")}
 
     def _typed(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
         rest = iter(words)
@@ -128,7 +127,8 @@ class Names:
         elif not self._has(key):
             self._refuse(key)
         elif key in CLASS_KEYS:
-            self._check_classes(key, [_parsed(value)] if option.endswith("+") else _parsed(value))
+            parsed = _parsed(value)
+            self._check_classes(key, [parsed] if option.endswith("+") and isinstance(parsed, str | dict) else parsed)
         elif owner in self.classes and owner not in later:
             self._check_argument(owner, self.classes[owner], key.removeprefix(f"{owner}."))
 
@@ -150,27 +150,62 @@ class Names:
         raise ConfigError(self.unknown_key(key))
 
     def _check_classes(self, key: str, value: Any) -> None:
-        if key not in CLASS_KEYS or (key in LIST_KEYS and not isinstance(value, list)):
+        """Refuse a value of a key that takes a class, or a list of them, if it names no class for it."""
+        is_list = isinstance(value, list)
+        if (
+            key not in CLASS_KEYS
+            or value in (None, "null")
+            or (key == "logger" and (value is False or value == "false"))
+        ):
             return
-        for one in value if isinstance(value, list) else [value]:
-            name, options = (one.get("class_path"), one.get("init_args")) if isinstance(one, dict) else (one, None)
-            if not isinstance(name, str):
-                continue
-            if new := new_class(name):
-                raise ConfigError(f"{key}: {name} is renamed to {new}. Use the new name.")
-            if not self._may_be_class(key, name):
-                choices = " | ".join(self.options["engine"]["choices"])
-                reason = f"got {name!r}, expected {choices}" if key == "engine" else unknown_class(key, name)
-                raise ConfigError(f"{key}: {reason}")
-            for argument, given in (options or {}).items():
-                self._check_argument(key, name, argument)
-                self._check_classes(f"{key}.{argument}", given)
+        if key in LIST_KEYS and not is_list:
+            raise ConfigError(f"{key}: got {quote(str(value))}, expected list{self._list_fix(key, value)}")
+        if is_list and key not in (*LIST_KEYS, "logger"):
+            raise ConfigError(f"{key}: {CLASS_EXPECTED}")
+        for one in value if is_list else [value]:
+            self._check_class(key, one, None if is_list else self.classes.get(key))
+
+    def _check_class(self, key: str, value: Any, chosen: str | None) -> None:
+        """Refuse what names no class, and unknown arguments of a class.
+
+        Args:
+            key: The key.
+            value: A class's name, or its `class_path` and `init_args`.
+            chosen: The class that the arguments are for, if there is no `class_path`.
+        """
+        options: dict[str, Any] = {}
+        if isinstance(value, dict):
+            name = value.get("class_path", chosen)
+            options = value.get("init_args") or {} if {"class_path", "init_args"} & value.keys() else value
+        else:
+            name = value
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigError(f"{key}: {CLASS_EXPECTED}")
+        if new := new_class(name):
+            raise ConfigError(f"{key}: {name} is renamed to {new}. Use the new name.")
+        if not self._may_be_class(key, name):
+            choices = " | ".join(self.options["engine"]["choices"])
+            reason = f"got {name!r}, expected {choices}" if key == "engine" else unknown_class(key, name)
+            raise ConfigError(f"{key}: {reason}")
+        if misplaced := _misplaced_callback(key, name):
+            raise ConfigError(f"{key}: {misplaced}")
+        for argument, given in options.items():
+            self._check_argument(key, name, argument)
+            self._check_classes(f"{key}.{argument}", given)
+
+    def _list_fix(self, key: str, value: Any) -> str:
+        """Return how to give one class to a key that takes a list."""
+        near = nearest(value, names(key)) if isinstance(value, str) else None
+        if not near:
+            return ""
+        return f". Did you mean --{key}+={near}?" if self.is_typed(key) else f". Did you mean [{near}]?"
 
     def _may_be_class(self, key: str, name: str) -> bool:
         choices = self.options.get(key, {}).get("choices", ())
         base = BASES[kind][0].rpartition(".")[2] if (kind := kind_of(key)) else ""
-        is_word = re.fullmatch(r"\w+", name, re.ASCII)  # anything else is an import path, for Python to find
-        return not is_word or name in (*names(key), *choices, base, *NO_CLASS) or is_in_source(key, name)
+        if "." in name:  # an import path, for Python to find
+            return all(part.isidentifier() for part in name.split("."))
+        return name in (*names(key), *choices, base) or (key != "model" and is_in_source(key, name))
 
     def _check_argument(self, key: str, name: str, argument: str) -> None:
         known = arguments(key, name)
@@ -262,6 +297,11 @@ class Names:
         return any(option.removesuffix("+") == key for option, _ in self.typed)
 
 
+def quote(value: str) -> str:
+    """Return a value in quotes, shortened to 60 characters."""
+    return repr(value if len(value) <= 60 else f"{value[:57]}...")
+
+
 def unknown_class(key: str, name: str) -> str:
     """Return the message about a class that does not exist: the most similar name, or all there are."""
     reason = f"class {name!r} not found."
@@ -272,6 +312,13 @@ def unknown_class(key: str, name: str) -> str:
     if near := alias if alias in names(key) else nearest(name, names(key)):
         return f"{reason} Did you mean {near}?"
     return f"{reason} {class_choices(key)} Other classes need an import path (package.module.Class)."
+
+
+def _misplaced_callback(key: str, name: str) -> str | None:
+    """Return the message about Lightning's callback under `callbacks`, or one of ours under `client_callbacks`."""
+    home = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}.get(key)
+    kind = getattr(load(home), name, None) if home and "." not in name and name not in names(key) else None
+    return load("fl_lightning.callbacks.defaults").describe_misplaced(kind) if inspect.isclass(kind) else None
 
 
 def class_choices(key: str) -> str:
@@ -304,11 +351,13 @@ def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
 
 
 def _parsed(value: str) -> Any:
-    """Return a value of the command line as YAML if it is a list or a mapping, else as text."""
-    if value[:1] in ("[", "{"):
-        with suppress(ValueError, yaml.YAMLError):
-            return load_yaml(value)
-    return value
+    """Return a value of the command line as text, or as a list or mapping. None if it is no YAML."""
+    if value[:1] not in ("[", "{"):
+        return value
+    try:
+        return load_yaml(value)
+    except (ValueError, yaml.YAMLError):  # jsonargparse reports it
+        return None
 
 
 def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:

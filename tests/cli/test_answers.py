@@ -16,7 +16,7 @@ import fl_lightning
 from fl_lightning.cli import catalogue, help
 from fl_lightning.cli import main as cli
 from fl_lightning.cli.commands import completion
-from fl_lightning.cli.experiment import TRAINER_KEYS
+from fl_lightning.core.trainer_options import TRAINER_KEYS
 from fl_lightning.cli.options import TRAINER, command_parser
 from fl_lightning.engines.trainer import quiet_trainer
 
