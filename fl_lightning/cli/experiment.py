@@ -24,10 +24,10 @@ from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config
 
 RECORDED_BARE = ("FedAvg", "FedSKC")
-"""Algorithms that configs of runs have always recorded without a module."""
+"""Algorithms that recorded configs name without a module."""
 
 WATCHERS = ("engine", "logger", "callbacks")
-"""Keys of a run that have no influence on its checkpoints."""
+"""Keys that do not influence the checkpoints of a run."""
 
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
@@ -60,7 +60,7 @@ def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Return a config with our classes under the modules that runs have always recorded: digests depend on them."""
+    """Rename our classes in a config to the import paths that runs record. Digests depend on these paths."""
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -68,8 +68,8 @@ def use_recorded_paths(value: Any) -> Any:
     root, _, name = value.partition(".") if isinstance(value, str) else ("", "", "")
     if root != "fl_lightning" or name in RECORDED_BARE or name not in HOMES:
         return value
-    noted = {now: before for before, now in MODULES.items()}
-    return f"{root}.{noted.get(HOMES[name], HOMES[name])}.{name}"
+    recorded = {new: old for old, new in MODULES.items()}
+    return f"{root}.{recorded.get(HOMES[name], HOMES[name])}.{name}"
 
 
 def run_keys() -> set[str]:
@@ -96,7 +96,7 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
 
 
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
-    """Load a run as `open_run` does. For an untrusted run, the gate applies in the calling context from here on."""
+    """Load a run as `open_run` does. If it is untrusted, the calling context stays restricted by `trusted_imports`."""
     parser = experiment_parser()
     text = run_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
     with readable_errors(parser):
@@ -109,7 +109,7 @@ def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> Fe
 
 
 def find_round(checkpoint: str, run_dir: Path) -> int | None:
-    """Return the round of a checkpoint: `last`, `best` or a number. None stands for the newest undamaged one.
+    """Return the round of a checkpoint, given as `last`, `best` or a number. None means the newest undamaged one.
 
     Raises:
         ConfigError: The run has no such checkpoint.

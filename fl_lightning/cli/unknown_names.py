@@ -1,4 +1,4 @@
-"""Refuse keys and classes that do not exist, and name the ones that were probably meant, without importing torch."""
+"""Refuse keys and classes that do not exist, and suggest similar ones. Does not import torch."""
 
 from __future__ import annotations
 
@@ -135,8 +135,7 @@ class Names:
     def _has(self, key: str) -> bool:
         known = {
             *(name for name, one in self.options.items() if "flags" in one),
-            "help",
-            "h",
+            *("help", "h"),
             *(COMMAND_LINE_OPTIONS if self.is_experiment else ()),
         }
         above = any(key == one or key.startswith(f"{one}.") for one in known)
@@ -254,9 +253,8 @@ class Names:
             fixes = " or ".join(self._as_typed(one, name) for one in meant[:3])
             return f"{owner} has no key {name!r}. Did you mean {fixes}?"
         top = ", ".join(dict.fromkeys(key.partition(".")[0] for key in keys))
-        fix = (
-            f"Available: {top or 'none'}." if len(top) <= LONGEST_LIST else f"See `fl-lightning {self.command} --help`."
-        )
+        is_short = len(top) <= LONGEST_LIST
+        fix = f"Available: {top or 'none'}." if is_short else f"See `fl-lightning {self.command} --help`."
         return f"{owner} has no key {name!r}. {fix}"
 
     def unknown_argument(self, name: str, path: str, key: str) -> str:
@@ -303,7 +301,7 @@ def quote(value: str) -> str:
 
 
 def unknown_class(key: str, name: str) -> str:
-    """Return the message about a class that does not exist: the most similar name, or all there are."""
+    """Return the message about a class that does not exist, with the most similar name or all names."""
     reason = f"class {name!r} not found."
     if key == "model" and is_in_source(key, name) and name in builders_of_torchvision():
         ours = nearest(name, names(key))

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A `KeyboardInterrupt` that a signal caused, not code that raised one itself.
+    """A `KeyboardInterrupt` that a signal caused. Those that code raises itself are not of this class.
 
     Args:
         number: The signal's number.
@@ -23,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Raise `Stopped`: a signal handler."""
+    """Raise `Stopped`. This is a signal handler."""
     raise Stopped(number)
 
 

@@ -33,15 +33,15 @@ def public_classes(base: str | None = None) -> dict[str, str]:
     Args:
         base: Only this class and those that derive from it.
     """
-    found = {}
+    definitions = {}
     for path in sorted(ALGORITHMS.rglob("*.py")):
         module = ".".join(path.relative_to(ALGORITHMS).with_suffix("").parts)
         for name, bases in CLASS.findall(path.read_text(encoding="utf-8")):
-            found[name] = Definition(module, [one.strip() for one in bases.split(",")])
-    wanted = {base} if base else BASES
-    return {name: one.module for name, one in sorted(found.items()) if _derives(name, wanted, found)}
+            definitions[name] = Definition(module, [one.strip() for one in bases.split(",")])
+    roots = {base} if base else BASES
+    return {name: one.module for name, one in sorted(definitions.items()) if _derives(name, roots, definitions)}
 
 
-def _derives(name: str, wanted: set[str], found: dict[str, Definition]) -> bool:
-    bases = found[name].bases if name in found else []
-    return name in wanted or any(_derives(base, wanted, found) for base in bases)
+def _derives(name: str, roots: set[str], definitions: dict[str, Definition]) -> bool:
+    bases = definitions[name].bases if name in definitions else []
+    return name in roots or any(_derives(base, roots, definitions) for base in bases)

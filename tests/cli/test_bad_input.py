@@ -82,12 +82,7 @@ KINDS = [
     kind("key of a trainer not offered", [*FIT, "--trainer.logger", "true"], "trainer.logger: ", "Use logger"),
     kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "See `fl-lightning fit --help`."),
     kind("unknown init_arg", [*FIT, "--algorithm.taw", "1"], "algorithm: FedSKC", "'taw'", "Did you mean tau?"),
-    kind(
-        "unlike any init_arg",
-        [*FIT, "--algorithm.mu", "1"],
-        "FedSKC has no key 'mu'",
-        "Available: tau, similar",
-    ),
+    kind("unlike any init_arg", [*FIT, "--algorithm.mu", "1"], "FedSKC has no key 'mu'", "Available: tau, similar"),
     kind("null for a list", [*FIT, "--evaluation.metrics", "null"], "evaluation.metrics: got", "Leave it out"),
     kind("init_arg of no class", [*FIT, "--scenario.dataset.size", "1"], "Digits has no key 'size'. Available: none."),
     kind("unknown optimizer arg", [*FIT, "--optimizer.momentun", "1"], "optimizer: SGD", "Did you mean momentum?"),
@@ -121,10 +116,7 @@ KINDS = [
         "unknown class path", [*FIT, "--model", "own_module.Other"], "model: ", "'own_module' has no attribute 'Other'"
     ),
     kind(
-        "unknown class",
-        [*FIT, "--algorithm", "FedFoo"],
-        "algorithm: class 'FedFoo' not found",
-        "Did you mean FedFomo?",
+        "unknown class", [*FIT, "--algorithm", "FedFoo"], "algorithm: class 'FedFoo' not found", "Did you mean FedFomo?"
     ),
     kind("unknown optimizer", [*FIT, "--optimizer", "SGDD"], "optimizer: class 'SGDD' not found", "mean SGD?"),
     kind(

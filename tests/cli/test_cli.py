@@ -408,11 +408,7 @@ class State(FedAvg):
 @pytest.mark.parametrize(
     ("words", "what", "place"),
     [
-        (
-            ["--algorithm", "FedAvg", "--algorithm.loss_terms", "[faulty_own.Term]"],
-            "round 1: RuntimeError",
-            8,
-        ),
+        (["--algorithm", "FedAvg", "--algorithm.loss_terms", "[faulty_own.Term]"], "round 1: RuntimeError", 8),
         (["--algorithm", "faulty_own.Method"], "KeyError: 'model'", 14),
         (["--algorithm", "faulty_own.State"], "algorithm: of all things", 19),
     ],

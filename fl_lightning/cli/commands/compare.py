@@ -39,9 +39,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     )
     csv = given.format == "csv"
     result = pivot_table(found, given.across) if given.across else data_table(found) if csv else group_table(found)
-    print(
-        {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}[given.format]()
-    )
+    writers = {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}
+    print(writers[given.format]())
     if csv:
         print(*result.notes, sep="\n", end="\n" if result.notes else "", file=sys.stderr)
     return 0
@@ -68,7 +67,7 @@ def group_table(found: Comparison) -> ResultTable:
 
 
 def pivot_table(found: Comparison, across: str) -> ResultTable:
-    """Return the last values: a column for each value of one setting, and a row for each combination of the others."""
+    """Return a table of the last values, with a column for each value of the setting `across`."""
     fits = [key for key in found.columns if key == across or key.endswith(f".{across}")]
     if len(fits) != 1:
         keys = ", ".join(found.columns) or "nothing does"
@@ -113,8 +112,8 @@ def data_table(found: Comparison) -> ResultTable:
             row[f"seconds_to_{target:g}"] = reach.seconds and reach.seconds.mean
         if found.reference:
             row["reference"] = group.reference
-            told = group.difference._asdict() if group.difference else dict.fromkeys(Difference._fields)
-            row |= {name if name in ("pairs", "p", "p_holm") else f"difference_{name}": told[name] for name in told}
+            values = group.difference._asdict() if group.difference else dict.fromkeys(Difference._fields)
+            row |= {name if name in ("pairs", "p", "p_holm") else f"difference_{name}": values[name] for name in values}
         rows.append(row)
     cells = [["" if value is None else str(value) for value in row.values()] for row in rows]
     return ResultTable(list(rows[0]), cells, notes=found.remarks)
@@ -137,11 +136,8 @@ def format_spread(spread: Spread | None) -> str:
     """Format mean ± standard deviation."""
     if spread is None:
         return "-"
-    return (
-        format_number(spread.mean)
-        if spread.std is None
-        else f"{format_number(spread.mean)} ± {format_number(spread.std)}"
-    )
+    mean = format_number(spread.mean)
+    return mean if spread.std is None else f"{mean} ± {format_number(spread.std)}"
 
 
 def format_seeds(group: Group, found: Comparison) -> str:
@@ -157,13 +153,13 @@ def format_difference(group: Group) -> str:
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std
-    told = f"{mean:+.4f}" if std is None else f"{mean:+.4f} ± {format_number(std)}"
+    values = f"{mean:+.4f}" if std is None else f"{mean:+.4f} ± {format_number(std)}"
     pairs = f"({group.difference.pairs} of {len(group.seeds)})" if group.difference.pairs < len(group.seeds) else ""
-    return " ".join(filter(None, [told, group.difference.stars, pairs]))
+    return " ".join(filter(None, [values, group.difference.stars, pairs]))
 
 
 def format_reach(reach: Reach) -> list[str]:
-    """Format the round, bytes and seconds in which a target was reached, and the number of runs if not all did."""
+    """Format the round, bytes and seconds at which a target was reached, and the number of runs if not all did."""
     if not reach.of:
         return ["-"] * 3
     if reach.rounds is None:
@@ -177,8 +173,9 @@ def format_cell(group: Group | None, found: Comparison) -> str:
     """Format a group's last values and stars, and its number of seeds if some are missing."""
     if group is None:
         return "missing"
-    few = f"({format_seeds(group, found)})" if format_seeds(group, found) != str(len(found.seeds)) else ""
-    return " ".join(filter(None, [format_spread(group.last), group.difference.stars if group.difference else "", few]))
+    seeds, stars = format_seeds(group, found), group.difference.stars if group.difference else ""
+    seeds = "" if seeds == str(len(found.seeds)) else f"({seeds})"
+    return " ".join(filter(None, [format_spread(group.last), stars, seeds]))
 
 
 def best_rows(figures: Sequence[Spread | None], found: Comparison) -> list[int]:

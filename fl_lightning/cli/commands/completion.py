@@ -58,20 +58,20 @@ def words_so_far() -> list[str]:
 
 def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """Build a parser of all commands; for the command being typed, with the options of the chosen classes."""
-    whole = argparse.ArgumentParser(prog="fl-lightning")
-    whole.add_argument("-V", "--version", action="store_true", help="Print the version.")
-    commands = whole.add_subparsers(dest="command")
+    parser = argparse.ArgumentParser(prog="fl-lightning")
+    parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
+    commands = parser.add_subparsers(dest="command")
     for name, line in COMMANDS.items():
-        made = help.parser(name)
+        subparser = help.command_parser(name)
         if name in words[:1]:
             for key, option in options_of_classes(name, words):
                 text = option["help"].replace("%", "%%")
-                made.add_argument(f"--{key}", choices=option.get("choices"), help=text)
-        for action in made._actions:
+                subparser.add_argument(f"--{key}", choices=option.get("choices"), help=text)
+        for action in subparser._actions:
             if not action.choices:
                 action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
-        commands.add_parser(name, parents=[made], conflict_handler="resolve", help=line)
-    return whole
+        commands.add_parser(name, parents=[subparser], conflict_handler="resolve", help=line)
+    return parser
 
 
 def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -107,7 +107,7 @@ def completer(command: str, key: str) -> Callable[..., list[str]]:
 
 
 def values_of(command: str, key: str) -> list[str]:
-    """Return the values that a key of a command can take; an empty list if any file or text is accepted."""
+    """Return the values that a key of a command can take; an empty list if it accepts any file or text."""
     if key == "config" or (command, key) == ("reproduce", "table"):
         return list(descriptions("configs" if key == "config" else "papers"))
     if (command, key) == ("list", "kind"):

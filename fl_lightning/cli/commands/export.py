@@ -1,4 +1,4 @@
-"""`fl-lightning export`: a run's model as a file that other programs open."""
+"""`fl-lightning export`: write a run's model to a file that other programs can open."""
 
 from __future__ import annotations
 

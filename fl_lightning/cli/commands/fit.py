@@ -81,7 +81,7 @@ def with_engine_class(words: Sequence[str]) -> list[str]:
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
-    """Return the command line with the resumed run's own config, unless another is given.
+    """Add the config of the resumed run to a command line, unless another config is given.
 
     Raises:
         ConfigError: The run has no config, or another user made it and it names its own code.
@@ -95,7 +95,7 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
-    """Return the names of a run and of its group."""
+    """Return the name of a run and the name of its group."""
     setting = setting_of(config)
     return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
 
@@ -130,12 +130,12 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 
 
 def config_name(configs: Sequence[Any] | None) -> str:
-    """Return the name of the last config file, after which a run is named."""
+    """Return the name of the last config file without its ending. Runs are named after it."""
     return Path(str(configs[-1])).stem if configs else "run"
 
 
 def dry_run_report(run: FederatedOrchestrator, seconds: float) -> str:
-    """Return what a dry run without errors prints."""
+    """Return the text that a dry run prints if it found no error."""
     what = f"{type(run.algorithm).__name__} on {type(run.scenario.dataset).__name__}"
     callbacks = ", ".join(type(callback).__name__ for callback in run.callbacks)
     clients = f"{run.clients_per_round} of {len(run.data.shards)} clients"

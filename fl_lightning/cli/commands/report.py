@@ -1,4 +1,4 @@
-"""`fl-lightning report`: many runs as one HTML page."""
+"""`fl-lightning report`: write runs as one HTML page."""
 
 from __future__ import annotations
 
