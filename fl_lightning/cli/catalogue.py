@@ -83,14 +83,14 @@ def class_options(kind: str, name: str) -> dict[str, dict[str, Any]]:
 
 
 def descriptions(kind: str) -> dict[str, str]:
-    """Return the names of a kind with one line each: a docstring's first, or a file's."""
+    """Return the names of a kind with their descriptions: the first line of a docstring or of a file."""
     if kind in FILES:
         return {name: shipped_text(name, kind).partition("\n")[0].lstrip("# ") for name in shipped(kind)}
     return {name: one.summary for name, one in classes_of(kind).items()}
 
 
 def groups(kind: str) -> dict[str, dict[str, str]]:
-    """Return the `descriptions` of a kind by heading: algorithms by family, any other kind under its own name."""
+    """Return the `descriptions` of a kind by heading. Algorithms have one heading per family."""
     if kind != "algorithms":
         return {kind: descriptions(kind)}
     families: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}

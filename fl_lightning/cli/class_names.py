@@ -47,7 +47,7 @@ def _correct_name(name: str, key: str) -> str:
 
 
 def builders_of_torchvision() -> list[str]:
-    """Return the names of torchvision's functions that build a classifier."""
+    """Return the names of torchvision's functions that build classifiers, such as `resnet18`."""
     from torchvision import models
 
     return models.list_models(models)

@@ -26,7 +26,7 @@ VALUE = r" value: ?(.*?)(?: - |- Expected| Given value|\. Got value|$)"
 
 @contextmanager
 def readable_errors(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterator[None]:
-    """Context in which errors of jsonargparse, or of a constructor that it calls, become a `ConfigError` of one line.
+    """Context in which errors of jsonargparse and of constructors that it calls become a one-line `ConfigError`.
 
     Args:
         parser: The parser that is used inside.
@@ -134,7 +134,7 @@ def _without_noise(message: str) -> str:
 
 
 def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
-    """Refuse null for arguments that do not take it. jsonargparse accepts it for any key of a config.
+    """Refuse null for arguments that do not accept it. jsonargparse accepts it for any key of a config.
 
     Args:
         given: The keys and their values, classes as `class_path` and `init_args`.

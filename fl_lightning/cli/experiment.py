@@ -73,7 +73,7 @@ def use_recorded_paths(value: Any) -> Any:
 
 
 def run_keys() -> set[str]:
-    """Return the keys that a run's own config can have."""
+    """Return the keys that the recorded config of a run can have."""
     parameters = (inspect.signature(kind).parameters for kind in (FederatedOrchestrator, LocalTraining))
     return {*chain(*parameters)} - {"run_dir", "training"}
 

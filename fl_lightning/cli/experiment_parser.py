@@ -16,7 +16,7 @@ EXPERIMENT_DEFAULTS: dict[str, Any] = {
 
 
 def experiment_parser() -> ArgumentParser:
-    """Build the parser. Imports torch, which takes seconds."""
+    """Build the parser of an experiment's keys. Imports torch, which takes seconds."""
     from jsonargparse import ActionConfigFile, ArgumentParser
     from lightning import Trainer
 

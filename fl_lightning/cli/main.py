@@ -1,4 +1,4 @@
-"""Entry point of the command line: runs a command and prints every error as one line."""
+"""Run a command and print every error as one line. The entry point of the command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run a command.
 
     Args:
         args: The command line without the program's name. By default `sys.argv`, in a process of the command's own.

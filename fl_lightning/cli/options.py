@@ -194,7 +194,7 @@ def _experiment_options() -> dict[str, Option]:
 
 
 def _described(flags: list[str], keywords: Keywords) -> Option:
-    """Return an argument of a parser as an option."""
+    """Convert an argument of a parser to an option of a help text."""
     hint = keywords.get("type", bool)
     parts = [hint] if get_origin(hint) is Literal else get_args(hint) or [hint]
     kinds = [get_args(part) if get_origin(part) is Literal else part.__name__ for part in parts if part is not NoneType]

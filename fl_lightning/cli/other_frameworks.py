@@ -1,6 +1,6 @@
-"""Names that other tools use for commands, options and classes, and ours for them.
+"""Translate names of commands, options and classes in other tools to ours.
 
-They are those of LightningCLI, PFLlib, Flower, FedLab, FedML and common training scripts. The last part of one of our
+The other tools are LightningCLI, PFLlib, Flower, FedLab, FedML and common training scripts. The last part of one of our
 own keys, such as `tau` or `max_epochs`, needs no entry: it is found among the settings of the chosen classes.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def by_alias(aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return our name for each alias, given the aliases of each of our names, separated by spaces."""
+    """Invert a table of our names and their aliases, which are separated by spaces."""
     return {alias: name for name, words in aliases.items() for alias in words.split()}
 
 

@@ -48,12 +48,12 @@ class Parameter:
 
     @property
     def choices(self) -> list[str]:
-        """The values that its type allows, if they can be listed."""
+        """The values that the type allows, if they can be listed."""
         return [word for kind in self.types for word in words(kind)]
 
     @property
     def metavar(self) -> str:
-        """The placeholder of the value in a help text, such as `INT`, `fresh|kept`, or `NAME` of a class."""
+        """The placeholder of the value in a help text, such as `INT`, `fresh|kept`, or `NAME` for a class."""
         kinds = [words(one) or [TYPES.get(str(one), "NAME")] for one in self.types]
         found = list(dict.fromkeys(word for kind in kinds for word in kind)) or ["VALUE"]
         if found == ["INT", "NUMBER"]:
@@ -84,7 +84,7 @@ def words(kind: str | tuple[Any, ...]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A module's source.
+    """The parsed source of a module.
 
     Args:
         name: The module's full name.
@@ -96,7 +96,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, ast.stmt]:
-        """The statement that defines or imports each name."""
+        """The statements that define or import names, by name."""
         found: dict[str, ast.stmt] = {}
         statements = list(self.tree.body)
         for one in statements:
@@ -154,37 +154,37 @@ class Class:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the class."""
         return self.node.name
 
     @property
     def docstring(self) -> str:
-        """Its docstring."""
+        """The docstring of the class."""
         return ast.get_docstring(self.node) or ""
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring."""
+        """The first line of the docstring."""
         return self.docstring.partition("\n")[0]
 
     @cached_property
     def bases(self) -> list[Class]:
-        """Its base classes, as far as this package defines them."""
+        """The base classes that this package defines."""
         return [found for base in self.node.bases if (found := class_in(self.module, base))]
 
     @cached_property
     def ancestors(self) -> list[Class]:
-        """Return the class and its ancestors, nearest first."""
+        """The class and its ancestors, nearest first."""
         return [self, *(one for base in self.bases for one in base.ancestors)]
 
     @cached_property
     def is_dataclass(self) -> bool:
-        """Whether it is a dataclass."""
+        """Whether the class is a dataclass."""
         return any("dataclass" in ast.unparse(one) for one in self.node.decorator_list)
 
     @cached_property
     def help(self) -> dict[str, str]:
-        """Return the descriptions of the parameters in the docstrings of the class and its ancestors."""
+        """The descriptions of the parameters, from the docstrings of the class and its ancestors."""
         found: dict[str, str] = {}
         for one in reversed(self.ancestors):
             found |= arguments_in(one.docstring)

@@ -48,7 +48,7 @@ def check_metric(sweep: Sweep) -> None:
 
 
 def _one_per_algorithm(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of one trial for each algorithm that the sweep varies, or of a single one."""
+    """Yield the parameters of one trial per algorithm of the sweep."""
     distributions = {key: parameter.distribution for key, parameter in sweep.parameters.items()}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     params = sweep.grid()[0] if sweep.method == "grid" else study.ask(distributions).params

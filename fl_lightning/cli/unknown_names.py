@@ -149,13 +149,9 @@ class Names:
         raise ConfigError(self.unknown_key(key))
 
     def _check_classes(self, key: str, value: Any) -> None:
-        """Refuse a value of a key that takes a class, or a list of them, if it names no class for it."""
+        """Refuse a wrong class, or a value that is not a class, for a key that takes a class or a list of classes."""
         is_list = isinstance(value, list)
-        if (
-            key not in CLASS_KEYS
-            or value in (None, "null")
-            or (key == "logger" and (value is False or value == "false"))
-        ):
+        if key not in CLASS_KEYS or value in (None, "null") or (key == "logger" and str(value) in ("False", "false")):
             return
         if key in LIST_KEYS and not is_list:
             raise ConfigError(f"{key}: got {quote(str(value))}, expected list{self._list_fix(key, value)}")
@@ -165,19 +161,17 @@ class Names:
             self._check_class(key, one, None if is_list else self.classes.get(key))
 
     def _check_class(self, key: str, value: Any, chosen: str | None) -> None:
-        """Refuse what names no class, and unknown arguments of a class.
+        """Refuse a wrong class, and unknown arguments of a class.
 
         Args:
             key: The key.
             value: A class's name, or its `class_path` and `init_args`.
-            chosen: The class that the arguments are for, if there is no `class_path`.
+            chosen: The class that a value without `class_path` is about; jsonargparse checks its arguments.
         """
-        options: dict[str, Any] = {}
+        name, options = value, {}
         if isinstance(value, dict):
             name = value.get("class_path", chosen)
-            options = value.get("init_args") or {} if {"class_path", "init_args"} & value.keys() else value
-        else:
-            name = value
+            options = value.get("init_args") or {} if "class_path" in value else {}
         if not isinstance(name, str) or not name.strip():
             raise ConfigError(f"{key}: {CLASS_EXPECTED}")
         if new := new_class(name):
@@ -193,7 +187,7 @@ class Names:
             self._check_classes(f"{key}.{argument}", given)
 
     def _list_fix(self, key: str, value: Any) -> str:
-        """Return how to give one class to a key that takes a list."""
+        """Return the fix for one class that is given for a list."""
         near = nearest(value, names(key)) if isinstance(value, str) else None
         if not near:
             return ""
@@ -216,7 +210,7 @@ class Names:
     # --- What was probably meant ---
 
     def settings(self) -> list[str]:
-        """Return all valid setting names: the command's dotted keys and the arguments of the chosen classes."""
+        """Return all valid keys: those of the command, and the arguments of the chosen classes."""
         found: list[str] = []
 
         def add(key: str) -> None:
@@ -272,7 +266,7 @@ class Names:
         return f"{path.rpartition('.')[2]} has no key {name!r}. {suggest(' or '.join(meant[:3]), known)}"
 
     def stray_word(self, word: str) -> str:
-        """Return the message about a word of an experiment's command line that belongs to no option."""
+        """Return the message about a word of the command line that belongs to no option."""
         meant = f"--config {nearest(word, shipped('configs')) or word}"
         for key in ("algorithm", "model", "scenario.dataset", "scenario.partition"):
             meant = f"--{key} {word}" if word in names(key) else meant
@@ -283,7 +277,7 @@ class Names:
         return f"{word} belongs to no option. Did you mean {meant}?"
 
     def _as_typed(self, fix: str, name: str) -> str:
-        """Return a fix as options where the command line gives the wrong key, and as keys where a config does."""
+        """Format a fix as options if the wrong key is on the command line, or as keys if it is in a config."""
         options, separator, remark = fix.partition(" (")
         shown = options.replace("=", ": ")
         if self.is_typed(name):
@@ -313,7 +307,7 @@ def unknown_class(key: str, name: str) -> str:
 
 
 def _misplaced_callback(key: str, name: str) -> str | None:
-    """Return the message about Lightning's callback under `callbacks`, or one of ours under `client_callbacks`."""
+    """Return the message about a callback that belongs under the other key of `callbacks` and `client_callbacks`."""
     home = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}.get(key)
     kind = getattr(load(home), name, None) if home and "." not in name and name not in names(key) else None
     return load("fl_lightning.callbacks.defaults").describe_misplaced(kind) if inspect.isclass(kind) else None
@@ -349,7 +343,7 @@ def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
 
 
 def _parsed(value: str) -> Any:
-    """Return a value of the command line as text, or as a list or mapping. None if it is no YAML."""
+    """Parse a value of the command line if it is a list or mapping, else return it as text. None if it is not YAML."""
     if value[:1] not in ("[", "{"):
         return value
     try:
@@ -365,6 +359,6 @@ def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
 
 
 def _from_other_tools(name: str) -> list[str]:
-    """Return our name for an option of another tool, given its name or the last part of it."""
+    """Return our option for an option of another tool, given its name or the last part of it."""
     plain = name.replace("-", "_")
     return [OPTIONS[one] for one in (name, plain, plain.rpartition(".")[2]) if one in OPTIONS][:1]

@@ -1,4 +1,4 @@
-"""Config files: find them by path or name, read them strictly, and flatten them to dotted keys."""
+"""Find config files by path or name, read them strictly, and flatten them to dotted keys."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def named_file(name: str, kind: str) -> Path | None:
 
 
 def nearest_file(name: str, kind: str) -> str | None:
-    """Return the file with the most similar name, in the same folder or among the shipped ones, if there is one."""
+    """Return the file with the most similar name in the same folder or among the shipped files, or None."""
     folder, _, last = name.rpartition(os.sep)
     with suppress(OSError):
         near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
@@ -108,7 +108,7 @@ def shipped_text(name: str, kind: str) -> str:
 
 @cache
 def derived_configs() -> dict[str, str]:
-    """Return the algorithms without a digits config in a file, by the name of the config derived from `DIGITS`."""
+    """Map the digits configs that are derived from `DIGITS` to their algorithms."""
     in_files = {name.removeprefix("digits_").removesuffix(".yaml").replace("_", "") for name in _files("configs")}
     algorithms = public_classes("Algorithm").keys() - {"Algorithm"}
     return {f"digits_{name.lower()}.yaml": name for name in algorithms if name.lower() not in in_files}
@@ -228,7 +228,7 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
 
 
 def is_below(key: str, others: Iterable[str]) -> bool:
-    """Return whether a dotted key lies below one of others: `algorithm.tau` below `algorithm`."""
+    """Return whether a dotted key is below one of the others: `algorithm.tau` is below `algorithm`."""
     return any(key.startswith(f"{other}.") for other in others)
 
 
@@ -384,7 +384,7 @@ class _Checker:
 
 @dataclass
 class _Collection:
-    """A mapping or a list that is being parsed, with the number of keys and values before it, and the last key."""
+    """A mapping or list that is being parsed."""
 
     anchor: str | None
     before: int

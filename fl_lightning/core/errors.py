@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Each message is one line with the place, the reason and the fix."""
+"""Errors that a user can fix. Each message is one line with the key, the reason and the fix."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Objectives: the kind of labels (classes, several labels, numbers), with their loss and metrics."""
+"""Define losses and metrics for each kind of labels: classes, several labels, numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Objective(ABC):
 
     @property
     def no_classes(self) -> str:
-        """The error message for a loss term, aggregator or partition that needs class labels."""
+        """The end of the error message of parts that need class labels."""
         return f"the labels are for {type(self).__name__}, not classes"
 
     @abstractmethod

@@ -47,7 +47,7 @@ class Untrusted:
     refusal: ConfigError | None = None
 
     def refuse(self, value: Any, key: str | None = None) -> ConfigError:
-        """Return the error for a value that the config may not hold."""
+        """Return the error for a value that the config may not contain."""
         settings = flatten(self.config).items()
         key = key or next((name for name, held in settings if str(value) in str(held)), "config")
         what = f"{one_line(str(value))[:200]} is not allowed in a file that is not known to be yours"

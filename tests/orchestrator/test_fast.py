@@ -32,7 +32,7 @@ FAST = ("fit", "--config", "tiny.yaml", "--fast")
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """Return a working folder with a config. The folder for temporary files must be empty in the end."""
+    """A working folder with a config. The folder for temporary files must be empty in the end."""
     here, temporary = tmp_path / "here", tmp_path / "temporary"
     here.mkdir()
     temporary.mkdir()
@@ -110,25 +110,20 @@ def test_dry_run_passes(folders):
     assert outcome.code == 0, outcome.err
     assert not outcome.err
     assert " resume, RowNorms, CommunicationMeter, RoundProgress, final model" in outcome.out
-    *_, line = outcome.out.splitlines()
+    line = outcome.out.splitlines()[-1]
     start = r"dry run passed in [\d.]+ s: FedSKC on Digits, 2 rounds with 2 of 4 clients and up to 2 batches each: "
     assert re.match(start, line)
     assert line.endswith("; nothing was logged or kept")
     assert contents(folders) == before
 
 
-def test_dry_run_leaves_runs_alone_and_cannot_resume(folders):
+def test_dry_run_does_not_change_runs_and_cannot_resume(folders):
     tiny(folders / "run", "--rounds", "1")
     before = contents(folders)
     assert run(*FAST, "--run_dir", folders / "run").code == 0
+    error = "fl-lightning: error: --fast: a dry run cannot resume. Leave out either --fast or --resume.\n"
+    assert run("fit", "--resume", folders / "run", "--fast") == (2, "", error)
     assert contents(folders) == before
-    outcome = run("fit", "--resume", folders / "run", "--fast")
-    assert outcome.code == 2
-    assert outcome.err == (
-        "fl-lightning: error: --fast: a dry run cannot resume. Leave out either --fast or --resume.\n"
-    )
-    assert contents(folders) == before
-    assert run("fit", "--resume", folders / "run", "--rounds", "2").code == 0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +150,7 @@ def test_dry_run_refuses_what_a_run_refuses(folders, words, expected):
     assert contents(folders) == before
 
 
-def test_dry_run_finds_a_failing_client(folders):
+def test_dry_run_finds_a_failing_client_and_drops_none(folders):
     before = contents(folders)
     outcome = run(*FAST, "--optimizer.lr", "1e30", "--on_client_failure", "drop")
     assert outcome.code == 1
@@ -175,7 +170,7 @@ def test_dry_run_signs_nothing(folders, tmp_path, monkeypatch):
     assert not (tmp_path / "config").exists()
 
 
-# --- What is tried ---
+# --- Which parts of a run are covered ---
 
 
 def test_dry_run_calls_every_part_of_a_run(tmp_path):
@@ -301,7 +296,7 @@ def test_shortened_fit_keeps_epochs_and_has_two_steps(given, epochs, steps):
     assert short == {"precision": "32", "max_epochs": epochs, "max_steps": steps, "limit_train_batches": 2}
 
 
-QUICK = ("UAPDFL", "FedProto", "SCAFFOLD")
+QUICK = ("UAPDFL", "SCAFFOLD")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +313,7 @@ def test_dry_run_works_with_every_method(name, tmp_path):
 
 def test_dry_run_keeps_epochs_that_a_method_needs(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 3}
-    assert experiment(tmp_path, FedRep(head_epochs=2), trainer=trainer).fit(fast=True).finished
+    assert experiment(tmp_path, FedRep(head_epochs=2), trainer=trainer, clients_per_round=1).fit(fast=True).finished
     assert trainer == {"accelerator": "cpu", "max_epochs": 3}  # the given options are not changed
     with pytest.raises(ConfigError, match="head_epochs: 3 of"):
         experiment(tmp_path, FedRep(head_epochs=3), trainer=trainer).fit(fast=True)
@@ -338,7 +333,7 @@ def test_dry_run_with_client_state_on_disk_leaves_nothing(tmp_path, folders):
     assert not (tmp_path / "run").exists()
 
 
-# --- What goes wrong ---
+# --- Failures ---
 
 
 class Breaks(RoundFigure):
@@ -356,16 +351,6 @@ class Breaks(RoundFigure):
 def test_dry_run_finds_a_figure_that_cannot_be_drawn(tmp_path):
     with pytest.raises(ZeroDivisionError, match="no figure"):
         experiment(tmp_path, callbacks=[Breaks()], rounds=100).fit(fast=True)
-
-
-class Failing(LossTerm):
-    def forward(self, step):
-        raise RuntimeError("no loss")
-
-
-def test_dry_run_drops_no_clients(tmp_path):
-    with pytest.raises(ClientFailure, match="no loss"):
-        experiment(tmp_path, FedAvg(loss_terms=[Failing()]), on_client_failure="drop").fit(fast=True)
 
 
 def test_orchestrator_cannot_be_used_after_a_dry_run(tmp_path):

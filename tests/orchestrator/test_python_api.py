@@ -30,7 +30,7 @@ def test_listed_classes_can_be_imported_from_the_package():
         assert getattr(fl_lightning, cls.__name__) is cls
 
 
-def test_names_are_those_of_the_packages():
+def test_public_names_equal_those_of_the_packages():
     for home in PACKAGES:
         found = {name for name, there in HOMES.items() if there == home}
         assert found - {"RoundFigure"} == set(import_module(f"fl_lightning.{home}").__all__)  # it is not listed
@@ -112,7 +112,7 @@ def test_configs_record_classes_under_stable_paths(tmp_path):
     assert config["model"]["class_path"] == "fl_lightning.models.MLP"
 
 
-# --- What fit gives ---
+# --- The run that `fit` returns ---
 
 
 @pytest.fixture(scope="module")

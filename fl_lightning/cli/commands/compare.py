@@ -26,7 +26,7 @@ from fl_lightning.runs.reader import conditions, open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print the table."""
+    """Print the comparison of groups of runs as a table."""
     runs = comparable_runs(open_runs(given.runs, given.where), given.unfinished)
     words = given.reference and [word if "=" in word else f"algorithm={word}" for word in given.reference]
     found = compare(
@@ -47,7 +47,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def group_table(found: Comparison) -> ResultTable:
-    """Return a table for reading, with a row for each group."""
+    """Return a table for people, with a row for each group."""
     heads = shorten_keys(found.columns) or ["group"]
     header = [*heads, "seeds", "last", "best", *([f"to {found.reference}"] if found.reference else []), "bytes"]
     for target in found.targets:
@@ -91,7 +91,7 @@ def pivot_table(found: Comparison, across: str) -> ResultTable:
 
 
 def data_table(found: Comparison) -> ResultTable:
-    """Return a table for further computation: a row for each group, full keys and unrounded values."""
+    """Return a table for programs, with a row for each group, full keys and unrounded values."""
     rows = []
     for group in found.groups:
         missing = [seed for seed in found.seeds if seed not in group.seeds]
@@ -120,7 +120,7 @@ def data_table(found: Comparison) -> ResultTable:
 
 
 def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
-    """Return mean and standard deviation as two columns."""
+    """Return the mean and the standard deviation as two columns."""
     return {f"{name}_mean": spread and spread.mean, f"{name}_std": spread and spread.std}
 
 
@@ -149,7 +149,7 @@ def format_seeds(group: Group, found: Comparison) -> str:
 
 
 def format_difference(group: Group) -> str:
-    """Format the differences to the reference: mean ± standard deviation, stars, and the pairs if seeds are missing."""
+    """Format the difference to the reference: mean ± standard deviation, stars, and the pairs if seeds are missing."""
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std
@@ -179,7 +179,7 @@ def format_cell(group: Group | None, found: Comparison) -> str:
 
 
 def best_rows(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
-    """Return the rows with the best mean."""
+    """Return the indices of the rows with the best mean."""
     means = [spread.mean for spread in figures if spread and spread.mean == spread.mean]
     if not means:
         return []
@@ -194,7 +194,7 @@ def shorten_keys(keys: list[str]) -> list[str]:
 
 
 def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
-    """Return the notes below a table: what the values are, and remarks on the groups."""
+    """Return the notes below a table, which explain its values."""
     lines = [f"{found.metric} {when}: mean ± standard deviation over seeds (n - 1)."]
     if len(found.seeds) > 1 and any(len(group.seeds) < len(found.seeds) for group in found.groups):
         lines.append(f"seeds: {', '.join(map(str, found.seeds))}; some groups lack some.")

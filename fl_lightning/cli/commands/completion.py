@@ -25,13 +25,13 @@ KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition"
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print the script that makes a shell ask `fl-lightning` for completions."""
+    """Print the script that enables completion in a shell."""
     print(argcomplete().shellcode(["fl-lightning"], shell=given.shell))
     return 0
 
 
 def argcomplete() -> ModuleType:
-    """Import argcomplete, which talks to the shell.
+    """Import the package argcomplete.
 
     Raises:
         ConfigError: It is not installed.
@@ -44,7 +44,7 @@ def argcomplete() -> ModuleType:
 
 
 def answer() -> None:
-    """Answer a shell that asks for completions, and end the process. argcomplete's variables hold the line."""
+    """Print the completions of the line in argcomplete's environment variables, and end the process."""
     argcomplete().autocomplete(completion_parser(words_so_far()), always_complete_options="long")
 
 
@@ -57,7 +57,7 @@ def words_so_far() -> list[str]:
 
 
 def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Build a parser of all commands; for the command being typed, with the options of the chosen classes."""
+    """Build a parser of all commands. The command being typed also has the options of the chosen classes."""
     parser = argparse.ArgumentParser(prog="fl-lightning")
     parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
     commands = parser.add_subparsers(dest="command")
@@ -75,7 +75,7 @@ def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the options of the classes that a command line or its configs name."""
+    """Yield the options of the classes that a command line or its configs choose."""
     names = chosen_classes(words)
     for key in set(KEYS) & options_of(command).keys():
         kind, name = kind_of(key), names.get(key)
@@ -84,7 +84,7 @@ def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str
 
 
 def chosen_classes(words: Sequence[str]) -> dict[str, str]:
-    """Return the classes that a command line names, by key."""
+    """Return the classes that a command line or its configs choose, by key."""
     found: dict[str, Any] = {}
     for _, config in values(words, "config"):
         try:
@@ -96,7 +96,7 @@ def chosen_classes(words: Sequence[str]) -> dict[str, str]:
 
 
 def completer(command: str, key: str) -> Callable[..., list[str]]:
-    """Return the function that argcomplete asks for the values of a key."""
+    """Return the function with which argcomplete completes the values of a key."""
     from argcomplete.completers import FilesCompleter
 
     def complete(prefix: str, **about: Any) -> list[str]:

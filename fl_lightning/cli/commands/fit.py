@@ -31,7 +31,7 @@ from fl_lightning.runs.trust import allow_local_modules, run_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Fill in the paths of configs, the settings of a baseline and the config of a resumed run."""
+    """Complete a command line: paths of configs, settings of a baseline, the config of a resumed run."""
     words = with_engine_class(expand_baseline(correct_case(with_config_paths(words))))
     allow_local_modules([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
@@ -101,13 +101,13 @@ def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> t
 
 
 def setting_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that runs of one group share: without the seed and keys that change no result."""
+    """Return the settings that the runs of a group share: all except the seed and keys that change no result."""
     apart = MAY_CHANGE - {"rounds"} | {"seed"}
     return {key: value for key, value in flatten(config).items() if key not in apart and not is_below(key, apart)}
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the config files alone describe, with the defaults of classes from the command line.
+    """Return the settings of the config files alone. A class from the command line counts with its defaults.
 
     If the files are no complete config, all settings count as described by them.
     """

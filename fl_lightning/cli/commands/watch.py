@@ -56,7 +56,7 @@ def find_run(path: Path) -> Path:
 
 
 def last_write_time(folder: Path) -> float:
-    """Return the time at which a run's metrics, or before its first round its config, were last written."""
+    """Return the time of the last change to a run's metrics or config."""
     return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
 
 
@@ -72,7 +72,7 @@ def follow(monitor: RunMonitor, console: Console, every: float) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Context that SIGINT and SIGTERM end without an error."""
+    """Context that SIGINT and SIGTERM leave without an error."""
     both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: background processes of a shell ignore it
     before = [signal.signal(one, signal.default_int_handler) for one in both]
     try:
