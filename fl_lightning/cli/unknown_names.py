@@ -168,7 +168,8 @@ class Names:
             value: A class's name, or its `class_path` and `init_args`.
             chosen: The class that a value without `class_path` is about; jsonargparse checks its arguments.
         """
-        name, options = value, {}
+        name: Any = value
+        options: dict[str, Any] = {}
         if isinstance(value, dict):
             name = value.get("class_path", chosen)
             options = value.get("init_args") or {} if "class_path" in value else {}

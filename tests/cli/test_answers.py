@@ -93,9 +93,9 @@ def test_help_of_fit_has_one_line_per_key_with_its_default(actions, monkeypatch)
     monkeypatch.setenv("COLUMNS", "120")
     text = run("fit", "--help").out
     assert len(text.splitlines()) < 90
-    told = lines_of(text)
-    assert told.keys() == actions.keys()
-    for key, (value, words) in told.items():
+    shown = lines_of(text)
+    assert shown.keys() == actions.keys()
+    for key, (value, words) in shown.items():
         default = actions[key].default
         if key in ("optimizer", "logger"):
             assert value == default["class_path"].rpartition(".")[2]
@@ -112,19 +112,19 @@ def test_help_of_fit_has_one_line_per_key_with_its_default(actions, monkeypatch)
 
 def test_help_shows_the_trainers_actual_defaults(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    told = {key: yaml.safe_load(value) for key, (value, _) in lines_of(run("fit", "--help").out).items() if value}
+    shown = {key: yaml.safe_load(value) for key, (value, _) in lines_of(run("fit", "--help").out).items() if value}
     trainer = quiet_trainer({"accelerator": "cpu"})
     for key in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches", "precision"):
-        assert told[f"trainer.{key}"] == getattr(trainer, key)
-    assert told["trainer.devices"] == trainer.num_devices
-    assert told["trainer.deterministic"] is torch.are_deterministic_algorithms_enabled()
-    assert told["trainer.benchmark"] is torch.backends.cudnn.benchmark
+        assert shown[f"trainer.{key}"] == getattr(trainer, key)
+    assert shown["trainer.devices"] == trainer.num_devices
+    assert shown["trainer.deterministic"] is torch.are_deterministic_algorithms_enabled()
+    assert shown["trainer.benchmark"] is torch.backends.cudnn.benchmark
     weights = torch.nn.Parameter(torch.zeros(2))
     weights.grad = torch.tensor([3.0, 4.0])
     clip = trainer.precision_plugin.clip_gradients
     default = inspect.signature(clip).parameters["gradient_clip_algorithm"].default
     clip(torch.optim.SGD([weights], lr=1.0), clip_val=1.0)
-    assert told["trainer.gradient_clip_algorithm"] == default.value
+    assert shown["trainer.gradient_clip_algorithm"] == default.value
     torch.testing.assert_close(weights.grad, torch.tensor([0.6, 0.8]))
 
 
@@ -310,8 +310,8 @@ def test_completion_without_argcomplete_names_what_to_install(monkeypatch):
 
 
 def test_every_option_of_fit_can_be_completed(actions):
-    made = completion.completion_parser(["fit"])
-    command = made._subparsers._group_actions[0].choices["fit"]
+    parser = completion.completion_parser(["fit"])
+    command = parser._subparsers._group_actions[0].choices["fit"]
     flags = {flag for action in actions.values() for flag in action.option_strings if not flag.endswith("+")}
     assert flags <= command._option_string_actions.keys()
 

@@ -600,11 +600,11 @@ def test_a_loss_term_that_exits_inside_a_fit_fails_the_run(how, here, monkeypatc
         "fit", "--config", "tiny.yaml", "--run_dir", "run", *terms, "--trainer.accumulate_grad_batches=2"
     )
     assert code == 1
-    told = f"client 0, round 1: SystemExit: {how[-2]} (leaving.py, line 7)\n"
+    message = f"client 0, round 1: SystemExit: {how[-2]} (leaving.py, line 7)\n"
     if "raise" in how:
         where = f"{here / 'leaving.py'}, line 7 (forward)"
-        told = f"KeyboardInterrupt() was raised in {where} before the command had finished\n"
-    assert err == f"fl-lightning: error: {told}"
+        message = f"KeyboardInterrupt() was raised in {where} before the command had finished\n"
+    assert err == f"fl-lightning: error: {message}"
     assert err.count("\n") == 1
     assert "rounds" not in out
 

@@ -168,8 +168,8 @@ def test_wrong_names_are_refused_without_importing_torch(here):
     ended = subprocess.run([sys.executable, "all.py"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("\n") == len(lines)
-    for line, told in zip(lines, ended.stderr.splitlines(), strict=True):
-        assert TYPED[line] in told
+    for line, message in zip(lines, ended.stderr.splitlines(), strict=True):
+        assert TYPED[line] in message
 
 
 @pytest.mark.fast_cases(6)
@@ -255,7 +255,7 @@ def test_suggested_classes_exist():
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ("lr: 0.1", "the config has no key 'lr'. Did you mean optimizer.lr?"),
         ("tau: 0.1", "the config has no key 'tau'. Did you mean algorithm.tau?"),
@@ -264,9 +264,9 @@ def test_suggested_classes_exist():
         ("callbacks: EarlyStopping", "callbacks: got 'EarlyStopping', expected list. Did you mean [EarlyStopping]?"),
     ],
 )
-def test_in_a_config_the_fix_is_a_key(more, told, here):
+def test_in_a_config_the_fix_is_a_key(more, message, here):
     Path("bad.yaml").write_text(f"{TINY}{more}\n")
-    assert refusal("fit --config bad.yaml") == told
+    assert refusal("fit --config bad.yaml") == message
 
 
 def test_arguments_of_the_users_own_class_are_checked(here):

@@ -80,12 +80,12 @@ def test_numbers_are_on_the_first_line_of_their_names_in_forty_columns():
 
 
 @pytest.mark.parametrize(
-    ("clients", "told"), [("trained", "as trained in the round"), ("received", "as received after the round")]
+    ("clients", "expected"), [("trained", "as trained in the round"), ("received", "as received after the round")]
 )
-def test_the_final_table_says_which_model_was_evaluated(clients, told):
+def test_the_final_table_says_which_model_was_evaluated(clients, expected):
     assert summary_table(SUMMARY, clients).caption.splitlines() == [
         "global: the global model, on the global test set",
-        f"client: each client's model {told}, on its own test split",
+        f"client: each client's model {expected}, on its own test split",
         "personal: clients' models as trained, on the global test set",
     ]
 
@@ -99,17 +99,17 @@ def test_the_caption_omits_metrics_that_are_not_there():
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ((), ("as trained in the round", "as received after the round")),
         (("--evaluation.client_model", "received"), ("as received after the round", "as received after the round")),
         (("--algorithm", "PeerFedPer"), ("as trained in the round", "as it was trained last")),
     ],
 )
-def test_fit_and_test_say_which_model_was_evaluated(tmp_path, words, told):
+def test_fit_and_test_say_which_model_was_evaluated(tmp_path, words, expected):
     at_the_end = tiny(tmp_path / "run", "--rounds", "1", *words).out
     afterwards = run("test", tmp_path / "run").out
-    for text, model in zip((at_the_end, afterwards), told, strict=True):
+    for text, model in zip((at_the_end, afterwards), expected, strict=True):
         text = " ".join(text.split())
         assert f"client: each client's model {model}, on its own test split" in text
         assert ("global: the global model" in text) == ("--algorithm" not in words)
@@ -246,13 +246,13 @@ def text_box(note):
 @pytest.mark.parametrize("classes", [10, MOST_IN_LEGEND, 100])
 def test_legends_explain_points_and_colours(classes):
     figure = KnowledgeMap().draw(knowledge(classes, classes // 2))
-    told = [[text.get_text() for text in legend.get_texts()] for legend in figure.legends]
-    assert told[0] == ["test sample", "knowledge of client 3, by class"]
+    entries = [[text.get_text() for text in legend.get_texts()] for legend in figure.legends]
+    assert entries[0] == ["test sample", "knowledge of client 3, by class"]
     if classes <= MOST_IN_LEGEND:
-        assert told[1:] == [[str(j) for j in range(classes)]]
+        assert entries[1:] == [[str(j) for j in range(classes)]]
         assert len(figure.axes) == 1
     else:
-        assert len(told) == 1
+        assert len(entries) == 1
         assert figure.axes[1].get_ylabel() == "class"
     figure.draw_without_rendering()
     plot = figure.axes[0].get_window_extent()

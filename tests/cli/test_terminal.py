@@ -37,7 +37,7 @@ def is_one_line(text):
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "told"),
+    ("line", "code", "message"),
     [
         ("fl-lightning --help >&-", 2, "stdout is closed"),
         ("fl-lightning --help >/dev/full", 1, "No space left on device"),
@@ -45,11 +45,11 @@ def is_one_line(text):
         ("mkdir gone && cd gone && rmdir ../gone && fl-lightning list configs", 2, "the working folder was deleted"),
     ],
 )
-def test_a_command_that_cannot_run_says_why_in_one_line(line, code, told, here):
+def test_a_command_that_cannot_run_says_why_in_one_line(line, code, message, here):
     done = shell(line)
     assert done.returncode == code
     assert is_one_line(done.stderr)
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ def test_the_folder_of_the_data_does_not_change_the_name(named):
     assert named("--scenario.dataset.data_dir", "elsewhere", text=text) == named(text=text)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "settings"),
     [
         (["--algorithm.tau", "0.1"], "tau=0.1"),
         (["--rounds", "7"], "rounds=7"),
@@ -73,10 +74,10 @@ def test_the_folder_of_the_data_does_not_change_the_name(named):
         ),
     ],
 )
-def test_the_name_has_the_settings_of_the_command_line(named, words, told):
+def test_the_name_has_the_settings_of_the_command_line(named, words, settings):
     name, group = named(*words)
-    assert name == f"tiny-{told}-seed0"
-    assert re.fullmatch(re.escape(f"tiny-{told}-") + "[0-9a-f]{6}", group)
+    assert name == f"tiny-{settings}-seed0"
+    assert re.fullmatch(re.escape(f"tiny-{settings}-") + "[0-9a-f]{6}", group)
 
 
 def test_the_name_omits_defaults_of_a_class(named):

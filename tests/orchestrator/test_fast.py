@@ -176,7 +176,7 @@ def test_dry_run_signs_nothing(folders, tmp_path, monkeypatch):
 def test_dry_run_calls_every_part_of_a_run(tmp_path):
     watch, term = Watch(), Steps()
     algorithm = FedAvg(loss_terms=[term])
-    made = experiment(
+    orchestrator = experiment(
         tmp_path / "run",
         algorithm,
         rounds=9,
@@ -185,7 +185,7 @@ def test_dry_run_calls_every_part_of_a_run(tmp_path):
         evaluate_every=4,
         evaluation=Evaluation(personal_on_global=True),
     )
-    done = made.fit(fast=True)
+    done = orchestrator.fit(fast=True)
     clients = [("client", True), ("client", True)]
     rounds = [[("round", 1, 2), *clients, ("metrics", False)], [("round", 2, 2), *clients, ("metrics", True)]]
     assert watch.seen == [*rounds[0], *rounds[1]]
@@ -248,9 +248,9 @@ def test_dry_run_uses_a_small_part_of_the_data(tmp_path):
     Counting.seen = 0
     scenario = Scenario(Digits(), Dirichlet(0.3, min_samples=10), 40)
     options = {"model": Counting, "evaluation": Evaluation("received"), "clients_per_round": None}
-    made = experiment(tmp_path, scenario=scenario, **options)
-    made.fit(fast=True)
-    assert len(made.evaluator.scored) == 2
+    orchestrator = experiment(tmp_path, scenario=scenario, **options)
+    orchestrator.fit(fast=True)
+    assert len(orchestrator.evaluator.scored) == 2
     # the first batch of a check, twice, and in each round the global test set and what two clients hold back
     assert 256 <= Counting.seen <= 2 * 128 + 2 * (256 + 2 * 40)
 
@@ -306,8 +306,8 @@ def test_dry_run_works_with_every_method(name, tmp_path):
     method, options = METHODS[name]
     watch = Watch()
     options = {"rounds": 30, "callbacks": [watch], **options}
-    made = experiment(tmp_path / "run", method(), **options)
-    made.fit(fast=True)
+    orchestrator = experiment(tmp_path / "run", method(), **options)
+    orchestrator.fit(fast=True)
     assert watch.left
 
 
@@ -354,11 +354,11 @@ def test_dry_run_finds_a_figure_that_cannot_be_drawn(tmp_path):
 
 
 def test_orchestrator_cannot_be_used_after_a_dry_run(tmp_path):
-    made = experiment(tmp_path / "run")
-    made.fit(fast=True)
+    orchestrator = experiment(tmp_path / "run")
+    orchestrator.fit(fast=True)
     for options in ({}, {"fast": True}, {"resume": True}):
         with pytest.raises(ConfigError, match=r"^fast: this orchestrator has made a dry run"):
-            made.fit(**options)
+            orchestrator.fit(**options)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"^fast: a dry run cannot resume"):
         experiment(tmp_path / "run").fit(resume=True, fast=True)
