@@ -17,27 +17,13 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.client.module import ClientModule as ClientModule
     from fl_lightning.client.module import LossTerm as LossTerm
     from fl_lightning.client.module import Step as Step
-    from fl_lightning.core.errors import (
-        CheckpointError as CheckpointError,
-    )
-    from fl_lightning.core.errors import (
-        ClientFailure as ClientFailure,
-    )
-    from fl_lightning.core.errors import (
-        ConfigError as ConfigError,
-    )
-    from fl_lightning.core.errors import (
-        FLError as FLError,
-    )
-    from fl_lightning.core.errors import (
-        Interrupted as Interrupted,
-    )
-    from fl_lightning.core.errors import (
-        NonFiniteError as NonFiniteError,
-    )
-    from fl_lightning.core.errors import (
-        TooFewClients as TooFewClients,
-    )
+    from fl_lightning.core.errors import CheckpointError as CheckpointError
+    from fl_lightning.core.errors import ClientFailure as ClientFailure
+    from fl_lightning.core.errors import ConfigError as ConfigError
+    from fl_lightning.core.errors import FLError as FLError
+    from fl_lightning.core.errors import Interrupted as Interrupted
+    from fl_lightning.core.errors import NonFiniteError as NonFiniteError
+    from fl_lightning.core.errors import TooFewClients as TooFewClients
     from fl_lightning.core.message import Message as Message
     from fl_lightning.core.message import Upload as Upload
     from fl_lightning.core.objectives import *
@@ -48,15 +34,9 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.data.transforms import Normalize as Normalize
     from fl_lightning.engines import *
     from fl_lightning.evaluation.evaluation import Evaluation as Evaluation
-    from fl_lightning.loggers.files import (
-        CSVLogger as CSVLogger,
-    )
-    from fl_lightning.loggers.files import (
-        MLFlowLogger as MLFlowLogger,
-    )
-    from fl_lightning.loggers.files import (
-        TensorBoardLogger as TensorBoardLogger,
-    )
+    from fl_lightning.loggers.files import CSVLogger as CSVLogger
+    from fl_lightning.loggers.files import MLFlowLogger as MLFlowLogger
+    from fl_lightning.loggers.files import TensorBoardLogger as TensorBoardLogger
     from fl_lightning.loggers.wandb import WandbRoundLogger as WandbRoundLogger
     from fl_lightning.models import *
     from fl_lightning.orchestrator import FederatedOrchestrator as FederatedOrchestrator

@@ -1,4 +1,4 @@
-"""Every test draws from its own name and one base seed, `FL_LIGHTNING_TEST_SEED`: never from what ran before it."""
+"""Fixtures of all tests. Random numbers of a test depend on its name and on `FL_LIGHTNING_TEST_SEED` only."""
 
 import ctypes
 import functools
@@ -35,7 +35,7 @@ def seed_of(name: str) -> int:
 
 
 class TorchRandom:
-    """Torch's own random numbers as Hypothesis wants them: an example that failed draws the same ones again."""
+    """Torch's random state in the interface of Hypothesis, so that it can repeat a failed example."""
 
     def seed(self, number: int) -> None:
         torch.manual_seed(BASE_SEED + number)
@@ -75,9 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_collections() -> Iterator[None]:
-    """Freeze what is imported and collected once: a run that looked at it for garbage would take twice as long.
+    """Freeze all imports: a run that searches them for garbage takes twice as long.
 
-    What a run makes itself is not frozen here, or its cycles would stay until the process ends.
+    A run itself freezes nothing, otherwise its cycles would stay until the process ends.
     """
     gc.collect()
     gc.freeze()
@@ -88,17 +88,21 @@ def _quick_collections() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _memory_given_back() -> Iterator[None]:
-    """After a file of tests, free memory goes back to the system: glibc would keep it, a gigabyte in the end."""
+def _release_memory() -> Iterator[None]:
+    """Return free memory to the system after each file of tests, and freeze what the file has imported.
+
+    glibc would keep a gigabyte in the end. Each fit would search all imports for garbage, 0.6 s late in the suite.
+    """
     yield
     gc.collect()
+    gc.freeze()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_files() -> Iterator[None]:
-    """A quarter of a tiny run is reading the digits and waiting for the disk; programs that tests start still wait."""
+    """Cache the digits and skip `fsync`, a quarter of a tiny run. Programs that tests start still call `fsync`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sklearn.datasets, "load_digits", functools.cache(sklearn.datasets.load_digits))
         patch.setattr(os, "fsync", lambda file: None)
@@ -107,7 +111,7 @@ def _quick_files() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessesEngine]:
-    """An engine whose two processes outlast a run, since they take seconds to start; but not a file of tests."""
+    """An engine with two processes for all tests of a file, because they take seconds to start."""
     with pytest.MonkeyPatch.context() as patch:
         engine = ProcessesEngine(workers=2)
         patch.setattr(engine, "close", lambda: None)
@@ -117,7 +121,7 @@ def processes() -> Iterator[ProcessesEngine]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What libraries leave of processes that are killed lies among pytest's own folders, which it removes in time."""
+    """Use a temporary folder among pytest's own, so that pytest removes the files of killed processes."""
     with pytest.MonkeyPatch.context() as patch:
         folder = str(tmp_path_factory.mktemp("tmp"))
         patch.setenv("TMPDIR", folder)
@@ -127,7 +131,7 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What runs are signed with is made in a folder of the tests', not in the user's."""
+    """Create the key that signs runs in a folder of the tests, not in the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
@@ -143,7 +147,7 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch with one thread in this process, as in an engine's workers: how sums are split decides how they round."""
+    """Use one torch thread, as worker processes do: the number of threads affects rounding."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

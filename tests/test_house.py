@@ -1,6 +1,7 @@
-"""A room of the package imports only rooms before it."""
+"""Each room of the package imports only the rooms before it, and no files import each other in a circle."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ ROOMS = (
 
 
 def modules():
-    """Each module of the package less `fl_lightning`, and its file."""
+    """Yield each module of the package, without `fl_lightning.`, and its file."""
     for folder, prefix in ((ROOT / "fl_lightning", ""), (ROOT / "callbacks", "callbacks.")):
         for path in sorted(folder.rglob("*.py")):
             name = ".".join(path.relative_to(folder).with_suffix("").parts)
@@ -21,7 +22,7 @@ def modules():
 
 
 def imports(text):
-    """The modules of the package that a source imports, at any depth, for its types and by `load` alike."""
+    """Yield the modules of the package that a source imports, also in functions, for types, or with `load`."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fl_lightning."):
             inside = {f"{node.module}.{one.name}" for one in node.names} & KNOWN
@@ -36,25 +37,31 @@ KNOWN = {f"fl_lightning.{name}" for name, _ in modules() if name}
 
 
 def backwards(name, text):
-    """What a module imports of rooms that come after its own."""
+    """Return the imports of a module from rooms after its own."""
     room = ROOMS.index(name.partition(".")[0])
     found = {one.removeprefix("fl_lightning.") for one in imports(text)}
     return {f"{name} -> {one}" for one in found if ROOMS.index(one.partition(".")[0]) > room}
 
 
-def test_nothing_lies_loose_beside_the_rooms():
+def test_only_the_orchestrator_is_outside_of_a_folder():
     loose = {path.stem for path in (ROOT / "fl_lightning").glob("*.py")}
     assert loose == {"__init__", "__main__", "orchestrator"}
     folders = {path.parent.name for path in (ROOT / "fl_lightning").glob("*/__init__.py")}
     assert folders | {"orchestrator", "callbacks"} == {*ROOMS}
 
 
-def test_a_room_imports_only_those_before_it():
+def test_a_room_imports_only_rooms_before_it():
     found = set()
     for name, path in modules():
         if name not in ("", "__main__"):
             found |= backwards(name, path.read_text())
     assert not found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {name: {one.removeprefix("fl_lightning.") for one in imports(path.read_text())} for name, path in modules()}
+    graph["client.knowledge"].discard("client.module")  # only the types of arguments
+    TopologicalSorter({name: found - {name} for name, found in graph.items() if name not in ("", "__main__")}).prepare()
 
 
 @pytest.mark.parametrize(
@@ -68,5 +75,5 @@ def test_a_room_imports_only_those_before_it():
         "load('fl_lightning.cli.main')",
     ],
 )
-def test_an_import_of_a_later_room_is_found(line):
+def test_an_import_of_a_later_room_is_detected(line):
     assert backwards("core.files", line) == {"core.files -> cli.main"}

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line `fl-lightning`: commands, options, help and error messages."""

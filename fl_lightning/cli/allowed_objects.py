@@ -1,4 +1,4 @@
-"""Objects that an untrusted config may name."""
+"""List the objects that an untrusted config may import."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fl_lightning.client.exported import allowed_objects as allowed_in_checkpoin
 from fl_lightning.core.trusted_imports import by_import_path, public_classes
 
 CLIENT_CALLBACKS = ("EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor", "Timer", "EMAWeightAveraging")
-"""Lightning's callbacks that any config may name: they take numbers and names, and touch no files."""
+"""Lightning's callbacks that any config may name. They take only numbers and names, and do not touch files."""
 
 
 @cache
 def allowed_objects() -> dict[str, Any]:
-    """Return the objects that an untrusted config may name, by import path."""
+    """Return the objects that an untrusted config may import, by import path."""
     from lightning.pytorch import callbacks
     from lightning.pytorch.loggers import Logger
     from torch import optim
@@ -28,7 +28,7 @@ def allowed_objects() -> dict[str, Any]:
         ("torch.optim", (optim.Optimizer,)),
         ("torch.optim.lr_scheduler", (optim.lr_scheduler.LRScheduler,)),
     ]
-    found = dict(allowed_in_checkpoints())
+    allowed = dict(allowed_in_checkpoints())
     for place, bases in places:
-        found |= public_classes(place, bases)
-    return found | by_import_path(getattr(callbacks, name) for name in CLIENT_CALLBACKS)
+        allowed |= public_classes(place, bases)
+    return allowed | by_import_path(getattr(callbacks, name) for name in CLIENT_CALLBACKS)

@@ -1,4 +1,4 @@
-"""The names that a config can use: classes by kind, configs and papers, from the sources, without torch."""
+"""List the names that a config can use: classes by kind, configs and papers. Reads the sources, without torch."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ OTHERS: dict[str, tuple[str, ...]] = {
         *("ModelPruning", "ThroughputMonitor", "Timer", "WeightAveraging"),
     ),
 }
-"""Keys that take classes mostly of other packages, and the usual ones of them."""
+"""The common classes for keys that take classes of other packages, such as torch's optimizers."""
 CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS}
 """Keys that take a class, or a list of them."""
 
 SET_BY_DATA = ("in_shape", "num_classes")
-"""Arguments of models that the data set."""
+"""Arguments of models whose values come from the data."""
 
 _SCHEDULER_SOURCES = (("torch", "optim/lr_scheduler.py"),)
 SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -66,7 +66,7 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
     "client_callbacks": (("lightning", "pytorch/callbacks/**/*.py"), ("fl_lightning.callbacks", "*.py")),
     "model": (("torchvision", "models/*.py"),),
 }
-"""Packages whose classes a key takes, or may be given by mistake, and the files that define them."""
+"""Source files of other packages with classes that users give for a key, rightly or by mistake."""
 
 
 def classes_of(kind: str) -> dict[str, Class]:
@@ -77,40 +77,40 @@ def classes_of(kind: str) -> dict[str, Class]:
 
 @cache
 def class_options(kind: str, name: str) -> dict[str, dict[str, Any]]:
-    """Return the arguments of a class for `--help`, by name; for models, without those that the data set."""
+    """Return the options of a class for `--help`, by name. Arguments whose values come from the data are left out."""
     left_out = SET_BY_DATA if kind == "models" else ()
     return {one.name: one.option for one in parameters(classes_of(kind)[name]) if one.name not in left_out}
 
 
 def descriptions(kind: str) -> dict[str, str]:
-    """Return the names of a kind with one line each: a docstring's first, or a file's."""
+    """Return the names of a kind with their descriptions: the first line of a docstring or of a file."""
     if kind in FILES:
         return {name: shipped_text(name, kind).partition("\n")[0].lstrip("# ") for name in shipped(kind)}
     return {name: one.summary for name, one in classes_of(kind).items()}
 
 
 def groups(kind: str) -> dict[str, dict[str, str]]:
-    """Return the `descriptions` of a kind by heading: algorithms by family, any other kind under its own name."""
+    """Return the `descriptions` of a kind by heading. Algorithms have one heading per family."""
     if kind != "algorithms":
         return {kind: descriptions(kind)}
-    found: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}
-    for name, one in classes_of(kind).items():
-        found[one.module.name.split(".")[2]][name] = one.summary
-    return {f"{kind}, {family.replace('_', ' ')}": lines for family, lines in found.items()}
+    families: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}
+    for name, cls in classes_of(kind).items():
+        families[cls.module.name.split(".")[2]][name] = cls.summary
+    return {f"{kind}, {family.replace('_', ' ')}": lines for family, lines in families.items()}
 
 
 def kind_of(key: str) -> str | None:
-    """Return the kind of classes that a config key accepts, `algorithms` for `algorithm`, or None."""
+    """Return the kind of classes that a config key takes, such as `algorithms` for `algorithm`, or None."""
     return next((kind for kind, (_, _, taken) in BASES.items() if taken == key), None)
 
 
 def names(key: str) -> list[str]:
-    """Return the classes that a config key may name, without their modules; none for a key that takes no class."""
+    """Return the names of the classes that a config key takes; an empty list if it takes no class."""
     kind = kind_of(key)
     return list(classes_of(kind)) if kind else list(OTHERS.get(key, ()))
 
 
-# --- Other packages' classes, from their source, as importing it takes seconds ---------------------------------------
+# --- Classes of other packages, read from their sources because importing them takes seconds ---
 
 
 def arguments(key: str, path: str) -> list[str] | None:
@@ -154,7 +154,7 @@ def _sources(key: str) -> Iterator[str]:
                 yield path.read_text(encoding="utf-8")
 
 
-# --- The classes themselves, which need torch ------------------------------------------------------------------------
+# --- Imported classes; these functions import torch ---
 
 
 def base(kind: str) -> type:
@@ -167,5 +167,5 @@ def classes(kind: str) -> list[Any]:
     """Import the classes of a kind that the package exports, in alphabetical order, without the base class."""
     module = import_module(f"fl_lightning.{BASES[kind][1]}")
     members = (getattr(module, name) for name in module.__all__)
-    found = [m for m in members if inspect.isclass(m) and issubclass(m, base(kind)) and m is not base(kind)]
-    return sorted(found, key=lambda cls: cls.__name__.lower())
+    kept = [m for m in members if inspect.isclass(m) and issubclass(m, base(kind)) and m is not base(kind)]
+    return sorted(kept, key=lambda cls: cls.__name__.lower())

@@ -1,4 +1,4 @@
-"""Names of classes on the command line: corrects their case, and knows torchvision's model builders."""
+"""Correct the case of class names on the command line, and suggest how to use torchvision's models."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 
 
 def correct_case(words: Sequence[str]) -> list[str]:
-    """Return a command line with the class names in their correct case, and with nulls that jsonargparse keeps.
+    """Correct the case of class names on a command line, and write nulls so that jsonargparse keeps them.
 
-    For an option within an argument of a class, jsonargparse turns null into the text `None`,
-    unless it is in a mapping.
+    jsonargparse turns null into the text `None` in an option within an argument of a class, except in a mapping.
     """
     found = list(words)
     for place, word in enumerate(words):
@@ -41,21 +40,21 @@ def correct_case(words: Sequence[str]) -> list[str]:
 
 
 def _correct_name(name: str, key: str) -> str:
-    """Return a class's name in its correct case, unless it is ambiguous: torchvision's `resnet18`, our `ResNet18`."""
-    found = match_case(name, [*names(key), *options_of("fit").get(key, {}).get("choices", ())])
-    unclear = key == "model" and found != name and is_in_source(key, name) and name in builders_of_torchvision()
-    return name if unclear else found
+    """Correct the case of a class's name, unless it is ambiguous: torchvision's `resnet18`, our `ResNet18`."""
+    corrected = match_case(name, [*names(key), *options_of("fit").get(key, {}).get("choices", ())])
+    is_torchvision = key == "model" and is_in_source(key, name) and name in builders_of_torchvision()
+    return name if is_torchvision and corrected != name else corrected
 
 
 def builders_of_torchvision() -> list[str]:
-    """Return the names of torchvision's functions that build a classifier."""
+    """Return the names of torchvision's functions that build classifiers, such as `resnet18`."""
     from torchvision import models
 
     return models.list_models(models)
 
 
 def as_backbone(module: str) -> str:
-    """Return the options that turn any module into a backbone, with `FromModule`.
+    """Return the options that use any module as the model, with `FromModule`.
 
     Args:
         module: The import path of the module, or the name of a model builder of torchvision.
@@ -72,7 +71,7 @@ def _last_layer(builder: str) -> str | None:
     import torch
     from torchvision import models
 
-    linear = []
+    linear: list[str] = []
     with torch.device("meta"), suppress(NotImplementedError), warnings.catch_warnings():  # no numbers, no memory
         warnings.simplefilter("ignore")
         layers = models.get_model_builder(builder)().named_modules()

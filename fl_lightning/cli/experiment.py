@@ -10,40 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
-from lightning import Trainer
+from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning import HOMES
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import readable_errors, refuse_nulls
-from fl_lightning.cli.options import EXPERIMENT_DEFAULTS
+from fl_lightning.cli.experiment_parser import experiment_parser
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.core.config import use_strict_yaml
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import MODULES
-from fl_lightning.core.trainer_options import TRAINER_KEYS
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config
 
 RECORDED_BARE = ("FedAvg", "FedSKC")
-"""Algorithms that configs of runs have always recorded without a module."""
+"""Algorithms that recorded configs name without a module."""
 
 WATCHERS = ("engine", "logger", "callbacks")
-"""Keys of a run that have no influence on its checkpoints."""
-
-
-def experiment_parser() -> ArgumentParser:
-    """Build the parser of an experiment's keys."""
-    parser = use_strict_yaml(ArgumentParser(exit_on_error=False, allow_abbrev=False))
-    parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE")
-    parser.add_class_arguments(FederatedOrchestrator, skip={"training"}, fail_untyped=False)
-    parser.add_class_arguments(LocalTraining, skip={"trainer"}, fail_untyped=False)
-    parser.add_argument("--baselines", type=str | dict | list | None)
-    unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
-    parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
-    parser.set_defaults(EXPERIMENT_DEFAULTS)
-    return parser
+"""Keys that do not influence the checkpoints of a run."""
 
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
@@ -76,7 +60,7 @@ def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Return a config with our classes under the modules that runs have always recorded: digests depend on them."""
+    """Rename our classes in a config to the import paths that runs record. Digests depend on these paths."""
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -84,12 +68,12 @@ def use_recorded_paths(value: Any) -> Any:
     root, _, name = value.partition(".") if isinstance(value, str) else ("", "", "")
     if root != "fl_lightning" or name in RECORDED_BARE or name not in HOMES:
         return value
-    noted = {now: before for before, now in MODULES.items()}
-    return f"{root}.{noted.get(HOMES[name], HOMES[name])}.{name}"
+    recorded = {new: old for old, new in MODULES.items()}
+    return f"{root}.{recorded.get(HOMES[name], HOMES[name])}.{name}"
 
 
 def run_keys() -> set[str]:
-    """Return the keys that a run's own config can have."""
+    """Return the keys that the recorded config of a run can have."""
     parameters = (inspect.signature(kind).parameters for kind in (FederatedOrchestrator, LocalTraining))
     return {*chain(*parameters)} - {"run_dir", "training"}
 
@@ -112,7 +96,7 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
 
 
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
-    """Load a run as `open_run` does. For an untrusted run, the gate applies in the calling context from here on."""
+    """Load a run as `open_run` does. If it is untrusted, the calling context stays restricted by `trusted_imports`."""
     parser = experiment_parser()
     text = run_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
     with readable_errors(parser):
@@ -125,7 +109,7 @@ def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> Fe
 
 
 def find_round(checkpoint: str, run_dir: Path) -> int | None:
-    """Return the round of a checkpoint: `last`, `best` or a number. None stands for the newest undamaged one.
+    """Return the round of a checkpoint, given as `last`, `best` or a number. None means the newest undamaged one.
 
     Raises:
         ConfigError: The run has no such checkpoint.

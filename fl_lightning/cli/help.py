@@ -1,4 +1,4 @@
-"""The texts of `--help` for commands, keys and classes. Does not import torch."""
+"""Format the help texts of commands, keys and classes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EPILOG = """NAME is a class: its name or import path. `--algorithm.help` lists t
 
 
 def requested_help(command: str, words: Sequence[str]) -> str | None:
-    """Return the help text that a command line asks for: `--help`, `--help KEY`, `--KEY.help` or `--KEY.help NAME`.
+    """Return the help text for `--help`, `--help KEY`, `--KEY.help` or `--KEY.help NAME` on a command line.
 
     Args:
         command: The command's name.
@@ -52,7 +52,7 @@ def requested_help(command: str, words: Sequence[str]) -> str | None:
     for word, after in pairwise([*words, "--"]):
         about = None if after.startswith("-") else after
         if word in ("-h", "--help"):
-            return key_help(command, about) if about else parser(command).format_help()
+            return key_help(command, about) if about else command_parser(command).format_help()
         option, _, given = word.partition("=")
         key = option.removeprefix("--").removesuffix(".help")
         if option == f"--{key}.help" and key.partition(".")[0] in top_level_keys:
@@ -97,9 +97,9 @@ def class_help(key: str, path: str) -> str | None:
         return None
     found = class_options(kind, name)
     options = {f"{key}.{argument}": one | {"flags": [f"--{key}.{argument}"]} for argument, one in found.items()}
-    shown = help_parser({"options": options})
-    shown.description, shown.epilog = f"{name}: {known[name].summary}", None if options else "It has no options."
-    return shown.format_help()
+    parser = help_parser({"options": options})
+    parser.description, parser.epilog = f"{name}: {known[name].summary}", None if options else "It has no options."
+    return parser.format_help()
 
 
 # --- Formatting with argparse ---
@@ -118,17 +118,17 @@ class Formatter(HelpFormatter):
             super().add_usage(usage, *rest, **kwargs)
 
 
-def parser(command: str) -> ArgumentParser:
-    """Build an argparse parser with a command's options, for help and completion. It has no types."""
+def command_parser(command: str) -> ArgumentParser:
+    """Build a plain argparse parser of a command's options, without types, for help and completion."""
     options = options_of(command)
     experiment = "config" in options
-    made = help_parser(group_by_heading(options) if experiment else {"options": options})
-    made.prog, made.description = f"fl-lightning {command}", COMMANDS[command]
-    made.usage = f"{made.prog} [--config FILE] [--KEY VALUE ...]" if experiment else None
+    parser = help_parser(group_by_heading(options) if experiment else {"options": options})
+    parser.prog, parser.description = f"fl-lightning {command}", COMMANDS[command]
+    parser.usage = f"{parser.prog} [--config FILE] [--KEY VALUE ...]" if experiment else None
     if experiment:
-        made.description += " Keys are shown with their defaults."
-        made.epilog = EPILOG
-    return made
+        parser.description += " Keys are shown with their defaults."
+        parser.epilog = EPILOG
+    return parser
 
 
 def group_by_heading(options: Mapping[str, Option]) -> dict[str, dict[str, Option]]:
@@ -149,9 +149,9 @@ def find_heading(key: str) -> str:
 
 def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
     """Build an argparse parser of options in groups."""
-    made = ArgumentParser(usage="", add_help=False, formatter_class=Formatter, allow_abbrev=False)
+    parser = ArgumentParser(usage="", add_help=False, formatter_class=Formatter, allow_abbrev=False)
     for heading, options in groups.items():
-        group = made.add_argument_group(heading or None)
+        group = parser.add_argument_group(heading or None)
         for name, option in options.items():
             keywords: dict[str, Any] = {key: option[key] for key in ("nargs", "metavar") if key in option}
             if keywords.get("nargs") == 0:
@@ -159,7 +159,7 @@ def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
             default = option.get("default")
             text = " ".join([option["help"], *([] if default is None else [f"({shown_default(default)})"])])
             group.add_argument(*option.get("flags", [name]), **keywords, help=text.replace("%", "%%"))
-    return made
+    return parser
 
 
 def shorten(option: Option) -> Option:

@@ -1,4 +1,4 @@
-"""How the jobs of `sweep` and `reproduce` run `fit`."""
+"""The program that `sweep` and `reproduce` run for each of their runs: `fit`."""
 
 from fl_lightning.analysis.executor import Program
 from fl_lightning.cli.main import main

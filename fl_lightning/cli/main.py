@@ -1,4 +1,4 @@
-"""Entry point of the command line: runs a command and prints every error as one line."""
+"""Run a command and print every error as one line. The entry point of the command line."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_inte
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import discard_stdout, prepare_terminal, print_to_stderr
 
-# A module of fl_lightning.cli.commands each, imported when it is asked for: some need torch, which takes seconds.
 LONGEST_LINE = 360
+"""Characters of a line that reports an error."""
 
 
 def run() -> None:
-    """Run the console script: the command of `sys.argv`, then exit with its code."""
+    """Run the command of `sys.argv`, and exit with its code. The entry point of the console script."""
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         load("fl_lightning.cli.commands.completion").answer()
     skip_final_collection()
@@ -40,7 +40,7 @@ def run() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run a command.
 
     Args:
         args: The command line without the program's name. By default `sys.argv`, in a process of the command's own.
@@ -112,7 +112,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _has_shown(error: BaseException) -> bool:
-    """Return whether argparse ends the command after printing a text: `--help` or `--print_config`."""
+    """Return whether argparse has printed a text, as for `--print_config`, and now ends the command."""
     if not isinstance(error, SystemExit) or error.code != 0:
         return False
     return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -1,7 +1,7 @@
 """The arguments of each command: one table for parsers, help texts and shell completion.
 
 The keys of an experiment, which `fit` and `partition` take, are the arguments of `FederatedOrchestrator`, read from its
-source. Nothing here imports torch, except `command_parser` for those two commands.
+source. Only `command_parser` imports torch, for those two commands.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from fl_lightning.cli.catalogue import KINDS
+from fl_lightning.cli.experiment_parser import EXPERIMENT_DEFAULTS, experiment_parser
 from fl_lightning.cli.signatures import Parameter, find_class, parameters
-from fl_lightning.core.lazy_import import load
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -23,119 +23,101 @@ Option = dict[str, Any]
 `nargs`, `choices`, `default`, and `needed` where it must be given."""
 
 Keywords = dict[str, Any]
+"""Keyword arguments of `add_argument`."""
 
-SWITCH: Keywords = {"action": "store_true"}
-RUN: Keywords = {"type": str, "help": "Folder of the run."}
-CHECKPOINT: Keywords = {"type": str, "default": "last", "help": "last, best, or the number of a round."}
-TRUST = SWITCH | {"help": "Run the code that a run of somebody else names."}
-WHERE: Keywords = {"type": str, "nargs": "+", "default": [], "metavar": "KEY=VALUE"}
-THREADS: Keywords = {
-    "type": int | None,
-    "help": "Torch's threads for each of them; by default the cores divided by --workers.",
-}
-DRY_RUN = "Dry run of two short rounds on a few samples, which leaves no files."
+
+def switch(help: str) -> Keywords:
+    """Return the keyword arguments of an option without a value."""
+    return {"action": "store_true", "help": help}
+
+
+def value(kind: Any, help: str, **more: Any) -> Keywords:
+    """Return the keyword arguments of an option with a value of a type, or of several with `nargs`."""
+    return {"type": kind, "help": help, **more}
+
+
+RUN = value(str, "Folder of the run.")
+RUNS = value(str, "Folders of runs, at any depth.", nargs="+", metavar="RUN")
+CHECKPOINT = value(str, "last, best, or the number of a round.", default="last")
+TRUST = switch("Run the code that a run of somebody else names.")
+ONLY_RUNS = "Only runs with these settings. KEY=[a, b] accepts either value."
+WHERE = value(str, ONLY_RUNS, nargs="+", default=[], metavar="KEY=VALUE")
+THREADS = value(int | None, "Torch's threads for each of them; by default the cores divided by --workers.")
+TARGETS = "Values of the metric: report when each was reached, and the cost."
+SCALE = "Shrink every run: multiply rounds, local epochs and training samples by this, rounded up."
+SHELL = 'The shell. To install, add to ~/.bashrc: eval "$(fl-lightning completion bash)"'
+EXPORT_FILE = (
+    "The file to write. Its ending is the format: .pt (state dict), .onnx (ONNX), .ts (TorchScript) or .ckpt "
+    "(Lightning checkpoint)."
+)
 RUN_WORDS: dict[str, Keywords] = {
-    "--resume": {"type": str | None, "metavar": "RUN", "help": "Folder of a run to resume."},
+    "--resume": value(str | None, "Folder of a run to resume.", metavar="RUN"),
     "--trust": TRUST,
-    "--fast": SWITCH | {"help": DRY_RUN},
+    "--fast": switch("Dry run of two short rounds on a few samples, which leaves no files."),
 }
 
 OPTIONS: dict[str, dict[str, Keywords]] = {
     "fit": RUN_WORDS,
     "test": {"run": RUN, "--checkpoint": CHECKPOINT, "--trust": TRUST},
     "watch": {
-        "run": {"type": str, "help": "Folder of the run. For a folder of runs, the newest unfinished one is shown."},
-        "--every": {"type": float, "default": 1.0, "help": "Seconds between updates."},
-        "--once": SWITCH | {"help": "Print the present state and exit. This is what happens without a terminal."},
+        "run": value(str, "Folder of the run. For a folder of runs, the newest unfinished one is shown."),
+        "--every": value(float, "Seconds between updates.", default=1.0),
+        "--once": switch("Print the present state and exit. This is what happens without a terminal."),
     },
     "partition": {
         **{name: words | {"help": SUPPRESS} for name, words in RUN_WORDS.items()},
-        "--out": {"type": str | None, "help": "Folder to write the figure (PNG) and the table (CSV) to."},
+        "--out": value(str | None, "Folder to write the figure (PNG) and the table (CSV) to."),
     },
     "compare": {
-        "runs": {"type": str, "nargs": "+", "metavar": "RUN", "help": "Folders of runs, at any depth."},
-        "--where": WHERE | {"help": "Only runs with these settings. KEY=[a, b] accepts either value."},
-        "--by": {"type": str, "default": "", "help": "Settings that define the groups: a,b,c. Ends of keys will do."},
-        "--across": {"type": str | None, "metavar": "KEY", "help": "The setting whose values become columns."},
-        "--metric": {
-            "type": str | None,
-            "help": "A column of metrics.csv; by default global/acc, or else client/acc_mean.",
-        },
-        "--mode": {"type": Literal["max", "min"] | None, "help": "Direction of the metric; by default its own."},
-        "--target": {
-            "type": float,
-            "nargs": "+",
-            "default": [],
-            "help": "Values of the metric: report when each was reached, and the cost.",
-        },
-        "--reference": {
-            "type": str,
-            "nargs": "+",
-            "help": "Test against the group with KEY=VALUE, or of this algorithm.",
-        },
-        "--unfinished": SWITCH | {"help": "Include unfinished runs, with the rounds they have."},
-        "--format": {
-            "type": Literal["table", "csv", "latex", "markdown"],
-            "default": "table",
-            "help": "Format of the output.",
-        },
+        "runs": RUNS,
+        "--where": WHERE,
+        "--by": value(str, "Settings that define the groups: a,b,c. Ends of keys will do.", default=""),
+        "--across": value(str | None, "The setting whose values become columns.", metavar="KEY"),
+        "--metric": value(str | None, "A column of metrics.csv; by default global/acc, or else client/acc_mean."),
+        "--mode": value(Literal["max", "min"] | None, "Direction of the metric; by default its own."),
+        "--target": value(float, TARGETS, nargs="+", default=[]),
+        "--reference": value(str, "Test against the group with KEY=VALUE, or of this algorithm.", nargs="+"),
+        "--unfinished": switch("Include unfinished runs, with the rounds they have."),
+        "--format": value(Literal["table", "csv", "latex", "markdown"], "Format of the output.", default="table"),
     },
     "report": {
-        "runs": {"type": str, "nargs": "+", "metavar": "RUN", "help": "Folders of runs, at any depth."},
-        "-o --out": {"type": str, "default": "report.html", "metavar": "FILE", "help": "The page to write."},
-        "--where": WHERE | {"help": "Only runs with these settings. KEY=[a, b] accepts either value."},
+        "runs": RUNS,
+        "-o --out": value(str, "The page to write.", default="report.html", metavar="FILE"),
+        "--where": WHERE,
     },
     "export": {
         "run": RUN,
-        "-o --out": {
-            "type": str | None,
-            "metavar": "FILE",
-            "help": "The file to write. Its ending is the format: .pt (state dict), .onnx (ONNX), .ts (TorchScript) or "
-            ".ckpt (Lightning checkpoint).",
-        },
-        "--client": {"type": int | None, "metavar": "K", "help": "Export client K's model; the global one by default."},
-        "--prepare": SWITCH
-        | {"help": "Include the scaling and normalization, so that the model takes stored samples."},
+        "-o --out": value(str | None, EXPORT_FILE, metavar="FILE"),
+        "--client": value(int | None, "Export client K's model; the global one by default.", metavar="K"),
+        "--prepare": switch("Include the scaling and normalization, so that the model takes stored samples."),
         "--checkpoint": CHECKPOINT,
         "--trust": TRUST,
     },
     "sweep": {
-        "sweep": {"type": str, "nargs": "?", "help": "A W&B sweep file, or the name of a shipped one."},
-        "--workers": {"type": int, "default": 1, "help": "Number of trials that run at a time."},
+        "sweep": value(str, "A W&B sweep file, or the name of a shipped one.", nargs="?"),
+        "--workers": value(int, "Number of trials that run at a time.", default=1),
         "--threads": THREADS,
-        "--count": {"type": int | None, "help": "Number of trials; random and bayes need it."},
-        "--out": {"type": str | None, "help": "The sweep's folder; runs/sweeps/NAME by default."},
-        "--seed": {"type": int, "default": 0, "help": "Seed of random and bayes."},
-        "--set": {"type": str, "action": "append", "metavar": "KEY=VALUE", "help": "Set a key in every trial."},
+        "--count": value(int | None, "Number of trials; random and bayes need it."),
+        "--out": value(str | None, "The sweep's folder; runs/sweeps/NAME by default."),
+        "--seed": value(int, "Seed of random and bayes.", default=0),
+        "--set": value(str, "Set a key in every trial.", action="append", metavar="KEY=VALUE"),
     },
     "reproduce": {
-        "table": {"type": str, "help": "A table's file, or the name of a shipped one: `fl-lightning list papers`."},
-        "--rows": {"type": str, "nargs": "+", "help": "Rows, by name or part of a name; all by default."},
-        "--columns": {"type": str, "nargs": "+", "help": "Columns, by name or part of a name; all by default."},
-        "--seeds": {"type": int, "nargs": "+", "help": "Seeds; by default those of the table."},
-        "--scale": {
-            "type": float,
-            "default": 1.0,
-            "help": "Shrink every run: multiply rounds, local epochs and training samples by this, rounded up.",
-        },
-        "--set": {
-            "type": str,
-            "nargs": "+",
-            "metavar": "KEY=VALUE",
-            "help": "Set keys in every run; overrides the table and --scale.",
-        },
-        "--workers": {"type": int, "default": 1, "help": "Number of runs at a time."},
+        "table": value(str, "A table's file, or the name of a shipped one: `fl-lightning list papers`."),
+        "--rows": value(str, "Rows, by name or part of a name; all by default.", nargs="+"),
+        "--columns": value(str, "Columns, by name or part of a name; all by default.", nargs="+"),
+        "--seeds": value(int, "Seeds; by default those of the table.", nargs="+"),
+        "--scale": value(float, SCALE, default=1.0),
+        "--set": value(str, "Set keys in every run; overrides the table and --scale.", nargs="+", metavar="KEY=VALUE"),
+        "--workers": value(int, "Number of runs at a time.", default=1),
         "--threads": THREADS,
-        "--out": {"type": str | None, "help": "Folder of the runs; runs/reproduce/TABLE by default."},
-        "--show": SWITCH | {"help": "Show finished runs without starting any."},
-        "--format": {"type": Literal["table", "markdown", "csv"], "default": "table", "help": "Format of the output."},
+        "--out": value(str | None, "Folder of the runs; runs/reproduce/TABLE by default."),
+        "--show": switch("Show finished runs without starting any."),
+        "--format": value(Literal["table", "markdown", "csv"], "Format of the output.", default="table"),
     },
-    "list": {"kind": {"type": str, "nargs": "?", "help": " | ".join(KINDS)}},
+    "list": {"kind": value(str, " | ".join(KINDS), nargs="?")},
     "completion": {
-        "shell": {
-            "type": Literal["bash", "zsh"],
-            "help": 'The shell. To install, add to ~/.bashrc: eval "$(fl-lightning completion bash)"',
-        }
+        "shell": value(Literal["bash", "zsh"], SHELL),
     },
 }
 """The arguments of each command's parser: flags, and keyword arguments of `add_argument`."""
@@ -147,55 +129,26 @@ PARTITION_DEFAULTS = {"model": "MLP", "algorithm": "FedAvg"}
 
 BASELINES = "Settings that --algorithm NAME adds: a mapping by name, the path of one, or a list."
 CONFIG = "Config file, or the name of a shipped one. Later files override earlier ones."
-EXPERIMENT_DEFAULTS: Keywords = {
-    "trainer.devices": 1,
-    "logger": {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"},
-}
+BOOL = {"metavar": "true|false", "default": False, "choices": ["true", "false"]}
+PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
 TRAINER: dict[str, Option] = {
-    "accelerator": {
-        "metavar": "NAME",
-        "default": "auto",
-        "help": "Hardware to train on, such as `cpu`, `gpu`, `mps` or `auto`.",
-    },
+    "accelerator": {"metavar": "NAME", "default": "auto"}
+    | {"help": "Hardware to train on, such as `cpu`, `gpu`, `mps` or `auto`."},
     "devices": {"metavar": "VALUE", "default": 1, "help": "1 for any device, or a list with one index, such as [2]."},
-    "precision": {
-        "metavar": "NAME",
-        "default": "32-true",
-        "choices": ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"],
-        "help": "Floating-point precision, such as `bf16-mixed`.",
-    },
+    "precision": {"metavar": "NAME", "default": "32-true", "choices": PRECISIONS}
+    | {"help": "Floating-point precision, such as `bf16-mixed`."},
     "max_epochs": {"metavar": "INT", "default": 1, "help": "Local epochs in each round, unless max_steps is given."},
-    "max_steps": {
-        "metavar": "INT",
-        "default": -1,
-        "help": "Maximum of local optimizer steps in each round; -1 for none.",
-    },
+    "max_steps": {"metavar": "INT", "default": -1}
+    | {"help": "Maximum of local optimizer steps in each round; -1 for none."},
     "limit_train_batches": {"metavar": "NUMBER", "default": 1.0, "help": "Batches in an epoch, or a fraction of them."},
     "accumulate_grad_batches": {"metavar": "INT", "default": 1, "help": "Batches per optimizer step."},
     "gradient_clip_val": {"metavar": "NUMBER", "help": "Maximum norm or value of the gradient; no limit by default."},
-    "gradient_clip_algorithm": {
-        "metavar": "TEXT",
-        "default": "norm",
-        "help": "Clip the gradient's `norm` or each `value`.",
-    },
-    "deterministic": {
-        "metavar": "true|false|warn",
-        "default": False,
-        "choices": ["true", "false", "warn"],
-        "help": "Use deterministic algorithms only; `warn` reports operations that have none.",
-    },
-    "benchmark": {
-        "metavar": "true|false",
-        "default": False,
-        "choices": ["true", "false"],
-        "help": "Let cuDNN search for its fastest algorithms.",
-    },
-    "detect_anomaly": {
-        "metavar": "true|false",
-        "default": False,
-        "choices": ["true", "false"],
-        "help": "Find the operation that makes a gradient NaN. Slow.",
-    },
+    "gradient_clip_algorithm": {"metavar": "TEXT", "default": "norm"}
+    | {"help": "Clip the gradient's `norm` or each `value`."},
+    "deterministic": {"metavar": "true|false|warn", "default": False, "choices": ["true", "false", "warn"]}
+    | {"help": "Use deterministic algorithms only; `warn` reports operations that have none."},
+    "benchmark": BOOL | {"help": "Let cuDNN search for its fastest algorithms."},
+    "detect_anomaly": BOOL | {"help": "Find the operation that makes a gradient NaN. Slow."},
 }
 """The options of Lightning's `Trainer` that a client's fit takes. The defaults are what null means there."""
 
@@ -204,10 +157,8 @@ def command_parser(command: str) -> ArgumentParser:
     """Build the parser of a command."""
     from jsonargparse import ArgumentParser  # half a second
 
-    if command in EXPERIMENTS:
-        parser = load("fl_lightning.cli.experiment").experiment_parser()
-    else:
-        parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    is_experiment = command in EXPERIMENTS
+    parser = experiment_parser() if is_experiment else ArgumentParser(exit_on_error=False, allow_abbrev=False)
     for flags, keywords in OPTIONS[command].items():
         parser.add_argument(*flags.split(), **keywords)
     if command == "partition":
@@ -243,7 +194,7 @@ def _experiment_options() -> dict[str, Option]:
 
 
 def _described(flags: list[str], keywords: Keywords) -> Option:
-    """Return an argument of a parser as an option."""
+    """Convert an argument of a parser to an option of a help text."""
     hint = keywords.get("type", bool)
     parts = [hint] if get_origin(hint) is Literal else get_args(hint) or [hint]
     kinds = [get_args(part) if get_origin(part) is Literal else part.__name__ for part in parts if part is not NoneType]

@@ -1,207 +1,114 @@
-"""Names that other tools use for commands, options and classes, and ours for them.
+"""Translate names of commands, options and classes in other tools to ours.
 
-They are those of LightningCLI, PFLlib, Flower, FedLab, FedML and common training scripts. The last part of one of our
+The other tools are LightningCLI, PFLlib, Flower, FedLab, FedML and common training scripts. The last part of one of our
 own keys, such as `tau` or `max_epochs`, needs no entry: it is found among the settings of the chosen classes.
 """
 
 from __future__ import annotations
 
-COMMANDS = {
-    "train": "fit",
-    "run": "fit",
-    "start": "fit",
-    "simulate": "fit",
-    "resume": "fit --resume",
-    "continue": "fit --resume",
-    "validate": "test",
-    "evaluate": "test",
-    "eval": "test",
-    "predict": "test",
-    "monitor": "watch",
-    "tail": "watch",
-    "plot": "report",
-    "html": "report",
-    "diff": "compare",
-    "split": "partition",
-    "tune": "sweep",
-    "search": "sweep",
-    "agent": "sweep",
-    "ls": "list",
-    "models": "list models",
-    "datasets": "list datasets",
-    "algorithms": "list algorithms",
-    "configs": "list configs",
-}
+from collections.abc import Mapping
+
+
+def by_alias(aliases: Mapping[str, str]) -> dict[str, str]:
+    """Invert a table of our names and their aliases, which are separated by spaces."""
+    return {alias: name for name, words in aliases.items() for alias in words.split()}
+
+
+COMMANDS = by_alias(
+    {
+        "fit": "train run start simulate",
+        "fit --resume": "resume continue",
+        "test": "validate evaluate eval predict",
+        "watch": "monitor tail",
+        "report": "plot html",
+        "compare": "diff",
+        "partition": "split",
+        "sweep": "tune search agent",
+        "list": "ls",
+        "list models": "models",
+        "list datasets": "datasets",
+        "list algorithms": "algorithms",
+        "list configs": "configs",
+    }
+)
 """Our command for each command of another tool."""
 
-EPOCHS, ROUNDS, SHARE = "trainer.max_epochs", "rounds", "clients_per_round (a number of clients, no share)"
-ALPHA = "scenario.partition=Dirichlet scenario.partition.alpha"
-
-OPTIONS = {
-    # optimizer
-    "learning_rate": "optimizer.lr",
-    "local_learning_rate": "optimizer.lr",
-    "client_lr": "optimizer.lr",
-    "local_lr": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "lr_decay": "round_lr_scheduler=ExponentialLR round_lr_scheduler.gamma",
-    "learning_rate_decay_gamma": "round_lr_scheduler=ExponentialLR round_lr_scheduler.gamma",
-    "momentum": "optimizer=SGD optimizer.momentum",
-    "weight_decay": "optimizer.weight_decay",
-    "wd": "optimizer.weight_decay",
-    "optim": "optimizer",
-    "client_optimizer": "optimizer",
-    "scheduler": "lr_scheduler",
-    # how long
-    "epochs": EPOCHS,
-    "epoch": EPOCHS,
-    "num_epochs": EPOCHS,
-    "n_epochs": EPOCHS,
-    "local_epochs": EPOCHS,
-    "local_ep": EPOCHS,
-    "local_e": EPOCHS,
-    "le": EPOCHS,
-    "ls": EPOCHS,
-    "E": EPOCHS,
-    "local_steps": "trainer.max_steps",
-    "max_iter": "trainer.max_steps",
-    "num_rounds": ROUNDS,
-    "n_rounds": ROUNDS,
-    "global_rounds": ROUNDS,
-    "global_epochs": ROUNDS,
-    "num_server_rounds": ROUNDS,
-    "comm_round": ROUNDS,
-    "communication_rounds": ROUNDS,
-    "gr": ROUNDS,
-    "R": ROUNDS,
-    "T": ROUNDS,
-    # who
-    "num_clients": "scenario.clients",
-    "n_clients": "scenario.clients",
-    "n_parties": "scenario.clients",
-    "num_users": "scenario.clients",
-    "num_partitions": "scenario.clients",
-    "num_supernodes": "scenario.clients",
-    "client_num_in_total": "scenario.clients",
-    "nc": "scenario.clients",
-    "K": "scenario.clients",
-    "client_num_per_round": "clients_per_round",
-    "num_clients_per_round": "clients_per_round",
-    "join_ratio": SHARE,
-    "jr": SHARE,
-    "frac": SHARE,
-    "fraction_fit": SHARE,
-    "fraction_train": SHARE,
-    "sample_fraction": SHARE,
-    "participation_rate": SHARE,
-    "C": SHARE,
-    "min_fit_clients": "min_clients",
-    # data
-    "data": "scenario.dataset",
-    "dataset": "scenario.dataset",
-    "data_dir": "scenario.dataset.data_dir",
-    "datadir": "scenario.dataset.data_dir",
-    "data_path": "scenario.dataset.data_dir",
-    "data_root": "scenario.dataset.data_dir",
-    "root": "scenario.dataset.data_dir",
-    "partition": "scenario.partition",
-    "partitioner": "scenario.partition",
-    "partition_method": "scenario.partition",
-    "split": "scenario.partition",
-    "alpha": ALPHA,
-    "dirichlet_alpha": ALPHA,
-    "partition_alpha": ALPHA,
-    "dir_alpha": ALPHA,
-    "beta": ALPHA,
-    "iid": "scenario.partition=IID",
-    "noniid": ALPHA,
-    "non_iid": ALPHA,
-    "batch": "batch_size",
-    "bs": "batch_size",
-    "lbs": "batch_size",
-    "B": "batch_size",
-    "local_batch_size": "batch_size",
-    "local_bs": "batch_size",
-    "train_batch_size": "batch_size",
-    # what
-    "algo": "algorithm",
-    "alg": "algorithm",
-    "method": "algorithm",
-    "strategy": "algorithm",
-    "arch": "model",
-    "net": "model",
-    "network": "model",
-    "m": "model",
-    # where and how fast
-    "seed_everything": "seed",
-    "random_seed": "seed",
-    "init_seed": "seed",
-    "device": "trainer.accelerator",
-    "dev": "trainer.accelerator",
-    "accelerator": "trainer.accelerator",
-    "gpus": "trainer.accelerator=gpu",
-    "gpu": "trainer.accelerator=gpu",
-    "cuda": "trainer.accelerator=gpu",
-    "cpu": "trainer.accelerator=cpu",
-    "device_id": "trainer.devices",
-    "did": "trainer.devices",
-    "amp": "trainer.precision=16-mixed",
-    "fp16": "trainer.precision=16-mixed",
-    "bf16": "trainer.precision=bf16-mixed",
-    "grad_clip": "trainer.gradient_clip_val",
-    "clip_grad_norm": "trainer.gradient_clip_val",
-    "backend": "engine",
-    "parallel": "engine=processes",
-    # what is written where
-    "logs": "run_dir",
-    "logdir": "run_dir",
-    "log_dir": "run_dir",
-    "save_dir": "run_dir",
-    "save_folder_name": "run_dir",
-    "output": "run_dir",
-    "output_dir": "run_dir",
-    "out_dir": "run_dir",
-    "out": "run_dir",
-    "default_root_dir": "run_dir",
-    "wandb": "logger=WandbRoundLogger",
-    "use_wandb": "logger=WandbRoundLogger",
-    "no_wandb": "logger=null",
-    "project": "logger=WandbRoundLogger logger.project",
-    "wandb_project": "logger=WandbRoundLogger logger.project",
-    "entity": "logger=WandbRoundLogger logger.entity",
-    "name": "logger=WandbRoundLogger logger.name",
-    "run_name": "logger=WandbRoundLogger logger.name",
-    "exp_name": "logger=WandbRoundLogger logger.name",
-    "loggers": "logger",
-    "callback": "callbacks",
-    "ckpt_path": "resume",
-    "checkpoint": "resume",
-    "resume_from": "resume",
-    "resume_from_checkpoint": "resume",
-    "eval_gap": "evaluation.every",
-    "eg": "evaluation.every",
-    "eval_every": "evaluation.every",
-    "frequency_of_the_test": "evaluation.every",
-}
+OPTIONS = by_alias(
+    {
+        # optimizer
+        "optimizer.lr": "learning_rate local_learning_rate client_lr local_lr lr",
+        "round_lr_scheduler=ExponentialLR round_lr_scheduler.gamma": "lr_decay learning_rate_decay_gamma",
+        "optimizer=SGD optimizer.momentum": "momentum",
+        "optimizer.weight_decay": "weight_decay wd",
+        "optimizer": "optim client_optimizer",
+        "lr_scheduler": "scheduler",
+        # how long
+        "trainer.max_epochs": "epochs epoch num_epochs n_epochs local_epochs local_ep local_e le ls E",
+        "trainer.max_steps": "local_steps max_iter",
+        "rounds": (
+            "num_rounds n_rounds global_rounds global_epochs num_server_rounds comm_round communication_rounds gr R T"
+        ),
+        # who
+        "scenario.clients": (
+            "num_clients n_clients n_parties num_users num_partitions num_supernodes client_num_in_total nc K"
+        ),
+        "clients_per_round": "client_num_per_round num_clients_per_round",
+        "clients_per_round (a number of clients, no share)": (
+            "join_ratio jr frac fraction_fit fraction_train sample_fraction participation_rate C"
+        ),
+        "min_clients": "min_fit_clients",
+        # data
+        "scenario.dataset": "data dataset",
+        "scenario.dataset.data_dir": "data_dir datadir data_path data_root root",
+        "scenario.partition": "partition partitioner partition_method split",
+        "scenario.partition=Dirichlet scenario.partition.alpha": (
+            "alpha dirichlet_alpha partition_alpha dir_alpha beta noniid non_iid"
+        ),
+        "scenario.partition=IID": "iid",
+        "batch_size": "batch bs lbs B local_batch_size local_bs train_batch_size",
+        # what
+        "algorithm": "algo alg method strategy",
+        "model": "arch net network m",
+        # where and how fast
+        "seed": "seed_everything random_seed init_seed",
+        "trainer.accelerator": "device dev accelerator",
+        "trainer.accelerator=gpu": "gpus gpu cuda",
+        "trainer.accelerator=cpu": "cpu",
+        "trainer.devices": "device_id did",
+        "trainer.precision=16-mixed": "amp fp16",
+        "trainer.precision=bf16-mixed": "bf16",
+        "trainer.gradient_clip_val": "grad_clip clip_grad_norm",
+        "engine": "backend",
+        "engine=processes": "parallel",
+        # what is written where
+        "run_dir": "logs logdir log_dir save_dir save_folder_name output output_dir out_dir out default_root_dir",
+        "logger=WandbRoundLogger": "wandb use_wandb",
+        "logger=null": "no_wandb",
+        "logger=WandbRoundLogger logger.project": "project wandb_project",
+        "logger=WandbRoundLogger logger.entity": "entity",
+        "logger=WandbRoundLogger logger.name": "name run_name exp_name",
+        "logger": "loggers",
+        "callbacks": "callback",
+        "resume": "ckpt_path checkpoint resume_from resume_from_checkpoint",
+        "evaluation.every": "eval_gap eg eval_every frequency_of_the_test",
+    }
+)
 """Our option for each option of another tool, with `_` for `-`. Several options are separated by spaces."""
 
-CLASSES = {
-    "wandb": "WandbRoundLogger",
-    "wandblogger": "WandbRoundLogger",
-    "csv": "CSVLogger",
-    "tb": "TensorBoardLogger",
-    "noniid": "Dirichlet",
-    "lda": "Dirichlet",
-    "dir": "Dirichlet",
-    "pat": "Pathological",
-    "homo": "IID",
-    "step": "StepLR",
-    "cosine": "CosineAnnealingLR",
-    "exponential": "ExponentialLR",
-    "modelcheckpoint": "Checkpointing",
-    "tqdmprogressbar": "RoundProgress",
-    "richprogressbar": "RoundProgress",
-    "fedopt": "FedAdam",
-    "hetero": "Dirichlet",
-}
+CLASSES = by_alias(
+    {
+        "WandbRoundLogger": "wandb wandblogger",
+        "CSVLogger": "csv",
+        "TensorBoardLogger": "tb",
+        "Dirichlet": "noniid lda dir hetero",
+        "Pathological": "pat",
+        "IID": "homo",
+        "StepLR": "step",
+        "CosineAnnealingLR": "cosine",
+        "ExponentialLR": "exponential",
+        "Checkpointing": "modelcheckpoint",
+        "RoundProgress": "tqdmprogressbar richprogressbar",
+        "FedAdam": "fedopt",
+    }
+)
 """Our class for each name of another tool, without case, `_` and `-`."""

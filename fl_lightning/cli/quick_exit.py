@@ -1,4 +1,4 @@
-"""A faster exit of the process: Python's final garbage collection is skipped."""
+"""End the process faster by skipping Python's final garbage collection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRITERS = {BufferedRandom, BufferedWriter, TextIOWrapper}
 
 
 def skip_final_collection() -> None:
-    """Have Python skip its last garbage collection, which takes 2 seconds with torch imported.
+    """Make Python skip its final garbage collection, which takes 2 seconds once torch is imported.
 
     Call it before anything registers with `atexit`: functions that are registered later run before it, as usual.
     Objects that only a garbage collection would close are not closed, but their files are flushed.
@@ -23,10 +23,10 @@ def skip_final_collection() -> None:
 
 def _end() -> None:
     gc.unfreeze()
-    for held in gc.get_objects():
-        if type(held) in WRITERS:
+    for file in gc.get_objects():
+        if type(file) in WRITERS:
             with suppress(OSError, ValueError):  # closed, or opened for reading
-                held.flush()
+                file.flush()
     gc.freeze()
     if sys.__stderr__:
         with suppress(OSError, ValueError):  # triton complains there about objects that it did not free

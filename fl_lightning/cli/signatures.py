@@ -1,4 +1,4 @@
-"""Arguments of this package's classes, read from the sources without importing torch: types, defaults, help.
+"""Read the arguments of this package's classes from the sources: names, types, defaults, help. No torch is imported.
 
 `parameters` gives what `jsonargparse` would find in an imported class. A test compares the two for every class that a
 config can name.
@@ -27,7 +27,7 @@ TYPES = {
     "tuple": "LIST",
     "Sequence": "LIST",
 }
-"""What stands for a value of a type in a help text. Any other type is a class, which a user gives by name."""
+"""The placeholder of each type in help texts. Any other type is a class, which users give by name."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Parameter:
     """A parameter of a class.
 
     Args:
-        name: Its name; of a parameter within a group such as `head`, dotted: `head.hidden`.
-        types: The alternatives of its type: names of types, or `Literal`s as tuples of their values. Without None.
-        default: Its default value, a class's as its name; `NO_DEFAULT` where it must be given.
-        help: What the docstring says about it.
+        name: Its name. A parameter within a group such as `head` has a dotted name: `head.hidden`.
+        types: The alternatives of its type, without None: names of types, or `Literal`s as tuples of their values.
+        default: Its default value, or the name of a default class; `NO_DEFAULT` if it must be given.
+        help: Its description in the docstring.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Parameter:
 
     @property
     def choices(self) -> list[str]:
-        """The words that its type consists of."""
+        """The values that the type allows, if they can be listed."""
         return [word for kind in self.types for word in words(kind)]
 
     @property
     def metavar(self) -> str:
-        """The placeholder of the value in a help text, such as `INT`, `fresh|kept`, or `NAME` of a class."""
+        """The placeholder of the value in a help text, such as `INT`, `fresh|kept`, or `NAME` for a class."""
         kinds = [words(one) or [TYPES.get(str(one), "NAME")] for one in self.types]
         found = list(dict.fromkeys(word for kind in kinds for word in kind)) or ["VALUE"]
         if found == ["INT", "NUMBER"]:
@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def option(self) -> dict[str, Any]:
-        """Format it as an option of a help text."""
+        """The parameter as an option of a help text."""
         found: dict[str, Any] = {"metavar": self.metavar, "help": self.help}
         if self.choices:
             found["choices"] = self.choices
@@ -76,7 +76,7 @@ class Parameter:
 
 
 def words(kind: str | tuple[Any, ...]) -> list[str]:
-    """Return the words that a type consists of, if it does."""
+    """Return the values of a type as words, if they can be listed."""
     if isinstance(kind, tuple):
         return list(dict.fromkeys(map(str, kind)))
     return ["true", "false"] if kind == "bool" else []
@@ -84,7 +84,7 @@ def words(kind: str | tuple[Any, ...]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A module's source.
+    """The parsed source of a module.
 
     Args:
         name: The module's full name.
@@ -96,7 +96,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, ast.stmt]:
-        """The statement that defines or imports each name."""
+        """The statements that define or import names, by name."""
         found: dict[str, ast.stmt] = {}
         statements = list(self.tree.body)
         for one in statements:
@@ -112,7 +112,7 @@ class Source:
         return found
 
     def find(self, name: str) -> tuple[Source, ast.stmt] | None:
-        """Return the module of this package that defines a name, and the statement that does; None where none does."""
+        """Return the statement that defines a name, and its module. None if this package does not define it."""
         statement = self.names.get(name)
         if not isinstance(statement, ast.ImportFrom):
             return (self, statement) if statement else None
@@ -124,14 +124,14 @@ class Source:
 
 @cache
 def source(module: str) -> Source:
-    """Return the source of one of this package's modules; the module is not imported."""
+    """Return the parsed source of a module of this package, without importing it."""
     path = path_of(module)
     path = path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
     return Source(module, ast.parse(path.read_text(encoding="utf-8")))
 
 
 def path_of(module: str) -> Path:
-    """Return a module's path without `.py`. Nothing below the package itself is imported for it."""
+    """Return a module's path without `.py`, without importing the module."""
     _, room, *rest = module.split(".")
     spec = find_spec(f"{PACKAGE}.{room}")
     assert spec
@@ -154,37 +154,37 @@ class Class:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the class."""
         return self.node.name
 
     @property
     def docstring(self) -> str:
-        """Its docstring."""
+        """The docstring of the class."""
         return ast.get_docstring(self.node) or ""
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring."""
+        """The first line of the docstring."""
         return self.docstring.partition("\n")[0]
 
     @cached_property
     def bases(self) -> list[Class]:
-        """Its bases that this package defines."""
+        """The base classes that this package defines."""
         return [found for base in self.node.bases if (found := class_in(self.module, base))]
 
     @cached_property
     def ancestors(self) -> list[Class]:
-        """Return the class and its ancestors, nearest first."""
+        """The class and its ancestors, nearest first."""
         return [self, *(one for base in self.bases for one in base.ancestors)]
 
     @cached_property
     def is_dataclass(self) -> bool:
-        """Whether it is a dataclass."""
+        """Whether the class is a dataclass."""
         return any("dataclass" in ast.unparse(one) for one in self.node.decorator_list)
 
     @cached_property
     def help(self) -> dict[str, str]:
-        """Return the descriptions of the parameters in the docstrings of the class and its ancestors."""
+        """The descriptions of the parameters, from the docstrings of the class and its ancestors."""
         found: dict[str, str] = {}
         for one in reversed(self.ancestors):
             found |= arguments_in(one.docstring)
@@ -192,13 +192,13 @@ class Class:
 
 
 def class_in(module: Source, node: ast.AST | None) -> Class | None:
-    """Return the class of this package that an expression in a module names."""
+    """Return the class of this package to which an expression in a module refers."""
     found = module.find(node.id) if isinstance(node, ast.Name) else None
     return Class(found[0], found[1]) if found and isinstance(found[1], ast.ClassDef) else None
 
 
 def find_class(path: str) -> Class:
-    """Return the class of this package that an import path names."""
+    """Return the class of this package at an import path."""
     module, _, name = path.rpartition(".")
     found = class_in(source(module), ast.Name(name))
     assert found, path
@@ -231,7 +231,7 @@ def _exported(room: str) -> Iterator[Class]:
 
 
 def parameters(cls: Class) -> list[Parameter]:
-    """Return the parameters of a class; those of a group, such as a `Head`, are each named below it."""
+    """Return the parameters of a class. Those of a group, such as `Head`, get dotted names."""
     found = []
     for name, annotation, default, owner in signature(cls):
         group = class_in(owner.module, annotation)
@@ -251,7 +251,7 @@ Argument = tuple[str, ast.expr | None, ast.expr | None, Class]
 
 
 def signature(cls: Class) -> list[Argument]:
-    """Return the arguments of a class as they are written, those that it passes on to its base's constructor too."""
+    """Return the arguments of a class as written, including those that it passes on to its base class."""
     if cls.is_dataclass:
         fields = {argument[0]: argument for base in cls.bases for argument in signature(base)}
         return list((fields | {argument[0]: argument for argument in _fields(cls)}).values())
@@ -259,20 +259,15 @@ def signature(cls: Class) -> list[Argument]:
     if init is None or (init.args.kwarg and init.args.vararg):  # the latter hands everything on
         return next((found for base in cls.bases if (found := signature(base))), [])
     arguments = [*init.args.args[1:], *init.args.kwonlyargs]
-    defaults = [None] * (len(init.args.args) - 1 - len(init.args.defaults)) + [
-        *init.args.defaults,
-        *init.args.kw_defaults,
-    ]
+    without_default = [None] * (len(init.args.args) - 1 - len(init.args.defaults))
+    defaults = [*without_default, *init.args.defaults, *init.args.kw_defaults]
     return [(one.arg, one.annotation, default, cls) for one, default in zip(arguments, defaults, strict=True)]
 
 
 def _fields(cls: Class) -> Iterator[Argument]:
-    for one in cls.node.body:
-        if (
-            isinstance(one, ast.AnnAssign)
-            and isinstance(one.target, ast.Name)
-            and "ClassVar" not in ast.unparse(one.annotation)
-        ):
+    annotated = (one for one in cls.node.body if isinstance(one, ast.AnnAssign))
+    for one in annotated:
+        if isinstance(one.target, ast.Name) and "ClassVar" not in ast.unparse(one.annotation):
             yield one.target.id, one.annotation, one.value, cls
 
 
@@ -283,7 +278,8 @@ def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...
         yield from types(module, node.right)
     elif isinstance(node, ast.Subscript):
         name = ast.unparse(node.value)
-        yield ast.literal_eval(ast.Tuple(_elements(node.slice))) if name == "Literal" else name
+        values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        yield ast.literal_eval(ast.Tuple(values)) if name == "Literal" else name
     elif isinstance(node, ast.Name):
         found = module.find(node.id)
         if found and isinstance(found[1], ast.Assign):
@@ -294,15 +290,11 @@ def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...
         yield ast.unparse(node)
 
 
-def _elements(node: ast.expr) -> list[ast.expr]:
-    return node.elts if isinstance(node, ast.Tuple) else [node]
-
-
 def constant(module: Source, node: ast.expr) -> Any:
-    """Return a default as its value; of a class, its name."""
+    """Return the value of a default, or the name of a default class."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":  # of a dataclass, with a default_factory
-        made = node.keywords[0].value
-        return constant(module, made.body) if isinstance(made, ast.Lambda) else []
+        factory = node.keywords[0].value
+        return constant(module, factory.body) if isinstance(factory, ast.Lambda) else []
     try:
         value = ast.literal_eval(node)
     except ValueError:
@@ -316,7 +308,6 @@ def constant(module: Source, node: ast.expr) -> Any:
 def arguments_in(docstring: str) -> dict[str, str]:
     """Return the descriptions of arguments in the `Args` section of a docstring."""
     section = re.search(r"^Args:\n((?: .*\n?|\n)+)", docstring, re.MULTILINE)
-    entries = re.findall(
-        r"^    (\w+): ((?:.*)(?:\n {5,}.*|\n(?=\n* {5,}))*)", section[1] if section else "", re.MULTILINE
-    )
+    entry = r"^    (\w+): ((?:.*)(?:\n {5,}.*|\n(?=\n* {5,}))*)"
+    entries = re.findall(entry, section[1] if section else "", re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

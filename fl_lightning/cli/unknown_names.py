@@ -1,4 +1,4 @@
-"""Refuse keys and classes that do not exist, and name the ones that were probably meant, without importing torch."""
+"""Refuse keys and classes that do not exist, and suggest similar ones. Does not import torch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ COMMAND_LINE_OPTIONS = (*NOT_IN_CONFIGS, "resume", "trust", "fast")
 """Options beside an experiment's keys. `partition` accepts them too, so that a command line of `fit` can be reused."""
 SWITCHES = ("print_config", "trust", "fast")
 """Options without a value."""
-NO_CLASS = ("null", "true", "false")
-"""What may be given instead of a class."""
+CLASS_EXPECTED = "expected the name of a class, or a class_path with its init_args"
 
 
 def check_names(command: str, words: Sequence[str]) -> None:
@@ -85,8 +84,8 @@ class Names:
             found |= _chosen_classes(content)
         for option, value in self.typed:
             found |= _chosen_classes(_parsed(value), option.removesuffix(".class_path"))
-        classes = {key: name for key, name in found.items() if key in CLASS_KEYS and isinstance(name, str)}
-        self.classes = {key: name for key, name in classes.items() if name not in NO_CLASS}
+        named = {key: name for key, name in found.items() if key in CLASS_KEYS and isinstance(name, str)}
+        self.classes = {key: name for key, name in named.items() if name not in ("null", "false")}
 
     def _typed(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
         rest = iter(words)
@@ -128,15 +127,15 @@ class Names:
         elif not self._has(key):
             self._refuse(key)
         elif key in CLASS_KEYS:
-            self._check_classes(key, [_parsed(value)] if option.endswith("+") else _parsed(value))
+            parsed = _parsed(value)
+            self._check_classes(key, [parsed] if option.endswith("+") and isinstance(parsed, str | dict) else parsed)
         elif owner in self.classes and owner not in later:
             self._check_argument(owner, self.classes[owner], key.removeprefix(f"{owner}."))
 
     def _has(self, key: str) -> bool:
         known = {
             *(name for name, one in self.options.items() if "flags" in one),
-            "help",
-            "h",
+            *("help", "h"),
             *(COMMAND_LINE_OPTIONS if self.is_experiment else ()),
         }
         above = any(key == one or key.startswith(f"{one}.") for one in known)
@@ -150,27 +149,57 @@ class Names:
         raise ConfigError(self.unknown_key(key))
 
     def _check_classes(self, key: str, value: Any) -> None:
-        if key not in CLASS_KEYS or (key in LIST_KEYS and not isinstance(value, list)):
+        """Refuse a wrong class, or a value that is not a class, for a key that takes a class or a list of classes."""
+        is_list = isinstance(value, list)
+        if key not in CLASS_KEYS or value in (None, "null") or (key == "logger" and str(value) in ("False", "false")):
             return
-        for one in value if isinstance(value, list) else [value]:
-            name, options = (one.get("class_path"), one.get("init_args")) if isinstance(one, dict) else (one, None)
-            if not isinstance(name, str):
-                continue
-            if new := new_class(name):
-                raise ConfigError(f"{key}: {name} is renamed to {new}. Use the new name.")
-            if not self._may_be_class(key, name):
-                choices = " | ".join(self.options["engine"]["choices"])
-                reason = f"got {name!r}, expected {choices}" if key == "engine" else unknown_class(key, name)
-                raise ConfigError(f"{key}: {reason}")
-            for argument, given in (options or {}).items():
-                self._check_argument(key, name, argument)
-                self._check_classes(f"{key}.{argument}", given)
+        if key in LIST_KEYS and not is_list:
+            raise ConfigError(f"{key}: got {quote(str(value))}, expected list{self._list_fix(key, value)}")
+        if is_list and key not in (*LIST_KEYS, "logger"):
+            raise ConfigError(f"{key}: {CLASS_EXPECTED}")
+        for one in value if is_list else [value]:
+            self._check_class(key, one, None if is_list else self.classes.get(key))
+
+    def _check_class(self, key: str, value: Any, chosen: str | None) -> None:
+        """Refuse a wrong class, and unknown arguments of a class.
+
+        Args:
+            key: The key.
+            value: A class's name, or its `class_path` and `init_args`.
+            chosen: The class that a value without `class_path` is about; jsonargparse checks its arguments.
+        """
+        name: Any = value
+        options: dict[str, Any] = {}
+        if isinstance(value, dict):
+            name = value.get("class_path", chosen)
+            options = value.get("init_args") or {} if "class_path" in value else {}
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigError(f"{key}: {CLASS_EXPECTED}")
+        if new := new_class(name):
+            raise ConfigError(f"{key}: {name} is renamed to {new}. Use the new name.")
+        if not self._may_be_class(key, name):
+            choices = " | ".join(self.options["engine"]["choices"])
+            reason = f"got {name!r}, expected {choices}" if key == "engine" else unknown_class(key, name)
+            raise ConfigError(f"{key}: {reason}")
+        if misplaced := _misplaced_callback(key, name):
+            raise ConfigError(f"{key}: {misplaced}")
+        for argument, given in options.items():
+            self._check_argument(key, name, argument)
+            self._check_classes(f"{key}.{argument}", given)
+
+    def _list_fix(self, key: str, value: Any) -> str:
+        """Return the fix for one class that is given for a list."""
+        near = nearest(value, names(key)) if isinstance(value, str) else None
+        if not near:
+            return ""
+        return f". Did you mean --{key}+={near}?" if self.is_typed(key) else f". Did you mean [{near}]?"
 
     def _may_be_class(self, key: str, name: str) -> bool:
         choices = self.options.get(key, {}).get("choices", ())
         base = BASES[kind][0].rpartition(".")[2] if (kind := kind_of(key)) else ""
-        is_word = re.fullmatch(r"\w+", name, re.ASCII)  # anything else is an import path, for Python to find
-        return not is_word or name in (*names(key), *choices, base, *NO_CLASS) or is_in_source(key, name)
+        if "." in name:  # an import path, for Python to find
+            return all(part.isidentifier() for part in name.split("."))
+        return name in (*names(key), *choices, base) or (key != "model" and is_in_source(key, name))
 
     def _check_argument(self, key: str, name: str, argument: str) -> None:
         known = arguments(key, name)
@@ -182,7 +211,7 @@ class Names:
     # --- What was probably meant ---
 
     def settings(self) -> list[str]:
-        """Return all valid setting names: the command's dotted keys and the arguments of the chosen classes."""
+        """Return all valid keys: those of the command, and the arguments of the chosen classes."""
         found: list[str] = []
 
         def add(key: str) -> None:
@@ -219,9 +248,8 @@ class Names:
             fixes = " or ".join(self._as_typed(one, name) for one in meant[:3])
             return f"{owner} has no key {name!r}. Did you mean {fixes}?"
         top = ", ".join(dict.fromkeys(key.partition(".")[0] for key in keys))
-        fix = (
-            f"Available: {top or 'none'}." if len(top) <= LONGEST_LIST else f"See `fl-lightning {self.command} --help`."
-        )
+        is_short = len(top) <= LONGEST_LIST
+        fix = f"Available: {top or 'none'}." if is_short else f"See `fl-lightning {self.command} --help`."
         return f"{owner} has no key {name!r}. {fix}"
 
     def unknown_argument(self, name: str, path: str, key: str) -> str:
@@ -239,7 +267,7 @@ class Names:
         return f"{path.rpartition('.')[2]} has no key {name!r}. {suggest(' or '.join(meant[:3]), known)}"
 
     def stray_word(self, word: str) -> str:
-        """Return the message about a word of an experiment's command line that belongs to no option."""
+        """Return the message about a word of the command line that belongs to no option."""
         meant = f"--config {nearest(word, shipped('configs')) or word}"
         for key in ("algorithm", "model", "scenario.dataset", "scenario.partition"):
             meant = f"--{key} {word}" if word in names(key) else meant
@@ -250,7 +278,7 @@ class Names:
         return f"{word} belongs to no option. Did you mean {meant}?"
 
     def _as_typed(self, fix: str, name: str) -> str:
-        """Return a fix as options where the command line gives the wrong key, and as keys where a config does."""
+        """Format a fix as options if the wrong key is on the command line, or as keys if it is in a config."""
         options, separator, remark = fix.partition(" (")
         shown = options.replace("=", ": ")
         if self.is_typed(name):
@@ -262,8 +290,13 @@ class Names:
         return any(option.removesuffix("+") == key for option, _ in self.typed)
 
 
+def quote(value: str) -> str:
+    """Return a value in quotes, shortened to 60 characters."""
+    return repr(value if len(value) <= 60 else f"{value[:57]}...")
+
+
 def unknown_class(key: str, name: str) -> str:
-    """Return the message about a class that does not exist: the most similar name, or all there are."""
+    """Return the message about a class that does not exist, with the most similar name or all names."""
     reason = f"class {name!r} not found."
     if key == "model" and is_in_source(key, name) and name in builders_of_torchvision():
         ours = nearest(name, names(key))
@@ -272,6 +305,13 @@ def unknown_class(key: str, name: str) -> str:
     if near := alias if alias in names(key) else nearest(name, names(key)):
         return f"{reason} Did you mean {near}?"
     return f"{reason} {class_choices(key)} Other classes need an import path (package.module.Class)."
+
+
+def _misplaced_callback(key: str, name: str) -> str | None:
+    """Return the message about a callback that belongs under the other key of `callbacks` and `client_callbacks`."""
+    home = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}.get(key)
+    kind = getattr(load(home), name, None) if home and "." not in name and name not in names(key) else None
+    return load("fl_lightning.callbacks.defaults").describe_misplaced(kind) if inspect.isclass(kind) else None
 
 
 def class_choices(key: str) -> str:
@@ -304,11 +344,13 @@ def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
 
 
 def _parsed(value: str) -> Any:
-    """Return a value of the command line as YAML if it is a list or a mapping, else as text."""
-    if value[:1] in ("[", "{"):
-        with suppress(ValueError, yaml.YAMLError):
-            return load_yaml(value)
-    return value
+    """Parse a value of the command line if it is a list or mapping, else return it as text. None if it is not YAML."""
+    if value[:1] not in ("[", "{"):
+        return value
+    try:
+        return load_yaml(value)
+    except (ValueError, yaml.YAMLError):  # jsonargparse reports it
+        return None
 
 
 def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
@@ -318,6 +360,6 @@ def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
 
 
 def _from_other_tools(name: str) -> list[str]:
-    """Return our name for an option of another tool, given its name or the last part of it."""
+    """Return our option for an option of another tool, given its name or the last part of it."""
     plain = name.replace("-", "_")
     return [OPTIONS[one] for one in (name, plain, plain.rpartition(".")[2]) if one in OPTIONS][:1]

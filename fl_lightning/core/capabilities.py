@@ -1,4 +1,4 @@
-"""Capabilities: class attributes about methods, which become False if a subclass overrides these methods."""
+"""Declare properties of methods that a subclass loses when it overrides these methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config files: find them by path or name, read them strictly, and flatten them to dotted keys."""
+"""Find config files by path or name, read them strictly, and flatten them to dotted keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 DIGITS = "digits_fedavg.yaml"
-"""The config that an algorithm without one of its own gets for digits, with its name in the place of FedAvg."""
+"""The template of the digits configs of algorithms that have no such file: their name replaces FedAvg."""
 
 FREE_KEYS = {
     "engine",
@@ -38,11 +38,11 @@ FREE_KEYS = {
     "trainer.accelerator",
     "trainer.devices",
 }
-"""Keys that say where and how fast to compute and what to log, but not what; with all keys below them."""
+"""Keys, with all keys below them, that do not change results: where to compute, how fast, and what to log."""
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:
-    """Return the command line with the path of each `--config`: a file, or else the shipped config of that name."""
+    """Replace the value of each `--config` on a command line by a path, see `config_path`."""
     found = list(words)
     for i, word in enumerate(words):
         if word in ("-c", "--config") and i + 1 < len(words):
@@ -70,7 +70,7 @@ def config_path(name: str) -> str:
 
 
 def named_file(name: str, kind: str) -> Path | None:
-    """Return the path of a YAML file, given its path or the name of a shipped one; None if it does not exist.
+    """Find a YAML file, given its path or the name of a shipped one. Return None if it does not exist.
 
     Args:
         name: The path or the name; `.yaml` may be left out.
@@ -85,7 +85,7 @@ def named_file(name: str, kind: str) -> Path | None:
 
 
 def nearest_file(name: str, kind: str) -> str | None:
-    """Return the file with the most similar name, in the same folder or among the shipped ones, if there is one."""
+    """Return the file with the most similar name in the same folder or among the shipped files, or None."""
     folder, _, last = name.rpartition(os.sep)
     with suppress(OSError):
         near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
@@ -100,7 +100,7 @@ def shipped(kind: str) -> list[str]:
 
 
 def shipped_text(name: str, kind: str) -> str:
-    """Return the content of a shipped file, of a derived config as it would be written."""
+    """Return the content of a shipped file or of a derived config."""
     algorithm = derived_configs().get(name) if kind == "configs" else None
     text = files(f"fl_lightning.{kind}").joinpath(DIGITS if algorithm else name).read_text(encoding="utf-8")
     return text.replace("FedAvg", algorithm) if algorithm else text
@@ -108,10 +108,10 @@ def shipped_text(name: str, kind: str) -> str:
 
 @cache
 def derived_configs() -> dict[str, str]:
-    """Return the algorithms that have no config for digits in a file of its own, by the name of the one derived."""
-    own = {name.removeprefix("digits_").removesuffix(".yaml").replace("_", "") for name in _files("configs")}
+    """Map the digits configs that are derived from `DIGITS` to their algorithms."""
+    in_files = {name.removeprefix("digits_").removesuffix(".yaml").replace("_", "") for name in _files("configs")}
     algorithms = public_classes("Algorithm").keys() - {"Algorithm"}
-    return {f"digits_{name.lower()}.yaml": name for name in algorithms if name.lower() not in own}
+    return {f"digits_{name.lower()}.yaml": name for name in algorithms if name.lower() not in in_files}
 
 
 def _files(kind: str) -> list[str]:
@@ -172,7 +172,7 @@ def _checked(content: Any, what: str) -> dict[str, Any]:
 
 
 def check_class_paths(content: Any, key: str = "") -> None:
-    """Refuse a `class_path` that is no text, or `init_args` that are no mapping.
+    """Refuse a `class_path` that is not text, or `init_args` that are not a mapping.
 
     Raises:
         ConfigError: Names the key.
@@ -209,7 +209,7 @@ def config_file(run_dir: Path) -> str:
 
 
 def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda path: path) -> dict[str, Any]:
-    """Flatten nested dicts to one with dotted keys, in which `init_args` and `class_path` are left out.
+    """Flatten a nested config to dotted keys. The key of a class stands for its `class_path`, without `init_args`.
 
     Args:
         config: The nested dict.
@@ -228,7 +228,7 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
 
 
 def is_below(key: str, others: Iterable[str]) -> bool:
-    """Return whether a dotted key lies below one of others: `algorithm.tau` below `algorithm`."""
+    """Return whether a dotted key is below one of the others: `algorithm.tau` is below `algorithm`."""
     return any(key.startswith(f"{other}.") for other in others)
 
 
@@ -241,12 +241,12 @@ DEEPEST = 50
 LONGEST_NUMBER = 300
 """Digits that a number may have."""
 PLAIN = re.compile(r"[\w./ +-]*")
-"""Matches words and numbers, in which nothing can be refused."""
+"""Matches words and numbers. They need no check."""
 NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-Fox_:.+-]*")
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C: ten times as fast, if built
-    """PyYAML's safe loader, which reads dates as text, as jsonargparse's does: no setting is a date."""
+    """PyYAML's safe loader, except that it reads dates as text, as jsonargparse does: no setting is a date."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -384,7 +384,7 @@ class _Checker:
 
 @dataclass
 class _Collection:
-    """A mapping or a list that is being parsed, with the number of keys and values before it, and the last key."""
+    """A mapping or list that is being parsed."""
 
     anchor: str | None
     before: int
@@ -408,7 +408,7 @@ class _Collection:
 
 
 def _with_line(error: yaml.MarkedYAMLError, text: str) -> yaml.YAMLError:
-    """Return an error of PyYAML with the line, and the character that it is about, in its message."""
+    """Add the line, and the character if it is invalid, to the message of a PyYAML error."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return error

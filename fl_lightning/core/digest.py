@@ -1,4 +1,4 @@
-"""A digest of rows of metrics."""
+"""Compute a digest of rows of metrics."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterable, Mapping
 
 
 class Digest:
-    """SHA-256 over rows of names and cells. Empty cells and the order of columns have no influence."""
+    """A SHA-256 digest of rows of a table. Empty cells and the order of columns do not change it."""
 
     def __init__(self) -> None:
         self._sum = hashlib.sha256()
 
     @classmethod
     def over(cls, rows: Iterable[Mapping[str, object]]) -> Digest:
-        """Return one digest over all the given rows."""
+        """Return the digest of several rows."""
         digest = cls()
         for row in rows:
             digest.add(row)
         return digest
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Add one row."""
+        """Add a row to the digest."""
         cells = sorted((name, str(value)) for name, value in row.items() if value not in ("", None))
         self._sum.update(json.dumps(cells).encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Each message is one line with the place, the reason and the fix."""
+"""Errors that a user can fix. Each message is one line with the key, the reason and the fix."""
 
 import math
 import os
@@ -58,7 +58,7 @@ class ClientFailure(FLError):
 
 
 class TooFewClients(FLError):
-    """Too many clients of a round failed to go on with the rest."""
+    """Too few clients of a round are left after failures."""
 
     exit_code = 1
 
@@ -92,7 +92,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def users_place(error: BaseException) -> str:
-    """Return where in the user's own code an error was raised, as ` (mine.py, line 7)`; empty text if nowhere.
+    """Return the place in the user's own code that raised an error, as ` (mine.py, line 7)`, or empty text.
 
     The place is the innermost frame below this package's frames that belongs neither to a library nor to this package.
     """

@@ -18,9 +18,9 @@ UNFINISHED = ".*.writing"
 
 @contextmanager
 def replace_atomically(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
-    """Open a file for writing that replaces another once it is complete and on disk.
+    """Open a file for writing. It replaces `path` when it is complete and on disk.
 
-    Readers, and a killed process, leave or see either the old or the new content. An error inside keeps the old one.
+    Readers see either the old or the new content, also if this process is killed. An error inside keeps the old one.
 
     Args:
         path: The file to replace. Of a link, the link itself is replaced.
@@ -58,6 +58,7 @@ def flush(path: Path) -> None:
 MOST_BYTES = {"metrics.csv": 2**27, "clients.csv": 2**30, "warnings.txt": 2**27, "partition.csv": 2**28}
 """Maximum size in bytes of files in a run folder, by name. Larger ones could fill the memory of a reader."""
 MOST_OF_OTHERS = 2**20
+"""Maximum size in bytes of any other file."""
 
 
 def most_bytes(path: Path) -> int:

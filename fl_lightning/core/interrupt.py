@@ -1,4 +1,4 @@
-"""Handling of SIGINT and SIGTERM: wait for a safe point, or end at once without a traceback."""
+"""Handle SIGINT and SIGTERM: wait for a safe point, or end at once without a traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A `KeyboardInterrupt` that a signal caused, not code that raised one itself.
+    """A `KeyboardInterrupt` that a signal caused. Those that code raises itself are not of this class.
 
     Args:
         number: The signal's number.
@@ -23,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Raise `Stopped`: a signal handler."""
+    """Raise `Stopped`. This is a signal handler."""
     raise Stopped(number)
 
 
@@ -35,7 +35,7 @@ def end_on_interrupt() -> None:
 
 @contextmanager
 def raise_on_interrupt() -> Iterator[None]:
-    """Context in which SIGINT raises `Stopped`, in the main thread, unless it is ignored or has another handler."""
+    """Context in which SIGINT raises `Stopped`, unless it is ignored or has another handler."""
     before = signal.getsignal(signal.SIGINT)
     ours = before in (signal.SIG_DFL, signal.default_int_handler)
     if not ours or threading.current_thread() is not threading.main_thread():

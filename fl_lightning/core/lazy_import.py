@@ -1,4 +1,4 @@
-"""Import modules when they are needed: torch and lightning take seconds, and not every command uses them."""
+"""Import modules only when they are needed, because torch and lightning take seconds."""
 
 import gc
 import os

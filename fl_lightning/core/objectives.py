@@ -1,4 +1,4 @@
-"""Objectives: the kind of labels (classes, several labels, numbers), with their loss and metrics."""
+"""Define losses and metrics for each kind of labels: classes, several labels, numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Objective(ABC):
 
     @property
     def no_classes(self) -> str:
-        """The error message for a loss term, aggregator or partition that needs class labels."""
+        """The end of the error message of parts that need class labels."""
         return f"the labels are for {type(self).__name__}, not classes"
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Objective(ABC):
         return outputs, targets
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return the strata of partitions and stratified splits, `(n,)` whole numbers."""
+        """Return each sample's stratum for partitions and stratified splits, `(n,)` whole numbers."""
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:
@@ -164,8 +164,8 @@ class MultiLabel(Objective):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the fraction of correct labels and the binary cross-entropy, summed over the samples."""
-        right = ((outputs > 0) == targets.bool()).float().mean(dim=1).sum()
-        return {"acc": right, "loss": self.loss(outputs, targets, "sum")}
+        correct = ((outputs > 0) == targets.bool()).float().mean(dim=1).sum()
+        return {"acc": correct, "loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probability of each label."""
@@ -209,7 +209,7 @@ class Regression(Objective):
         return {"mae": error, "loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both in one shape, `(B,)` for one number per sample."""
+        """Return outputs and targets in the same shape, `(B,)` for one number per sample."""
         return (outputs[:, 0], targets.reshape(-1)) if outputs.shape[1] == 1 else (outputs, targets)
 
 

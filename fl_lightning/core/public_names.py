@@ -5,25 +5,12 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 BASES = {"Aggregator", "Algorithm", "ClassMeans", "Graph", "LossTerm", "SharedKnowledge"}
 """A class in the algorithms folder is public if it is one of these or derives from one."""
 
 CLASS = re.compile(r"^class ([A-Za-z]\w*)(?:\(([^)]*)\))?:", re.MULTILINE)
-
-
-class Definition(NamedTuple):
-    """The location of a class definition.
-
-    Attributes:
-        module: Its module below `fl_lightning.algorithms`.
-        bases: The names of its base classes.
-    """
-
-    module: str
-    bases: list[str]
 
 
 @cache
@@ -33,15 +20,15 @@ def public_classes(base: str | None = None) -> dict[str, str]:
     Args:
         base: Only this class and those that derive from it.
     """
-    found = {}
+    modules: dict[str, str] = {}
+    bases: dict[str, list[str]] = {}
     for path in sorted(ALGORITHMS.rglob("*.py")):
         module = ".".join(path.relative_to(ALGORITHMS).with_suffix("").parts)
-        for name, bases in CLASS.findall(path.read_text(encoding="utf-8")):
-            found[name] = Definition(module, [one.strip() for one in bases.split(",")])
-    wanted = {base} if base else BASES
-    return {name: one.module for name, one in sorted(found.items()) if _derives(name, wanted, found)}
+        for name, parents in CLASS.findall(path.read_text(encoding="utf-8")):
+            modules[name], bases[name] = module, [one.strip() for one in parents.split(",")]
+    roots = {base} if base else BASES
+    return {name: module for name, module in sorted(modules.items()) if _derives(name, roots, bases)}
 
 
-def _derives(name: str, wanted: set[str], found: dict[str, Definition]) -> bool:
-    bases = found[name].bases if name in found else []
-    return name in wanted or any(_derives(base, wanted, found) for base in bases)
+def _derives(name: str, roots: set[str], bases: dict[str, list[str]]) -> bool:
+    return name in roots or any(_derives(base, roots, bases) for base in bases.get(name, ()))

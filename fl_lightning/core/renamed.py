@@ -1,4 +1,4 @@
-"""Options, classes and modules that have a new name.
+"""Tables of renamed options, classes and modules, and how old names are treated.
 
 In a user's config or command line an old name is refused, and the message has the new one (`refuse_old_option`,
 `new_class`). A config that a run recorded under old names is read as if it had the new ones (`update_config`,
@@ -36,7 +36,7 @@ CALLBACK_OPTIONS: dict[str, tuple[str, str]] = {
     "checkpoint_every": ("Checkpointing", "every"),
     "keep_checkpoints": ("Checkpointing", "keep_last"),
 }
-"""The callback that took over an option and what its argument is called, by the option's old key."""
+"""The callback and its argument that replace an option, by the option's old key."""
 
 CLASSES: dict[str, str] = {"Given": "PredefinedSplit"}
 """The new name of each renamed class of this package, by its old name."""
@@ -49,14 +49,14 @@ MODULES = {
     "objectives": "core.objectives",
     "wandb_logger": "loggers.wandb",
 }
-"""The present place of each module that recorded configs name by an old one, both below `fl_lightning`."""
+"""The new name of each renamed module that recorded configs contain, by its old name; both below `fl_lightning`."""
 
 PACKAGE = "fl_lightning."
 ABSENT = object()
 
 
 def new_option(key: str) -> str | None:
-    """Return the present name of a renamed option or of a key below one; None for any other key."""
+    """Return the new name of a renamed option, or of a key below one; None for any other key."""
     return next((new + key.removeprefix(old) for old, new in OPTIONS.items() if f"{key}.".startswith(f"{old}.")), None)
 
 
@@ -81,7 +81,7 @@ def new_class(path: str) -> str | None:
 
 
 def update_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded config with the present names of options and classes. A new name that is there stays.
+    """Return a recorded config with the new names of options and classes. Keys that have their new name stay.
 
     Args:
         config: The config as nested mappings, as in a run's `config.yaml`.
@@ -103,7 +103,7 @@ def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_path(path: str) -> str:
-    """Return the present import path of a class or module of this package. Any other text is returned unchanged."""
+    """Return the new import path of a class or module of this package; any other text as it is."""
     if not path.startswith(PACKAGE):
         return path
     module, _, name = path.removeprefix(PACKAGE).rpartition(".")
@@ -119,7 +119,7 @@ def _update_paths(value: Any) -> Any:
 
 
 def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, Any]:
-    """Return the mapping of a config that holds a dotted key; an empty one where the config has no such group."""
+    """Return the mapping of a config that contains a dotted key, or an empty one if the config has no such group."""
     group: Any = config
     for part in key.split(".")[:-1]:
         group = group.setdefault(part, {}) if add else group.get(part)

@@ -1,4 +1,4 @@
-"""Find the name that a misspelled name most likely stands for."""
+"""Find the correct name for a misspelled one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 def fold(name: str) -> str:
-    """Return a name for comparison: without case, `_`, `-` and the ending of a config."""
+    """Normalize a name for comparison: without case, `_`, `-` and `.yaml`."""
     return re.sub(r"[-_]", "", name.removesuffix(".yaml").casefold())
 
 
@@ -29,12 +29,12 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def suggest(near: str | None, choices: Iterable[str]) -> str:
-    """Return the sentence that fixes a wrong name: the name that was probably meant, or all that are available."""
+    """Return the sentence that fixes a wrong name: the most similar name, or all names."""
     return f"Did you mean {near}?" if near else f"Available: {', '.join(choices) or 'none'}."
 
 
 def match_case(name: str, names: Iterable[str]) -> str:
-    """Return the one name that is equal except for case and `_`; the name itself if it is known, or if several are."""
+    """Correct the case and `_` of a name. It stays as it is if it is known, or if several names fit."""
     known = set(names)
     alike = [one for one in known if fold(one) == fold(name)]
     return alike[0] if len(alike) == 1 and name not in known else name

@@ -1,4 +1,4 @@
-"""A folder for the temporary files of libraries, which is removed even if the process is killed."""
+"""Create a folder for temporary files of libraries that is removed even if the process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of a command's process: closed streams, limited encodings, a deleted working folder."""
+"""Prepare the process of a command: closed streams, limited encodings, a deleted working folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from io import TextIOWrapper
 
 
 def prepare_terminal() -> str | None:
-    """Prepare streams and environment variables for a command. Return the reason if that is impossible."""
+    """Prepare streams and environment variables for a command. Return the reason if the command cannot run."""
     os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook may name another backend
     open_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -25,7 +25,7 @@ def prepare_terminal() -> str | None:
 
 
 def open_streams() -> None:
-    """Open /dev/null for closed standard streams. Otherwise the next file would take their place."""
+    """Open /dev/null for closed standard streams. Otherwise the next file would get their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

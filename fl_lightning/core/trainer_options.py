@@ -1,4 +1,4 @@
-"""The options of Lightning's `Trainer` that clients' fits support, and replacements for the others."""
+"""List the options of Lightning's `Trainer` that clients' fits support, and replacements for the others."""
 
 from __future__ import annotations
 

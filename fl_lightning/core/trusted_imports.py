@@ -1,4 +1,4 @@
-"""The gate that everything named by an untrusted config passes: objects, paths to write to, other machines.
+"""Restrict what an untrusted config can do: import objects, write files, contact other machines.
 
 While a config that another user may have written is in use, `find_object` returns only the objects that the config is
 allowed to name, `check_writable` accepts only paths inside the run's folder, and `require_trust` refuses what leads to
@@ -36,7 +36,7 @@ class Untrusted:
         allowed: Returns the objects that it may name, by import path; none by default. Called when a name is looked up.
 
     Attributes:
-        refusal: What was refused last; jsonargparse may have made something else of that error.
+        refusal: The last refusal. jsonargparse may have raised another error instead.
     """
 
     config: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Untrusted:
     refusal: ConfigError | None = None
 
     def refuse(self, value: Any, key: str | None = None) -> ConfigError:
-        """Return the error for a value that the config may not hold."""
+        """Return the error for a value that the config may not contain."""
         settings = flatten(self.config).items()
         key = key or next((name for name, held in settings if str(value) in str(held)), "config")
         what = f"{one_line(str(value))[:200]} is not allowed in a file that is not known to be yours"
@@ -59,14 +59,14 @@ _UNTRUSTED: ContextVar[Untrusted | None] = ContextVar("untrusted", default=None)
 
 
 def begin(config: Untrusted) -> None:
-    """Apply the gate to a config from here on, in the calling context."""
+    """Restrict a config from here on, in the calling context."""
     _guard_jsonargparse()
     _UNTRUSTED.set(config)
 
 
 @contextmanager
 def untrusted(config: Untrusted) -> Iterator[None]:
-    """Apply the gate to a config inside."""
+    """Context in which a config is restricted."""
     before = _UNTRUSTED.get()
     begin(config)
     try:
@@ -81,17 +81,17 @@ def is_untrusted() -> bool:
 
 
 def refusal() -> ConfigError | None:
-    """Return the last object of the config in use that the gate refused, if any."""
+    """Return the last refusal of the config in use, if any."""
     config = _UNTRUSTED.get()
     return config.refusal if config else None
 
 
 def find_object(path: str) -> Any:
-    """Return the object that an import path names; the only way from text to an object.
+    """Import the object at an import path. All imports of objects that a config names go through here.
 
     Raises:
         ConfigError: The config in use is untrusted and may not name the object.
-        ImportError, AttributeError: There is no such object.
+        ImportError, AttributeError: The object does not exist.
     """
     config = _UNTRUSTED.get()
     if config is None:
@@ -150,7 +150,7 @@ def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
 
 
 def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
-    """Return functions or classes by the modules that define them, and by the packages of those modules."""
+    """Return functions or classes by import path, once with their module and once with its package."""
     found: dict[str, Any] = {}
     for value in values:
         package = value.__module__.rpartition(".")[0]
@@ -160,7 +160,7 @@ def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
 
 @cache
 def _guard_jsonargparse() -> None:
-    """Have jsonargparse import by `find_object`, and read no other files, for an untrusted config."""
+    """Make jsonargparse import with `find_object`, and read no other files, while a config is untrusted."""
     from jsonargparse import _util, typing  # half a second
 
     usual_import, usual_mode = _util.import_object, _util._get_config_read_mode

@@ -1,4 +1,4 @@
-"""The commands, in-process, on tiny runs of digits."""
+"""The commands on tiny runs of digits, in this process."""
 
 import inspect
 import os
@@ -47,7 +47,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty working folder but for tiny.yaml."""
+    """A working folder that contains only tiny.yaml."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(TINY)
     return tmp_path
@@ -63,7 +63,7 @@ def printed_config(capsys, *words):
 # --- Help and --print_config ---
 
 
-def test_help_tells_of_every_command(capsys):
+def test_help_lists_every_command(capsys):
     for words in ([], ["--help"], ["-h"]):
         assert cli.main(words) == 0
         text = capsys.readouterr().out
@@ -77,25 +77,20 @@ def test_a_printed_config_is_a_config_that_prints_itself(text, here, capsys):
     printed = printed_config(capsys, "--config", "own.yaml")
     Path("printed.yaml").write_text(printed)
     assert printed_config(capsys, "--config", "printed.yaml") == printed
-    assert run("fit", "--config", "printed.yaml", "--run_dir", "printed", "--rounds", "2").code == 0
-    assert run("fit", "--config", "own.yaml", "--run_dir", "own", "--rounds", "2").code == 0
+    assert run("fit", "--config", "printed.yaml", "--run_dir", "printed", "--rounds", "1").code == 0
+    assert run("fit", "--config", "own.yaml", "--run_dir", "own", "--rounds", "1").code == 0
     assert Path("printed/final/model.pt").read_bytes() == Path("own/final/model.pt").read_bytes()
     assert Path("printed/config.yaml").read_bytes() == Path("own/config.yaml").read_bytes()
 
 
-def test_a_printed_config_holds_what_the_file_says(here, capsys):
+def test_a_printed_config_has_the_settings_of_the_file(here, capsys):
     Path("own.yaml").write_text(RICH)
     printed = yaml.safe_load(printed_config(capsys, "--config", "own.yaml"))
     assert printed["algorithm"]["init_args"]["loss_terms"][0]["init_args"]["tau"] == 0.5
     assert printed["optimizer"]["init_args"]["betas"] == [0.8, 0.9]
     assert printed["callbacks"][0]["init_args"]["patience"] == 5
-    scored = {"client_model": "received", "personal_on_global": False, "max_clients": None}
-    assert printed["evaluation"] == scored | {
-        "target_accuracies": [0.25],
-        "metrics": [],
-        "positive_class": 1,
-        "every": 1,
-    }
+    evaluation = {"client_model": "received", "target_accuracies": [0.25], "personal_on_global": False, "every": 1}
+    assert printed["evaluation"].items() >= evaluation.items()
     assert printed["logger"]["init_args"]["save_dir"] == "logs"
 
 
@@ -110,8 +105,9 @@ def test_the_shell_overrides_the_config_and_a_later_config_an_earlier_one(here, 
     assert printed["model"]["init_args"]["hidden"] == [3, 2]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("words", [["--config", "{}"], ["--config={}"], ["-c", "{}"]])
-def test_a_bare_config_name_is_a_file_here_or_else_a_shipped_one(words, here, capsys):
+def test_a_config_is_a_file_of_the_working_folder_or_a_shipped_one(words, here, capsys):
     words = [word.format("digits_fedskc.yaml") for word in words]
     assert yaml.safe_load(printed_config(capsys, *words))["rounds"] == 30
     Path("digits_fedskc.yaml").write_text(TINY.replace("rounds: 3", "rounds: 77"))
@@ -122,7 +118,7 @@ def test_a_bare_config_name_is_a_file_here_or_else_a_shipped_one(words, here, ca
 
 
 def listed(text):
-    """Names and lines by kind: kinds stand at the margin, what they hold is indented."""
+    """Return the names and their descriptions by heading."""
     kinds, names = {}, {}
     for line in text.splitlines():
         if line.startswith(" "):
@@ -133,7 +129,7 @@ def listed(text):
     return kinds
 
 
-def test_list_of_a_kind_has_the_first_line_of_each_docstring():
+def test_list_of_a_kind_shows_the_first_line_of_each_docstring():
     code, out, err = run("list", "graphs")
     assert (code, err) == (0, "")
     assert listed(out)["graphs"]["Ring"] == algorithms.Ring.__doc__.partition("\n")[0]
@@ -163,7 +159,7 @@ def test_list_alone_lists_every_kind():
 
 
 def counted(seed, classes=10):
-    """Who holds what in the tiny experiment, counted sample by sample."""
+    """Return the class counts of each client in the tiny experiment, counted sample by sample."""
     built = Scenario(Digits(), Dirichlet(0.5, min_samples=20), clients=4).build(seed)
     labels = built.data.y_train.tolist()
     counts = {}
@@ -206,7 +202,7 @@ def test_partition_prints_and_draws_the_true_counts(here):
     assert {path.name for path in here.iterdir()} == {"tiny.yaml", "drawn"}
 
 
-def test_partition_without_out_writes_nothing_and_fit_has_the_same(finished, here):
+def test_partition_without_out_writes_nothing_and_fit_has_the_same_partition(finished, here):
     before = contents(here)
     assert run("partition", "--config", "tiny.yaml").code == 0
     assert contents(here) == before
@@ -215,7 +211,7 @@ def test_partition_without_out_writes_nothing_and_fit_has_the_same(finished, her
         np.testing.assert_array_equal(written[split], true)
 
 
-def test_partition_needs_a_scenario_alone(here):
+def test_partition_needs_only_a_scenario(here):
     scenario = ["--scenario.dataset", "Digits", "--scenario.partition", "IID", "--scenario.clients", "2"]
     code, out, _ = run("partition", *scenario)
     assert code == 0
@@ -225,7 +221,7 @@ def test_partition_needs_a_scenario_alone(here):
 # --- fit ---
 
 
-def test_fit_leaves_config_metrics_partition_checkpoints_and_final(finished):
+def test_fit_writes_config_metrics_partition_checkpoints_and_final_model(finished):
     run_dir, _ = finished
     files = {"config.yaml", "metrics.csv", "clients.csv", "partition.csv", "final/model.pt", "final/summary.json"}
     for round in {2, 3, summary(run_dir)["global/acc_best_round"]}:
@@ -242,33 +238,30 @@ def test_fit_leaves_config_metrics_partition_checkpoints_and_final(finished):
     assert right / len(held_out.y_test) == pytest.approx(float(rows(run_dir)[-1]["global/acc"]), abs=1e-12)
 
 
-def test_fit_ends_with_a_table_of_the_summary_and_the_summary_is_of_the_metrics(finished):
+def test_the_table_and_the_summary_agree_with_the_metrics(finished):
     run_dir, outcome = finished
-    told, figures, metrics = table(outcome.out), summary(run_dir), rows(run_dir)
-    labels = {
-        "global acc": "global/acc",
-        "client acc": "client/acc_mean",
-        "client acc, weighted": "client/acc_weighted",
-    }
+    shown, figures, metrics = table(outcome.out), summary(run_dir), rows(run_dir)
+    labels = {"global acc": "global/acc", "client acc": "client/acc_mean"}
+    labels["client acc, weighted"] = "client/acc_weighted"
     for label, name in labels.items():
         series = [float(row[name]) for row in metrics]
         best = max(series)
         assert figures[f"{name}_last"] == series[-1]
         assert figures[f"{name}_best"] == best
         assert figures[f"{name}_best_round"] == 1 + series.index(best)
-        assert told[label] == [f"{series[-1]:.4f}", f"{best:.4f}", str(1 + series.index(best))]
+        assert shown[label] == [f"{series[-1]:.4f}", f"{best:.4f}", str(1 + series.index(best))]
     for target in (0.5, 0.8, 0.9):
         reached = [int(row["round"]) for row in metrics if float(row["global/acc"]) >= target]
         assert figures[f"R_{target}"] == (reached[0] if reached else None)
-        assert told[f"R_{target} (global)"][0] == (f"round {reached[0]}" if reached else "not reached")
+        assert shown[f"R_{target} (global)"][0] == (f"round {reached[0]}" if reached else "not reached")
     for way in ("up", "down"):
         total = sum(int(row[f"comm/{way}_bytes"]) for row in metrics)
         assert figures[f"comm/total_{way}_bytes"] == total
-        assert told[f"bytes {way}"][0] == f"{total / 1000:.3g} kB"
+        assert shown[f"bytes {way}"][0] == f"{total / 1000:.3g} kB"
     assert outcome.out.endswith(f"run: {run_dir}\n")
 
 
-def test_fit_shows_a_line_a_round_and_nothing_of_lightnings(finished):
+def test_fit_shows_one_line_per_round_and_nothing_of_lightning(finished):
     _, (_, out, err) = finished
     assert err == ""
     lines = out.splitlines()
@@ -279,7 +272,7 @@ def test_fit_shows_a_line_a_round_and_nothing_of_lightnings(finished):
     assert lines[3].split() == ["3", "rounds"]
 
 
-def test_a_runs_config_runs_again_to_the_same_bytes(finished, tmp_path):
+def test_a_recorded_config_gives_the_same_bytes_again(finished, tmp_path):
     run_dir, _ = finished
     assert run("fit", "--config", run_dir / "config.yaml", "--run_dir", tmp_path / "again").code == 0
     for name in ("final/model.pt", "final/summary.json", "partition.csv", "config.yaml"):
@@ -288,7 +281,7 @@ def test_a_runs_config_runs_again_to_the_same_bytes(finished, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_run_lies_under_the_configs_name_and_the_time(here):
+def test_run_folders_are_named_after_the_config_and_the_time(here):
     for _ in range(2):
         assert run("fit", "--config", "tiny.yaml", "--rounds", "1").code == 0
     names = [path.name for path in Path("runs/tiny").iterdir()]
@@ -297,32 +290,26 @@ def test_a_run_lies_under_the_configs_name_and_the_time(here):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d-[0-9a-f]{6}", name)
 
 
-def test_without_log_clients_no_client_has_a_column(tmp_path):
-    tiny(tmp_path / "run", "--rounds", "1", "--log_clients", "false")
-    assert [name for name in rows(tmp_path / "run")[0] if re.match(r"client_\d", name)] == []
-    assert not (tmp_path / "run" / "clients.csv").exists()
-
-
 # --- test ---
 
 
-def test_test_gives_the_figures_of_the_last_round(finished):
+def test_test_gives_the_metrics_of_the_last_round(finished):
     run_dir, _ = finished
     before = contents(run_dir)
     code, out, err = run("test", run_dir)
     assert (code, err) == (0, "")
     assert "after round 3" in out
-    last, told = rows(run_dir)[-1], table(out)
+    last, shown = rows(run_dir)[-1], table(out)
     names = [name for name in last if name.startswith(("global/", "client/acc", "client/loss"))]
     assert len(names) == 7
     for name in names:
-        assert told[name] == [f"{float(last[name]):.4f}"]
+        assert shown[name] == [f"{float(last[name]):.4f}"]
     assert contents(run_dir) == before
 
 
 @pytest.fixture
 def half_finished(finished, tmp_path):
-    """What a kill leaves after the third row was written and before its checkpoint."""
+    """A run that was killed between the metrics of its third round and the checkpoint."""
     run_dir = tmp_path / "half"
     shutil.copytree(finished[0], run_dir)
     shutil.rmtree(run_dir / "final")
@@ -360,7 +347,8 @@ def test_test_takes_the_best_checkpoint_or_that_of_a_round(tmp_path):
 # --- fit --resume ---
 
 
-def test_a_resumed_run_goes_on_to_what_an_uninterrupted_one_comes_to(tmp_path):
+@pytest.mark.thorough
+def test_a_run_resumed_with_more_rounds_equals_an_uninterrupted_run(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     tiny(whole, "--rounds", "4")
     tiny(parts, "--rounds", "2")
@@ -374,7 +362,7 @@ def test_a_resumed_run_goes_on_to_what_an_uninterrupted_one_comes_to(tmp_path):
     assert table(out) == table(run("fit", "--resume", whole).out)
 
 
-def test_a_half_finished_run_is_finished_by_resume(half_finished, finished):
+def test_a_resumed_run_equals_an_uninterrupted_run(half_finished, finished):
     code, out, _ = run("fit", f"--resume={half_finished}")
     assert code == 0
     assert out.startswith("round 3/3")
@@ -408,17 +396,13 @@ class State(FedAvg):
 @pytest.mark.parametrize(
     ("words", "what", "place"),
     [
-        (
-            ["--algorithm", "FedAvg", "--algorithm.loss_terms", "[faulty_own.Term]"],
-            "round 1: RuntimeError",
-            8,
-        ),
+        (["--algorithm", "FedAvg", "--algorithm.loss_terms", "[faulty_own.Term]"], "round 1: RuntimeError", 8),
         (["--algorithm", "faulty_own.Method"], "KeyError: 'model'", 14),
         (["--algorithm", "faulty_own.State"], "algorithm: of all things", 19),
     ],
 )
 @pytest.mark.parametrize("engine", ["sequential", pytest.param("processes", marks=pytest.mark.thorough)])
-def test_an_error_in_the_users_code_is_told_with_its_line(words, what, place, engine, here, monkeypatch):
+def test_an_error_in_the_users_code_is_reported_with_its_line(words, what, place, engine, here, monkeypatch):
     monkeypatch.delitem(sys.modules, "faulty_own", raising=False)
     monkeypatch.syspath_prepend(str(here))
     Path("faulty_own.py").write_text(FAULTY)
@@ -431,14 +415,13 @@ def test_an_error_in_the_users_code_is_told_with_its_line(words, what, place, en
 @pytest.mark.parametrize(
     ("words", "ending"),
     [
-        (["--rounds", "2"], "all 2 rounds are done"),
         (
             ["--rounds", "9", "--callbacks", "[{class_path: EarlyStopping, init_args: {patience: 1, min_delta: 1.0}}]"],
             "stopped after round 2 of 9 by EarlyStopping: the watched metric has not improved for 1 evaluations (best ",
         ),
     ],
 )
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 def test_fit_says_why_it_ended(words, ending, tmp_path):
     outcome = tiny(tmp_path / "run", *words)
     assert f"\nended: {ending}" in outcome.out
@@ -454,7 +437,7 @@ def test_fit_says_why_it_ended(words, ending, tmp_path):
         ["--config", "engine.yaml", "--engine.clients", "3"],
     ],
 )
-def test_an_engines_short_name_takes_options(words, here, capsys):
+def test_an_engine_given_by_its_short_name_accepts_options(words, here, capsys):
     Path("engine.yaml").write_text("engine: stacked\n")
     engine = yaml.safe_load(printed_config(capsys, "--config", "tiny.yaml", *words))["engine"]
     assert engine["class_path"].endswith(".StackedEngine")
@@ -468,7 +451,7 @@ def test_a_resumed_run_stays_in_its_folder(finished, here):
     assert not Path("other").exists()
 
 
-def test_a_checkpoint_of_five_thousand_digits_is_none(finished):
+def test_a_round_of_five_thousand_digits_is_refused(finished):
     outcome = run("test", finished[0], "--checkpoint", "1" * 5000)
     assert outcome.code == 2
     assert "--checkpoint: checkpoint '11111111111111111111'... not found. Available: last, best" in outcome.err
@@ -481,10 +464,12 @@ def test_resuming_a_finished_run_changes_nothing_and_prints_its_table(finished, 
     assert (code, err) == (0, "")
     assert contents(run_dir) == before
     assert table(out) == table(finished[1].out)
+    assert "\nended: all 3 rounds are done" in finished[1].out
+    assert "\nended: nothing to do: all 3 rounds are done" in out
 
 
 @pytest.mark.thorough
-def test_a_run_that_was_stopped_in_its_first_round_goes_on_from_its_start(finished, tmp_path, monkeypatch):
+def test_a_run_stopped_in_its_first_round_resumes_from_the_start(finished, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
 
     def stopped(*_):
@@ -499,7 +484,7 @@ def test_a_run_that_was_stopped_in_its_first_round_goes_on_from_its_start(finish
 
 
 @pytest.mark.parametrize("kept", ["config.yaml", "metrics.csv"])
-def test_a_run_that_has_lost_its_checkpoints_is_left_as_it_is(kept, finished, tmp_path):
+def test_a_run_without_checkpoints_is_refused_and_not_changed(kept, finished, tmp_path):
     run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
     shutil.rmtree(run_dir / "checkpoints")
     if kept == "config.yaml":
@@ -511,19 +496,11 @@ def test_a_run_that_has_lost_its_checkpoints_is_left_as_it_is(kept, finished, tm
     assert contents(run_dir) == before
 
 
-def test_a_resumed_run_may_change_where_and_what_is_watched(finished, tmp_path):
+def test_a_resume_may_change_callbacks_and_evaluation(finished, tmp_path):
     run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
-    free = [
-        "--callbacks+=Checkpointing",
-        "--callbacks.keep_last=3",
-        "--log_clients",
-        "false",
-        "--evaluation.every",
-        "2",
-        "--evaluation.target_accuracies",
-        "[0.1]",
-    ]
-    code, out, _ = run("fit", "--resume", run_dir, *free, "--rounds", "4")
+    words = ["--callbacks+=Checkpointing", "--callbacks.keep_last=3", "--log_clients=false", "--evaluation.every=2"]
+    words += ["--evaluation.target_accuracies=[0.1]", "--rounds=4"]
+    code, out, _ = run("fit", "--resume", run_dir, *words)
     assert code == 0
     assert "R_0.1 (global)" in out
     last = rows(run_dir)[-1]
@@ -532,7 +509,7 @@ def test_a_resumed_run_may_change_where_and_what_is_watched(finished, tmp_path):
 
 
 @pytest.mark.filterwarnings("always")
-def test_a_damaged_checkpoint_is_told_of_in_one_line(finished, tmp_path):
+def test_a_damaged_checkpoint_is_reported_in_one_line(finished, tmp_path):
     run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
     (run_dir / "checkpoints/round-000003/state.pt").write_bytes(b"")
     code, _, err = run("fit", "--resume", run_dir)
@@ -563,7 +540,7 @@ class Broken(FedAvg):
 
 
 def broken(folder, monkeypatch, error):
-    """A `fit` in which an error is raised."""
+    """Return a `fit` in which an error is raised."""
     (folder / "broken.py").write_text(BROKEN.format(error=error))
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -571,7 +548,7 @@ def broken(folder, monkeypatch, error):
     return ["fit", "--config", "tiny.yaml", "--algorithm", "broken.Broken"]
 
 
-def test_what_nobody_foresaw_is_one_line_too_and_debug_shows_where(here, monkeypatch):
+def test_an_unexpected_error_is_one_line_and_debug_shows_the_traceback(here, monkeypatch):
     words = broken(here, monkeypatch, r"ArithmeticError('of all\nthings')")
     code, _, err = run(*words)
     assert code == 1
@@ -580,16 +557,17 @@ def test_what_nobody_foresaw_is_one_line_too_and_debug_shows_where(here, monkeyp
         run(*words, "--debug")
 
 
-def test_debug_shows_where_bad_input_was_found(here):
+def test_debug_shows_the_traceback_of_bad_input(here):
     with pytest.raises(ValueError, match="rounds: 0 is below 1"):
         run("fit", "--config", "tiny.yaml", "--debug", "--rounds", "0")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "error", ["KeyboardInterrupt()", "SystemExit(0)", "SystemExit(1)", "SystemExit('text')", "GeneratorExit()"]
 )
 def test_code_that_exits_inside_a_run_fails_it(error, here, monkeypatch):
-    """`sys.exit(0)` in a user's code is no run that came to its end."""
+    """`sys.exit(0)` in a user's code does not count as the end of a run."""
     outcome = run(*broken(here, monkeypatch, error), "--run_dir", "run")
     assert outcome.code == 1
     assert outcome.err == (
@@ -609,9 +587,10 @@ class Leaving(LossTerm):
 """
 
 
-@pytest.mark.parametrize("how", ["sys.exit(0)", "sys.exit(3)", "raise KeyboardInterrupt"])
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("how", ["raise KeyboardInterrupt", "sys.exit(0)", "sys.exit(3)"])
 def test_a_loss_term_that_exits_inside_a_fit_fails_the_run(how, here, monkeypatch):
-    """Lightning makes a `SystemExit` of a `KeyboardInterrupt` in its fit; one that was there before is the client's."""
+    """Lightning turns a `KeyboardInterrupt` in its fit into a `SystemExit`. One that a client raises is its failure."""
     Path("leaving.py").write_text(LEAVING.format(how=how))
     monkeypatch.delitem(sys.modules, "leaving", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -621,16 +600,16 @@ def test_a_loss_term_that_exits_inside_a_fit_fails_the_run(how, here, monkeypatc
         "fit", "--config", "tiny.yaml", "--run_dir", "run", *terms, "--trainer.accumulate_grad_batches=2"
     )
     assert code == 1
-    told = f"client 0, round 1: SystemExit: {how[-2]} (leaving.py, line 7)\n"
+    message = f"client 0, round 1: SystemExit: {how[-2]} (leaving.py, line 7)\n"
     if "raise" in how:
         where = f"{here / 'leaving.py'}, line 7 (forward)"
-        told = f"KeyboardInterrupt() was raised in {where} before the command had finished\n"
-    assert err == f"fl-lightning: error: {told}"
+        message = f"KeyboardInterrupt() was raised in {where} before the command had finished\n"
+    assert err == f"fl-lightning: error: {message}"
     assert err.count("\n") == 1
     assert "rounds" not in out
 
 
-def test_a_module_that_exits_when_it_is_imported_is_no_help_text(here, monkeypatch):
+def test_a_module_that_exits_on_import_fails_the_command(here, monkeypatch):
     Path("gone.py").write_text("import sys\nsys.exit()\n")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(here)
@@ -641,7 +620,7 @@ def test_a_module_that_exits_when_it_is_imported_is_no_help_text(here, monkeypat
 
 @pytest.mark.parametrize("words", [["list"], ["partition", "--config", "tiny.yaml"], ["fit", "--config", "tiny.yaml"]])
 def test_a_closed_pipe_ends_quietly(words, here, monkeypatch, capfd):
-    """As in `fl-lightning list | head`: nothing on stderr, not even when the stream is flushed at the end."""
+    """As in `fl-lightning list | head`: nothing is printed to stderr, not even by the last flush of stdout."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stdout:

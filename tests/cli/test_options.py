@@ -1,4 +1,4 @@
-"""What `--help`, `list` and the checks of names know, which is read from sources, agrees with the imported classes."""
+"""Arguments that are read from the sources agree with the imported classes."""
 
 import inspect
 
@@ -17,7 +17,7 @@ from fl_lightning.loggers import wandb as wandb_logger
 
 
 def arguments_of(parser):
-    """The arguments of a parser by key, without those that show a help text or stand for a whole group."""
+    """Return the arguments of a parser by key, without those that show a help text or stand for a group."""
     found = {
         one.dest: one for one in parser._actions if "help" not in one.dest.split(".") and one.help != "==SUPPRESS=="
     }
@@ -26,7 +26,7 @@ def arguments_of(parser):
 
 
 def plain(default):
-    """A default as the help shows it."""
+    """Return a default as the help shows it."""
     if isinstance(default, list | tuple):
         return list(default)
     path = default.get("class_path") if isinstance(default, dict) else getattr(default, "class_path", None)
@@ -34,7 +34,7 @@ def plain(default):
 
 
 @pytest.mark.parametrize("kind", catalogue.BASES)
-def test_the_classes_of_a_kind_and_their_options_are_those_of_the_imported_ones(kind):
+def test_classes_and_options_from_the_sources_equal_the_imported_ones(kind):
     key = catalogue.BASES[kind][2]
     imported = {cls.__name__: cls for cls in catalogue.classes(kind)}
     assert catalogue.kind_of(key) == kind
@@ -57,7 +57,7 @@ def test_the_classes_of_a_kind_and_their_options_are_those_of_the_imported_ones(
                 assert read[option].default == plain(argument.default)
 
 
-def test_a_models_options_are_those_that_the_data_does_not_set():
+def test_options_of_models_exclude_arguments_from_the_data():
     assert not any(
         {"in_shape", "num_classes"} & catalogue.class_options("models", name).keys()
         for name in catalogue.names("model")
@@ -65,7 +65,7 @@ def test_a_models_options_are_those_that_the_data_does_not_set():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_options_of_a_command_are_those_of_its_parser(command):
+def test_the_options_of_a_command_equal_its_parsers(command):
     arguments, options = arguments_of(command_parser(command)), options_of(command)
     assert options.keys() == arguments.keys()
     for name, option in options.items():
@@ -95,11 +95,11 @@ def test_help_has_the_trainers_options_and_the_formats_of_export():
         ([], "VALUE"),
     ],
 )
-def test_a_type_has_a_word_in_help(types, metavar):
+def test_each_type_has_a_placeholder(types, metavar):
     assert Parameter("", tuple(types), None, "").metavar == metavar
 
 
-def test_the_usual_classes_of_other_packages_exist():
+def test_listed_classes_of_other_packages_exist():
     homes = {"optimizer": torch.optim, "lr_scheduler": torch.optim.lr_scheduler, "logger": loggers}
     for key, home in homes.items():
         assert all(hasattr(home, name) or hasattr(wandb_logger, name) for name in catalogue.names(key))

@@ -1,9 +1,11 @@
+"""The console script ends without a final garbage collection, but closes everything else."""
+
 import subprocess
 import sys
 
 
 def ended(source, before=""):
-    """How a process ends whose command, `list`, runs this source."""
+    """Run the console script with a command that executes this source. Return the ended process."""
     script = f"""
 import atexit, gc, os, sys
 {before}
@@ -21,14 +23,14 @@ cli.run()
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
-def test_what_was_imported_is_not_looked_through_for_garbage():
+def test_imports_are_not_searched_for_garbage():
     earlier = "atexit.register(lambda: print(gc.get_freeze_count() > 10_000))"
     done = ended("pass", before=earlier)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
-def test_what_nobody_closed_is_written(tmp_path):
-    """As Python's own end does: in text, in bytes, in a file for reading and writing."""
+def test_files_that_were_not_closed_are_written(tmp_path):
+    """Text files, binary files, and files for reading and writing."""
     source = f"""
 class Log:
     def __init__(self, name, mode):
@@ -46,17 +48,17 @@ sys.closed, sys.read = log, open({str(tmp_path)!r} + "/d")
     assert [(tmp_path / name).read_text() for name in "abc"] == ["text", "bytes", "both"]
 
 
-def test_what_is_registered_with_atexit_is_called_and_heard():
+def test_functions_registered_with_atexit_are_called_and_can_print():
     done = ended("atexit.register(lambda: print('out')); atexit.register(lambda: print('error', file=sys.stderr))")
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "error\n")
 
 
-def test_libraries_that_tell_of_their_own_end_are_not_heard():
+def test_libraries_cannot_print_after_the_end():
     late = "atexit.register(lambda: os.write(2, b'leaked 4 instances'))"  # registered before, and so called after
     assert ended("pass", before=late).stderr == ""
 
 
-def test_the_exit_code_is_the_command_s():
+def test_the_exit_code_is_that_of_the_command():
     assert ended("return 3").returncode == 3
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows: forty columns are enough, nothing stays behind Ctrl-C, and tables say what was measured."""
+"""Terminal output and figures: forty columns are enough, Ctrl-C removes the bars, labels do not overlap."""
 
 import fcntl
 import io
@@ -45,7 +45,7 @@ METRICS = {
 
 
 def shown(table, width):
-    """What a table looks like in so many columns."""
+    """Render a table in a terminal of some columns."""
     console = Console(file=(screen := io.StringIO()), width=width, color_system=None)
     console.print(table)
     return screen.getvalue()
@@ -62,7 +62,7 @@ def words(text):
 @pytest.mark.parametrize(
     "table", [summary_table(SUMMARY), tables.test_table(METRICS, server=True)], ids=["summary", "test"]
 )
-def test_forty_columns_suffice_for_every_word_and_number(table, width):
+def test_every_word_and_number_is_visible_in_forty_columns(table, width):
     text = shown(table, width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
@@ -72,8 +72,7 @@ def test_forty_columns_suffice_for_every_word_and_number(table, width):
         assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", words(text)), word
 
 
-def test_numbers_stay_beside_their_names_in_forty_columns():
-    """A name may take several lines; its figures stand on the first."""
+def test_numbers_are_on_the_first_line_of_their_names_in_forty_columns():
     lines = [line.strip("│ ").split("│") for line in shown(summary_table(SUMMARY), 40).splitlines() if "│" in line]
     first = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
     assert first["personal"] == ["0.5123", "0.5123", "1999"]
@@ -81,59 +80,55 @@ def test_numbers_stay_beside_their_names_in_forty_columns():
 
 
 @pytest.mark.parametrize(
-    ("clients", "told"), [("trained", "as trained in the round"), ("received", "as received after the round")]
+    ("clients", "expected"), [("trained", "as trained in the round"), ("received", "as received after the round")]
 )
-def test_the_final_table_says_which_model_was_measured(clients, told):
+def test_the_final_table_says_which_model_was_evaluated(clients, expected):
     assert summary_table(SUMMARY, clients).caption.splitlines() == [
         "global: the global model, on the global test set",
-        f"client: each client's model {told}, on its own test split",
+        f"client: each client's model {expected}, on its own test split",
         "personal: clients' models as trained, on the global test set",
     ]
 
 
-def test_of_what_there_is_not_nothing_is_said():
+def test_the_caption_omits_metrics_that_are_not_there():
     summary = {name: value for name, value in SUMMARY.items() if not name.startswith(("global", "personal"))}
     assert summary_table(summary).caption == (
         "client: each client's model as trained in the round, on its own test split"
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ((), ("as trained in the round", "as received after the round")),
         (("--evaluation.client_model", "received"), ("as received after the round", "as received after the round")),
         (("--algorithm", "PeerFedPer"), ("as trained in the round", "as it was trained last")),
     ],
 )
-def test_fit_and_test_say_which_model_was_measured(tmp_path, words, told):
+def test_fit_and_test_say_which_model_was_evaluated(tmp_path, words, expected):
     at_the_end = tiny(tmp_path / "run", "--rounds", "1", *words).out
     afterwards = run("test", tmp_path / "run").out
-    for text, model in zip((at_the_end, afterwards), told, strict=True):
+    for text, model in zip((at_the_end, afterwards), expected, strict=True):
         text = " ".join(text.split())
         assert f"client: each client's model {model}, on its own test split" in text
         assert ("global: the global model" in text) == ("--algorithm" not in words)
 
 
-@pytest.mark.parametrize("command", ["--help", "test --help", "watch --once", "test"])
-def test_commands_keep_to_forty_columns(tmp_path, command, monkeypatch, capsys):
+def test_watch_and_test_need_only_forty_columns(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    tiny(tmp_path / "run", "--rounds", "2", "--evaluation.personal_on_global", "true")
-    if command.endswith("--help"):
-        if command.startswith("test"):
-            assert run(*command.split()).code == 0
-        return
-    out = run(*command.split(), tmp_path / "run").out
-    assert "…" not in out
-    path = str(tmp_path / "run")
-    assert max(len(line) for line in out.splitlines() if line not in path) <= 40
+    tiny(tmp_path / "run", "--rounds", "1", "--evaluation.personal_on_global", "true")
+    for command in (["watch", "--once"], ["test"]):
+        out = run(*command, tmp_path / "run").out
+        assert "…" not in out
+        assert max(len(line) for line in out.splitlines() if line not in str(tmp_path / "run")) <= 40
 
 
 # --- A terminal of forty columns ---
 
 
 class Screen:
-    """As much of a terminal as rich's bars need: letters, line ends, the cursor up, and lines that are erased."""
+    """A terminal for rich's bars: characters, line ends, cursor up, and erased lines."""
 
     def __init__(self, columns):
         self.columns, self.lines, self.row, self.column = columns, [""], 0, 0
@@ -163,7 +158,7 @@ class Screen:
 
 
 def in_a_terminal(words, folder, columns, until, key):
-    """A command in a terminal of its own: its exit code, what it has written until a key is pressed, and all of it."""
+    """Run a command in a new terminal. Return its exit code, its output until a key is pressed, and all output."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     command = [sys.executable, "-m", "fl_lightning", *words]
@@ -194,19 +189,10 @@ def own_terminal(follower):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 100])
-def test_after_ctrl_c_no_bar_is_left(tmp_path, columns):
+def test_ctrl_c_removes_the_bars(tmp_path, columns):
     (tmp_path / "tiny.yaml").write_text(TINY)
-    words = [
-        "fit",
-        "--config",
-        "tiny.yaml",
-        "--rounds",
-        "100000",
-        "--run_dir",
-        "run",
-        "--callbacks+=Checkpointing",
-        "--callbacks.every=50",
-    ]
+    words = ["fit", "--config=tiny.yaml", "--rounds=100000", "--run_dir=run"]
+    words += ["--callbacks+=Checkpointing", "--callbacks.every=50"]
     code, before, written = in_a_terminal(words, tmp_path, columns, r"global acc 0\.\d{4}", b"\x03")
     assert code == 130
     during, after = Screen(columns), Screen(columns)
@@ -233,11 +219,11 @@ def knowledge(classes, held, samples=500, spread=12.0):
     return {"points": points, "labels": labels, "knowledge": centres[own], "classes": own, "client": np.array(3)}
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("classes", "held"), [(2, 1), (10, 7), (20, 20), (100, 60), (200, MOST_LABELS), (40, 0)])
 @pytest.mark.parametrize("spread", [12.0, 0.5])
 def test_labels_of_the_knowledge_map_do_not_overlap(classes, held, spread):
-    """Nor do they lie on another class's diamond, or outside; where all lie at one place, too."""
+    """They do not cover another class's diamond and stay inside the axes, also if all points are at one place."""
     arrays = knowledge(classes, held, spread=spread)
     figure = KnowledgeMap().draw(arrays)
     figure.draw_without_rendering()
@@ -253,20 +239,20 @@ def test_labels_of_the_knowledge_map_do_not_overlap(classes, held, spread):
 
 
 def text_box(note):
-    """Where a note's text lies, without the line that leads to it."""
+    """Return the box of a note's text, without the line that leads to it."""
     return Text.get_window_extent(note)
 
 
 @pytest.mark.parametrize("classes", [10, MOST_IN_LEGEND, 100])
-def test_a_legend_says_what_points_and_colours_are(classes):
+def test_legends_explain_points_and_colours(classes):
     figure = KnowledgeMap().draw(knowledge(classes, classes // 2))
-    told = [[text.get_text() for text in legend.get_texts()] for legend in figure.legends]
-    assert told[0] == ["test sample", "knowledge of client 3, by class"]
+    entries = [[text.get_text() for text in legend.get_texts()] for legend in figure.legends]
+    assert entries[0] == ["test sample", "knowledge of client 3, by class"]
     if classes <= MOST_IN_LEGEND:
-        assert told[1:] == [[str(j) for j in range(classes)]]
+        assert entries[1:] == [[str(j) for j in range(classes)]]
         assert len(figure.axes) == 1
     else:
-        assert len(told) == 1
+        assert len(entries) == 1
         assert figure.axes[1].get_ylabel() == "class"
     figure.draw_without_rendering()
     plot = figure.axes[0].get_window_extent()
@@ -279,7 +265,7 @@ def test_a_legend_says_what_points_and_colours_are(classes):
         assert box.y1 <= figure.bbox.y1
 
 
-def test_a_sample_and_the_knowledge_of_its_class_have_one_colour():
+def test_samples_have_the_colour_of_the_knowledge_of_their_class():
     arrays = knowledge(10, 10)
     samples, diamonds = KnowledgeMap().draw(arrays).axes[0].collections
     colors = dict(zip(arrays["classes"], diamonds.to_rgba(diamonds.get_array()), strict=True))
@@ -288,11 +274,11 @@ def test_a_sample_and_the_knowledge_of_its_class_have_one_colour():
         np.testing.assert_array_equal(color, colors[label])
 
 
-def test_of_very_many_classes_none_is_named():
+def test_very_many_classes_have_no_labels():
     assert not KnowledgeMap().draw(knowledge(300, MOST_LABELS + 1)).axes[0].texts
 
 
-def test_places_about_a_point_come_nearest_first():
+def test_places_around_a_point_are_sorted_by_distance():
     places = np.array([*places_around(np.array([3.0, 4.0]), 10.0)])
     distances = np.linalg.norm(places - [3, 4], axis=1)
     assert np.all(np.diff(distances) > -1e-9)

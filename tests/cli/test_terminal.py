@@ -1,4 +1,4 @@
-"""The command as a process: signals at any time, streams that are closed, full or of few letters, odd surroundings."""
+"""The command as a process: signals, closed or full streams, limited encodings, odd environments."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def here(tmp_path, monkeypatch):
 
 
 def shell(words, **environment):
-    """What a shell's command line gives; `fl-lightning` is the command."""
+    """Run a command line in bash, with `fl-lightning` as the command."""
     line = words.replace("fl-lightning", " ".join(COMMAND))
     return subprocess.run(
         ["bash", "-c", line], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
@@ -37,7 +37,7 @@ def is_one_line(text):
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "told"),
+    ("line", "code", "message"),
     [
         ("fl-lightning --help >&-", 2, "stdout is closed"),
         ("fl-lightning --help >/dev/full", 1, "No space left on device"),
@@ -45,11 +45,11 @@ def is_one_line(text):
         ("mkdir gone && cd gone && rmdir ../gone && fl-lightning list configs", 2, "the working folder was deleted"),
     ],
 )
-def test_a_command_that_cannot_do_its_work_says_so_in_one_line(line, code, told, here):
+def test_a_command_that_cannot_run_says_why_in_one_line(line, code, message, here):
     done = shell(line)
     assert done.returncode == code
     assert is_one_line(done.stderr)
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_a_command_that_cannot_do_its_work_says_so_in_one_line(line, code, told,
         ("fl-lightning --help | true; exit ${PIPESTATUS[0]}", 141),
     ],
 )
-def test_where_nobody_can_be_told_the_exit_code_tells(line, code, here):
+def test_the_exit_code_is_right_without_streams(line, code, here):
     done = shell(line, PYTHONUNBUFFERED="1")
     assert (done.returncode, done.stderr) == (code, "")
     assert ("commands:" in done.stdout) == (code == 0)
 
 
-def test_a_closed_stream_is_not_taken_by_a_file_of_ours(here):
-    """What is printed to a closed stderr must not reach a file that got its number."""
+def test_no_file_gets_the_number_of_a_closed_stream(here):
+    """Text that is printed to a closed stderr must not end in a file."""
     program = "import os; from fl_lightning.core.terminal import prepare_terminal; prepare_terminal(); "
     code = program + "print(os.open('file', os.O_CREAT) > 2)"
     done = shell(f'{sys.executable} -c "{code}" 2>&- <&-')
@@ -78,18 +78,18 @@ def test_a_closed_stream_is_not_taken_by_a_file_of_ours(here):
 
 
 @pytest.mark.thorough
-def test_letters_that_stdout_does_not_know_are_replaced(here):
+def test_characters_that_stdout_cannot_encode_are_replaced(here):
     done = shell("fl-lightning partition --config tiny.yaml", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
     assert "?" in done.stdout
 
 
-# --- ProcessSettings ---
+# --- Environment variables ---
 
 
 @pytest.mark.thorough
-def test_no_variable_that_is_garbage_gives_a_traceback(here):
+def test_invalid_environment_variables_are_ignored(here):
     garbage = dict.fromkeys(("MPLBACKEND", "COLUMNS", "LINES", "TERM", "NO_COLOR", "FORCE_COLOR"), "garbage")
     done = shell("unset HOME; fl-lightning partition --config tiny.yaml --out out", **garbage)
     assert (done.returncode, done.stderr) == (0, "")
@@ -97,7 +97,7 @@ def test_no_variable_that_is_garbage_gives_a_traceback(here):
 
 
 @pytest.mark.thorough
-def test_a_variable_that_torch_cannot_read_is_one_line(here):
+def test_a_variable_that_torch_refuses_gives_one_line(here):
     done = shell("fl-lightning fit --config tiny.yaml", TORCH_LOGS="garbage")
     assert done.returncode == 1
     assert is_one_line(done.stderr)
@@ -109,21 +109,20 @@ def test_a_variable_that_torch_cannot_read_is_one_line(here):
 
 
 def killed(number, after, *words):
-    """What a command gives that is sent a signal after so many seconds."""
-    as_ever = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background has it ignored
+    """Send a command a signal after some seconds. Return its exit code and output."""
+    reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background processes of a shell ignore it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*COMMAND, *words], text=True, preexec_fn=as_ever, **pipes)
+    process = subprocess.Popen([*COMMAND, *words], text=True, preexec_fn=reset, **pipes)
     time.sleep(after)
     process.send_signal(number)
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
-def test_a_signal_in_the_first_seconds_ends_the_command_without_a_word(number, after, here):
-    """While torch is imported, which nothing interrupts but the end of the process."""
+def test_a_signal_while_torch_is_imported_ends_the_command_silently(number, after, here):
     code, _, err = killed(number, after, "fit", "--config", "tiny.yaml", "--rounds", "500", "--run_dir", "run")
     assert code in (-number, 128 + number)
     assert err.count("\n") <= 1
@@ -133,7 +132,7 @@ def test_a_signal_in_the_first_seconds_ends_the_command_without_a_word(number, a
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", ["fit", "partition"])
-def test_a_signal_at_any_time_gives_a_line_at_most(command, number, here):
+def test_a_signal_at_any_time_gives_at_most_one_line(command, number, here):
     after, over = 0.1, False
     while not over:
         words = ["--rounds", "6", "--run_dir", f"run{after:.2f}"] if command == "fit" else ["--out", "out"]
@@ -145,7 +144,7 @@ def test_a_signal_at_any_time_gives_a_line_at_most(command, number, here):
         after += 0.1
 
 
-def test_a_signal_that_a_shell_has_its_background_ignore_is_ignored(here):
+def test_sigint_that_is_ignored_by_the_parent_stays_ignored(here):
     line = f"trap '' INT; {' '.join(COMMAND)} list configs & sleep 0.2; kill -INT $!; wait $!"
     done = shell(line)
     assert done.returncode == 0
@@ -174,7 +173,7 @@ PATHS = {"lines": "a\nb", "escapes": "a\x1b[2Jb", "long": "x" * 300, "deep": "x/
     ],
 )
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-def test_a_path_of_any_letters_is_one_line(words, path, here):
+def test_a_path_with_any_characters_gives_one_line(words, path, here):
     code, _, err = run(*(word.format(path) for word in words))
     assert code == 2
     assert is_one_line(err)

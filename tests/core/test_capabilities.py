@@ -1,4 +1,4 @@
-"""Capabilities: a subclass that overrides a method loses what the base class says about it."""
+"""A subclass that overrides a method loses the capabilities that depend on the method."""
 
 from inspect import getattr_static
 
@@ -31,7 +31,7 @@ class Mixed(Mixin, FedAvg):
     pass
 
 
-def test_an_override_takes_the_capability_and_a_declaration_gives_it_back():
+def test_an_override_removes_a_capability_and_a_declaration_restores_it():
     assert [kind.only_averages for kind in (WeightedMean, OwnFold, Declares, Inherits)] == [True, False, True, False]
     assert (OwnFold.sends_one_model, Mixed.receives_by_loading, Mixed.uploads_by_copying) == (True, False, True)
     assert not Mixed.starts_alike
@@ -39,8 +39,8 @@ def test_an_override_takes_the_capability_and_a_declaration_gives_it_back():
 
 
 @pytest.mark.parametrize("base", [Algorithm, Aggregator])
-def test_every_capability_of_the_package_holds(base):
-    """No class of the package has a capability although it overrides a method that the capability describes."""
+def test_no_class_of_the_package_has_a_wrong_capability(base):
+    """A class that overrides a method does not have the capabilities that depend on it."""
     kinds = classes("algorithms" if base is Algorithm else "aggregators")
     assert len(kinds) > 10
     lost = set()

@@ -1,4 +1,4 @@
-"""The digest of a run's data: any change of it shows, in the part that was changed and in no other."""
+"""The digest of a run's data detects any change, in the changed part and in no other."""
 
 import hashlib
 import struct
@@ -32,7 +32,7 @@ def changed(**parts: object) -> FederatedData:
     return replace(data, data=replace(data.data, **parts))
 
 
-def dealt(*shares: tuple[list[int], list[int]]) -> FederatedData:
+def with_shards(*shares: tuple[list[int], list[int]]) -> FederatedData:
     own = [Shard(torch.tensor(train), torch.tensor(test, dtype=torch.int64)) for train, test in shares]
     return replace(tiny(), shards=own)
 
@@ -58,24 +58,24 @@ CHANGES = {
     "another shape": (lambda: changed(x_test=tiny().data.x_test.reshape(2, 1, 1, 4)), "x_test"),
     "turned": (lambda: changed(x_train=tiny().data.x_train.transpose(2, 3)), "x_train"),
     "another number of classes": (lambda: changed(num_classes=4), "y_train"),
-    "index moved": (lambda: dealt(([0, 3], [1]), ([2, 4, 5], [])), "partition"),
-    "index from training to test": (lambda: dealt(([0, 3], [5, 1]), ([2, 4], [])), "partition"),
-    "index to the next client's front": (lambda: dealt(([0, 3, 5], []), ([1, 2, 4], [])), "partition"),
-    "indices in another order": (lambda: dealt(([3, 0, 5], [1]), ([2, 4], [])), "partition"),
-    "clients swapped": (lambda: dealt(([2, 4], []), ([0, 3, 5], [1])), "partition"),
-    "a client more, with nothing": (lambda: dealt(([0, 3, 5], [1]), ([2, 4], []), ([], [])), "partition"),
+    "index moved": (lambda: with_shards(([0, 3], [1]), ([2, 4, 5], [])), "partition"),
+    "index from training to test": (lambda: with_shards(([0, 3], [5, 1]), ([2, 4], [])), "partition"),
+    "index to the next client's front": (lambda: with_shards(([0, 3, 5], []), ([1, 2, 4], [])), "partition"),
+    "indices in another order": (lambda: with_shards(([3, 0, 5], [1]), ([2, 4], [])), "partition"),
+    "clients swapped": (lambda: with_shards(([2, 4], []), ([0, 3, 5], [1])), "partition"),
+    "a client more, with nothing": (lambda: with_shards(([0, 3, 5], [1]), ([2, 4], []), ([], [])), "partition"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_any_change_shows_in_its_own_part_alone(change: str) -> None:
+def test_a_change_affects_only_the_digest_of_its_part(change: str) -> None:
     make, part = CHANGES[change]
     before, after = tiny().digest(), make().digest()
     assert [name for name in PARTS if before[name] != after[name]] == [part]
 
 
-def test_the_format_is_the_one_that_run_folders_hold() -> None:
-    """These are in the seals of runs: whoever changes them makes every older run's data look exchanged."""
+def test_the_digests_of_run_folders_stay_valid() -> None:
+    """Fingerprints of runs contain these digests. With others, the data of all older runs would count as changed."""
     digest = tiny().digest()
     assert digest == {
         "x_train": "sha256:42c735da6eb6466053429f381af46faf46dc3916be80d628a6ced51ffaf0eaca",
@@ -91,7 +91,7 @@ def test_the_format_is_the_one_that_run_folders_hold() -> None:
     assert digest["partition"] == f"sha256:{hashlib.sha256(b''.join(held)).hexdigest()}"
 
 
-def test_how_values_lie_in_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_layout_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     turned_back = changed(x_train=tiny().data.x_train.transpose(2, 3).contiguous().transpose(2, 3))
     assert not turned_back.data.x_train.is_contiguous()
     assert turned_back.digest() == tiny().digest()

@@ -1,4 +1,4 @@
-"""Names of runs: seeds of one setting share a group, two settings never do."""
+"""Names of runs and groups: runs that differ only in the seed share a group, other runs do not."""
 
 import re
 
@@ -18,7 +18,7 @@ def parser():
 
 @pytest.fixture
 def named(parser, tmp_path):
-    """Name and group of a command line over the tiny config, or over another text."""
+    """A function that returns the name and group of a command line with the tiny config or another text."""
 
     def of(*words, text=TINY):
         (tmp_path / "tiny.yaml").write_text(text)
@@ -28,7 +28,7 @@ def named(parser, tmp_path):
     return of
 
 
-def test_seeds_of_a_setting_share_a_group(named):
+def test_runs_that_differ_in_the_seed_share_a_group(named):
     (name, group), (other, same) = named(), named("--seed", "12")
     assert (name, other) == ("tiny-seed0", "tiny-seed12")
     assert group == same
@@ -47,18 +47,19 @@ def test_seeds_of_a_setting_share_a_group(named):
         ["--algorithm.tau", "0.08"],  # as it is
     ],
 )
-@pytest.mark.fast_cases(3)
-def test_who_watches_and_where_is_no_other_setting(named, words):
+@pytest.mark.fast_cases(1)
+def test_loggers_engines_and_folders_do_not_change_the_name(named, words):
     assert named(*words) == named()
 
 
-def test_where_the_data_lie_is_no_other_setting(named):
+def test_the_folder_of_the_data_does_not_change_the_name(named):
     text = TINY.replace("Digits", "MNIST")
     assert named("--scenario.dataset.data_dir", "elsewhere", text=text) == named(text=text)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "settings"),
     [
         (["--algorithm.tau", "0.1"], "tau=0.1"),
         (["--rounds", "7"], "rounds=7"),
@@ -73,47 +74,46 @@ def test_where_the_data_lie_is_no_other_setting(named):
         ),
     ],
 )
-def test_what_the_command_line_changed_is_told(named, words, told):
+def test_the_name_has_the_settings_of_the_command_line(named, words, settings):
     name, group = named(*words)
-    assert name == f"tiny-{told}-seed0"
-    assert re.fullmatch(re.escape(f"tiny-{told}-") + "[0-9a-f]{6}", group)
+    assert name == f"tiny-{settings}-seed0"
+    assert re.fullmatch(re.escape(f"tiny-{settings}-") + "[0-9a-f]{6}", group)
 
 
-def test_of_a_class_only_what_is_not_its_default_is_told(named):
-    """And where it has arguments without defaults, all of them."""
+def test_the_name_omits_defaults_of_a_class(named):
+    """A class with required arguments has all of them in the name."""
     assert named("--algorithm", "MOON")[0] == "tiny-algorithm=MOON-seed0"
     name, _ = named("--round_lr_scheduler", "ExponentialLR", "--round_lr_scheduler.gamma", "0.9")
     assert name.startswith("tiny-round_lr_scheduler=ExponentialLR,gamma=0.9")
 
 
-def test_a_file_that_was_edited_is_another_setting(named):
+def test_an_edited_config_has_another_group(named):
     edited = TINY.replace("batch_size: 16", "batch_size: 8")
     (name, group), (same, other) = named(), named(text=edited)
     assert name == same
     assert group != other
 
 
-def test_groups_differ_where_names_cannot_tell(named):
-    """Terms with other arguments, say."""
+def test_arguments_of_loss_terms_change_the_group_but_not_the_name(named):
     groups = {named("--algorithm.loss_terms", f"[{{class_path: Proximal, init_args: {{mu: {mu}}}}}]") for mu in (1, 2)}
     assert len(groups) == 2
     assert len({name for name, _ in groups}) == 1
 
 
-def test_files_that_are_no_whole_config_have_names_too(named):
+def test_incomplete_configs_have_names(named):
     part = "\n".join(line for line in TINY.splitlines() if not line.startswith(("model", "algorithm")))
     rest = ["--model", "MLP", "--algorithm", "FedAvg"]
     assert named(*rest, text=part)[0] == "tiny-seed0"
     assert named(*rest, text=part)[1] != named(*rest, "--rounds", "9", text=part)[1]
 
 
-def test_without_a_config_file_it_is_a_run(parser):
+def test_without_a_config_the_name_begins_with_run(parser):
     words = ["--scenario.dataset", "Digits", "--scenario.partition", "IID", "--scenario.clients", "3"]
     given = parser.parse_args([*words, "--model", "MLP", "--algorithm", "FedAvg", "--seed", "3"])
     assert names(given, parser, plain_config(given, parser))[0] == "run-seed3"
 
 
-def test_keys_are_told_apart_by_what_it_takes():
+def test_keys_are_shortened_as_far_as_they_stay_unique():
     setting = {"algorithm.mu": 1, "model.head.mu": 2, "algorithm.tau": 0.5}
     assert changes(setting, {}) == "algorithm.mu=1,model.head.mu=2,tau=0.5"
     assert changes(setting, {"algorithm.mu": 1}) == "mu=2,tau=0.5"
@@ -129,7 +129,7 @@ def test_values_are_short(value, text):
     assert changes({"key": value}, {"key": "before"}) == f"key={text}"
 
 
-def test_names_are_no_longer_than_wandb_takes_them():
+def test_names_are_no_longer_than_wandb_allows():
     setting = {f"key{i}": i for i in range(100)}
     name, group = run_names("tiny", 12, setting, {})
     assert len(name) == len(group) == 128
@@ -138,13 +138,13 @@ def test_names_are_no_longer_than_wandb_takes_them():
     assert run_names("tiny", 12, setting | {"key99": 0}, {})[1] != group
 
 
-def test_the_order_of_keys_makes_no_other_setting():
+def test_the_order_of_keys_does_not_matter():
     assert run_names("tiny", 0, {"a": 1, "b": 2}, {}) != run_names("tiny", 0, {"a": 2, "b": 1}, {})
     stated = {"b": 2, "a": 1}
     assert run_names("tiny", 0, {"a": 1, "b": 2}, stated) == run_names("tiny", 0, stated, stated)
 
 
-def test_a_key_to_come_changes_no_group_while_it_is_null():
+def test_a_new_key_does_not_change_groups_while_it_is_null():
     stated = {"a": 1, "new": None}
     assert run_names("tiny", 0, stated, stated) == run_names("tiny", 0, {"a": 1}, {"a": 1})
     assert run_names("tiny", 0, stated | {"new": 0}, stated)[1] != run_names("tiny", 0, stated, stated)[1]

@@ -27,7 +27,7 @@ WITHOUT_CLASSES = ["several labels", "one number", "three numbers"]
 
 
 class Made(Dataset):
-    """Labels or numbers computed from random inputs by a fixed map."""
+    """A dataset whose labels or numbers are a fixed function of random inputs."""
 
     def __init__(self, kind: str, n: int = 240) -> None:
         self.kind, self.n = kind, n
@@ -49,7 +49,7 @@ def made(kind: str, partition=None, **options) -> Scenario:
 
 
 def by_hand(scenario: Scenario, loss, mu: float = 0.0, rounds: int = 3):
-    """FedAvg, or FedProx, as a plain loop over clients, epochs and batches."""
+    """Run FedAvg or FedProx as a plain loop over clients, epochs and batches."""
 
     def spawned(*key):
         return np.random.SeedSequence(SEED, spawn_key=key)
@@ -132,7 +132,7 @@ def test_client_metrics_are_computed_on_its_own_samples(tmp_path, kind):
     assert test[f"client/{name}_worst_decile"] == pytest.approx(min(values) if name == "acc" else max(values), rel=1e-6)
 
 
-def test_the_best_round_is_the_one_of_the_lowest_error(tmp_path):
+def test_the_best_round_has_the_lowest_error(tmp_path):
     run = experiment(tmp_path, scenario=made("one number"), rounds=6, callbacks=[EarlyStopping(patience=9)])
     summary = run.fit().summary
     errors = [row["global/mae"] for row in run.csv.rows]
@@ -194,7 +194,7 @@ def test_the_scenarios_options_work_without_classes(options):
         assert {int(i) for i in tests} == set(range(240, 300))
 
 
-# --- Each objective by itself ---
+# --- Objectives without a run ---
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_losses_are_means_and_sums_over_samples(objective, targets, by_sample):
     torch.testing.assert_close(objective.sums(outputs, targets)["loss"], expected.sum(), rtol=1e-5, atol=1e-6)
 
 
-def test_smoothed_labels_are_for_training_alone():
+def test_label_smoothing_affects_only_training():
     outputs, y = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0])
     logs = outputs.log_softmax(1)[0]
     smooth = Classification(label_smoothing=0.3)
@@ -246,7 +246,7 @@ def test_smoothed_labels_are_for_training_alone():
     torch.testing.assert_close(smooth.sums(outputs, y)["loss"], -logs[0])
 
 
-def test_objectives_are_equal_by_what_they_hold():
+def test_objectives_are_equal_if_their_options_are():
     assert Regression("l1") == Regression("l1") != Regression()
     assert Classification() == Classification() != MultiLabel()
     assert hash(Regression("l1")) == hash(Regression("l1"))
@@ -256,7 +256,7 @@ def test_all_objectives_are_listed():
     assert {Classification, MultiLabel, Regression} == set(classes("objectives"))
 
 
-# --- What is refused ---
+# --- Refusals ---
 
 
 @pytest.mark.parametrize("algorithm", [FedSKC(), FedDW(), FedUV(), UAPDFL()])

@@ -1,4 +1,4 @@
-"""Old names of options and classes: refused in what a user writes, read in what a run recorded."""
+"""Old names of options and classes are refused in a user's config, and read in a recorded one."""
 
 import pytest
 
@@ -53,14 +53,14 @@ def test_a_recorded_config_is_read_under_the_new_names():
         ("mine.data.pictures.ImageFolder", "mine.data.pictures.ImageFolder"),
     ],
 )
-def test_a_recorded_class_path_names_the_module_that_has_the_class_now(old, new):
+def test_a_recorded_class_path_is_updated_to_the_new_module(old, new):
     assert renamed.update_path(old) == new
 
 
 @pytest.mark.parametrize(
     "config", [{"scenario": None, "save_every": 1, "callbacks": "?"}, {"evaluation": [], "goals": 1}]
 )
-def test_a_recorded_config_of_another_shape_is_left_to_the_checks_that_follow(config):
+def test_an_invalid_recorded_config_is_not_repaired(config):
     assert renamed.update_config(config).keys() <= config.keys()
 
 

@@ -1,4 +1,4 @@
-"""Every option of Lightning's `Trainer`: taken, or refused with what stands in its place."""
+"""Every option of Lightning's `Trainer` is supported, or refused with a replacement."""
 
 import inspect
 import re
@@ -20,28 +20,28 @@ from fl_lightning.core.trainer_options import TRAINER_FIXES, TRAINER_KEYS
 OPTIONS = set(inspect.signature(L.Trainer).parameters)
 
 
-def test_none_is_both_taken_and_refused_and_none_is_forgotten():
+def test_every_option_is_either_supported_or_has_a_replacement():
     assert not TRAINER_KEYS & TRAINER_FIXES.keys()
     assert TRAINER_KEYS | TRAINER_FIXES.keys() == OPTIONS
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", sorted(OPTIONS - TRAINER_KEYS))
-def test_a_key_that_is_not_taken_says_what_to_use(name, tmp_path, monkeypatch):
+def test_an_unsupported_option_is_refused_with_its_replacement(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(TINY)
     config = yaml.safe_load(TINY)
     config["trainer"][name] = 1
     Path("bad.yaml").write_text(yaml.safe_dump(config))
-    told = f"fl-lightning: error: trainer.{name}: {TRAINER_FIXES[name]}\n"
-    assert run("fit", "--config", "tiny.yaml", f"--trainer.{name}", "1") == (2, "", told)
-    assert run("fit", "--config", "bad.yaml") == (2, "", told)
-    with pytest.raises(ConfigError, match=f"^{re.escape(told[21:-1])}$"):
+    message = f"fl-lightning: error: trainer.{name}: {TRAINER_FIXES[name]}\n"
+    assert run("fit", "--config", "tiny.yaml", f"--trainer.{name}", "1") == (2, "", message)
+    assert run("fit", "--config", "bad.yaml") == (2, "", message)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message[21:-1])}$"):
         experiment(tmp_path / "run", trainer={name: None}).fit()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.yaml", "tiny.yaml"]
 
 
-def test_what_is_told_of_is_there():
-    """The keys that a fix names are keys of an experiment."""
+def test_the_replacements_are_keys_of_an_experiment():
     keys = {action.dest for action in experiment_parser()._actions}
     own = {word for fix in TRAINER_FIXES.values() for word in re.findall(r"\b(?:trainer|scenario)\.\w+", fix)}
     assert own <= keys
@@ -50,8 +50,9 @@ def test_what_is_told_of_is_there():
         assert any(key in fix for fix in TRAINER_FIXES.values())
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", sorted(TRAINER_KEYS))
-def test_what_is_taken_reaches_the_trainer(name, tmp_path, monkeypatch):
+def test_a_supported_option_reaches_the_trainer(name, tmp_path, monkeypatch):
     values = {"accelerator": "cpu", "precision": "64-true", "gradient_clip_algorithm": "norm", "deterministic": True}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fit, "summary_table", lambda *args: "")
@@ -69,6 +70,6 @@ def test_what_is_taken_reaches_the_trainer(name, tmp_path, monkeypatch):
     assert str(given[0][name]) == str(value)
 
 
-def test_one_that_nobody_knows_yet_names_those_there_are(tmp_path):
+def test_an_unknown_option_is_refused_with_all_supported_ones(tmp_path):
     with pytest.raises(ConfigError, match=r"^trainer.frobnicate: A client's fit does not support it. Available: acc"):
         experiment(tmp_path, trainer={"frobnicate": 1}).fit()

@@ -1,4 +1,4 @@
-"""The command line in-process, on experiments of a second."""
+"""Run the command line in this process, on experiments that take a second."""
 
 import contextlib
 import csv
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fl_lightning.cli.main import main
 
 TEST_FOLDERS = sorted(str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir())
-"""Where scripts that tests start find the tests' own modules."""
+"""Folders in which scripts that tests start find the tests' own modules."""
 
 TINY = """# FedSKC on digits, in a second.
 rounds: 3
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 
 def run(*words: str | Path) -> Outcome:
-    """Run a command; its exit code and what it printed."""
+    """Run a command. Return its exit code and output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(word) for word in words])
@@ -40,7 +40,7 @@ def run(*words: str | Path) -> Outcome:
 
 
 def tiny(run_dir: Path, *words: str, text: str = TINY) -> Outcome:
-    """`fit` of the tiny experiment into a folder; the config lies beside it."""
+    """Run `fit` with the tiny experiment into a folder, and write its config beside the folder."""
     config = run_dir.with_suffix(".yaml")
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(text)
@@ -50,7 +50,7 @@ def tiny(run_dir: Path, *words: str, text: str = TINY) -> Outcome:
 
 
 def rows(run_dir: Path, name: str = "metrics.csv") -> list[dict[str, str]]:
-    """A run's metrics.csv, or another such file, as it stands there."""
+    """Return the rows of a run's metrics.csv or of another csv file."""
     with (run_dir / name).open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -64,12 +64,12 @@ def summary(run_dir: Path) -> dict[str, float]:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file below a folder by its path, and every folder."""
+    """Return the content of every file below a folder by path, and None for every folder."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 def table(text: str) -> dict[str, Sequence[str]]:
-    """The rows of a printed table by their first cell."""
+    """Return the rows of a printed table by their first cell."""
     lines = [line.strip(" │┃").replace("┃", "│") for line in text.splitlines()]
     cells = [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
     return {row[0]: row[1:] for row in cells}

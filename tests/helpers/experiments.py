@@ -37,7 +37,7 @@ class NormMLP(Backbone):
 
 
 class Silent(RoundProgress):
-    """Progress that shows nothing."""
+    """A progress callback that shows nothing."""
 
     def __init__(self) -> None:
         self._bars = None
@@ -59,7 +59,7 @@ def digits(clients: int = 6, alpha: float = 0.3) -> Scenario:
 
 
 def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> FederatedOrchestrator:
-    """Three rounds of digits with four of six clients, by default.
+    """Return an experiment: three rounds of digits with four of six clients, by default.
 
     Options are those of the orchestrator and of `LocalTraining`; `checkpoint_every`, `keep_checkpoints` and
     `evaluate_every` are short for arguments of `Checkpointing` and `Evaluation`.

@@ -1,7 +1,7 @@
-"""A device that is not there: its tensors compute as the CPU's do, but are elsewhere, as a GPU's are.
+"""A simulated device: its tensors compute on the CPU, but behave as if they were on a GPU.
 
-What a GPU would refuse, an operation over tensors of two devices, it refuses too, and it notes every transfer and what
-waits for one. Of one run on it and one on the CPU the bytes are the same, so that whole runs can be compared.
+It refuses operations on tensors of two devices, and records every transfer and every wait for one. Results have the
+same bytes as on the CPU, so whole runs can be compared.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-FAR = torch.device("lazy:0")  # of a kind that torch knows and nobody has, whose backward passes run in the caller
+FAR = torch.device("lazy:0")  # a kind that torch knows and no machine has, with backward passes in the calling thread
 
 ANYWHERE = {"_to_copy", "copy_", "set_"}
 """Operations whose arguments may be on two devices."""
 
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
-"""Those that take indices from the CPU."""
+"""Operations that may take indices from the CPU."""
 
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "allclose", "nonzero", "masked_select", "bincount"}
+"""Operations that wait for the device."""
 
 
 class FarTensor(Tensor):
-    """A tensor on the device, around the one that holds its elements."""
+    """A tensor on the device. Wraps the tensor with its elements."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     near: Tensor
@@ -80,16 +81,16 @@ class FarTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(f"{func} on a far tensor where the device is not looked after")
+        raise RuntimeError(f"{func} on a far tensor outside FarDevice")
 
 
 class FarDevice(TorchDispatchMode):
-    """Inside, there is the device.
+    """Context in which the device exists.
 
     Attributes:
-        fetched: How many elements came from the device, by who asked.
-        waits: How many times that was.
-        sent: Likewise, what went there.
+        fetched: The number of elements copied from the device, by calling function.
+        waits: The number of such copies.
+        sent: The number of elements copied to the device, by calling function.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class FarDevice(TorchDispatchMode):
         return tree_map_only(Tensor, lambda own: known[id(own)] if id(own) in known else FarTensor(own), out)
 
     def _there(self, name: str, tensors: list[Tensor], far: list[FarTensor], kwargs: dict[str, Any]) -> bool:
-        """Whether what comes of an operation is on the device."""
+        """Return whether the result of an operation is on the device."""
         if name == "copy_":
             return isinstance(tensors[0], FarTensor)
         here = [tensor for tensor in tensors if not isinstance(tensor, FarTensor) and tensor.ndim]
@@ -147,7 +148,7 @@ LIBRARIES = (str(Path(torch.__file__).parent), str(Path(sys.modules["lightning"]
 
 
 def caller() -> str:
-    """The function that is at the bottom of it, of our own."""
+    """Return the innermost function on the stack that belongs to no library."""
     frame = sys._getframe(2)
     while frame.f_back and (frame.f_code.co_filename.startswith(LIBRARIES) or frame.f_code.co_name.startswith("<")):
         frame = frame.f_back
@@ -155,7 +156,7 @@ def caller() -> str:
 
 
 class FarAccelerator(CPUAccelerator):
-    """Lightning's handle on the device."""
+    """Lightning's accelerator for the device."""
 
     def setup_device(self, device: torch.device) -> None:
         assert device == FAR

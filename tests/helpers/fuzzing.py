@@ -1,19 +1,19 @@
-"""Runs that were killed half-way, harmed in one place each and then resumed: what becomes of them.
+"""Fuzz resume: kill runs, damage one of their files, and check what a resume does.
 
     python tests/helpers/fuzzing.py --cases 400 --truncations 10 --seed 0 --jobs 2
 
-Small runs of several methods are killed in their fourth round of five. Then, each time in a fresh copy, a random bit of
-one of their files or of their data is flipped, or a file is cut off, emptied, removed, made longer, or replaced by a
-folder or a link; and `fl-lightning fit --resume` goes on with it. It may do one of these:
+Small runs of several methods are killed in their fourth round of five. Each case damages one file of a run or its data,
+in a new copy: it flips a random bit, truncates, empties, removes or lengthens the file, or replaces it by a folder or a
+link. Then `fl-lightning fit --resume` continues the run. The verdict is one of:
 
-- refused: exit code 2 and one line that names the file, or what of it differs; the folder stays as it was, so that the
-  file put back is all it takes to go on;
-- warned: a warning names the file, and the run ends like one that was never killed;
-- identical: it ends like that without a word, the harmed file included.
+- refused: exit code 2 and one line that names the file or the difference. The folder does not change, so the run can
+  be resumed when the file is restored;
+- warned: a warning names the file, and the run ends like one that was not killed;
+- identical: the run ends like one that was not killed, without a warning, and the damaged file is as it should be;
+- WRONG: anything else, such as other results, a traceback, another exit code, or more than a minute.
 
-All else is WRONG: another end, a traceback, another exit code, more than a minute. Prints a table of the verdicts by
-file, then each case that is WRONG, and exits with 1 if there is one. W&B's own files below `wandb/` are left out: all
-but `run.json`, which is ours.
+Prints a table of the verdicts by file, then each WRONG case. The exit code is 1 if there is one. W&B's own files below
+`wandb/` are left out, except `run.json`, which we write.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from fl_lightning.runs.record import Record
 PATIENCE = 60.0  # seconds a case
 KILLED_IN = 4
 VERDICTS = ("refused", "warned", "identical", "WRONG")
-LOCKS = (".lock", ".owner")  # what a refused command may leave, too
+LOCKS = (".lock", ".owner")  # a refused command may leave these files
 
 CONFIG = """# A method on three classes of eight numbers, in a second.
 rounds: 5
@@ -85,7 +85,7 @@ RUNS = {
 
 
 class Case(NamedTuple):
-    """A file of a run, from the folder that holds run and data, and what is done to it."""
+    """A file of a run, by its path below the folder of run and data, and how it is damaged."""
 
     run: str
     file: str
@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a case, and what the command said or what is wrong."""
+    """The verdict on a case, and the message of the command or the reason."""
 
     kind: str
     why: str
@@ -141,14 +141,14 @@ HARMS: dict[str, Callable[[Path, int], None]] = {
 
 
 def files_of(folder: Path) -> list[str]:
-    """The files that a run goes on from, data included, less W&B's own."""
+    """Return the files that a resume reads, with the data, without W&B's own files."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in LOCKS]
     found = [str(path.relative_to(folder)) for path in paths]
     return [file for file in found if not file.startswith("run/wandb/") or file == "run/wandb/run.json"]
 
 
 def flips(root: Path, runs: Iterable[str], count: int, seed: int) -> list[Case]:
-    """Random bits: each file is as likely as any other, then each of its bits."""
+    """Return cases that flip random bits: a random file, then a random bit of it."""
     chance = random.Random(seed)
     files = [(name, file) for name in runs for file in files_of(root / name / "half")]
     sized = [(name, file, size) for name, file in files if (size := (root / name / "half" / file).stat().st_size)]
@@ -157,7 +157,7 @@ def flips(root: Path, runs: Iterable[str], count: int, seed: int) -> list[Case]:
 
 
 def whole_files(root: Path, runs: Iterable[str], truncations: int, others: bool = True) -> list[Case]:
-    """Each file cut off at several places, the last byte's among them; and, with `others`, all else."""
+    """Return cases that truncate each file at several places, and with `others` all other kinds of damage."""
     cases = []
     for name in runs:
         for file in files_of(root / name / "half"):
@@ -174,7 +174,7 @@ def whole_files(root: Path, runs: Iterable[str], truncations: int, others: bool 
 
 
 def prepare(root: Path, runs: Iterable[str], jobs: int) -> None:
-    """Below each run's name: `half`, killed, and `whole`, which was not; both with the data that they are of."""
+    """Run each experiment twice with its data, below its name: `half` is killed, `whole` is not."""
     rng = np.random.default_rng(0)
     y = np.arange(300) % 3
     x = (rng.normal(size=(300, 8)) + 2 * y[:, None]).astype(np.float32)
@@ -188,7 +188,7 @@ def prepare(root: Path, runs: Iterable[str], jobs: int) -> None:
 
 
 def begin(name: str, folder: Path, killed: bool) -> int:
-    """Run one; killed between a row of metrics and its checkpoint."""
+    """Run an experiment, or kill it between a row of metrics and its checkpoint."""
     os.chdir(folder)
     os.environ["WANDB_RUN_ID"] = "chosen"
     config = folder.parent / "tiny.yaml"  # both runs are named after it
@@ -200,7 +200,7 @@ def begin(name: str, folder: Path, killed: bool) -> int:
 
 
 def fit(*words: str | Path, killed: bool = False) -> Outcome:
-    """A run's command; the run warns of something in its second round."""
+    """Run `fit`, with a warning in the second round."""
     run_round, log = FederatedOrchestrator._run_round, Record.log
 
     def warned(run: FederatedOrchestrator, round: int) -> Any:
@@ -219,10 +219,10 @@ def fit(*words: str | Path, killed: bool = False) -> Outcome:
 
 
 def each_apart(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], jobs: int) -> list[Any]:
-    """What a function returns for each of these, called in other processes.
+    """Call a function in other processes and return the results.
 
-    A process that does not survive a call is replaced; what is returned is then its exit code, or None where the call
-    took too long.
+    A process that does not survive a call is replaced. The result of the call is then the exit code of the process, or
+    None if it took too long.
     """
     context: Any = get_context("forkserver")
     context.set_forkserver_preload(["fl_lightning.cli.commands.fit", __name__])
@@ -269,18 +269,18 @@ def _serve(connection: Connection, work: Callable[..., Any]) -> None:
 
 
 def fuzz(root: Path, cases: Sequence[Case], jobs: int = 2) -> list[Verdict]:
-    """What becomes of each case of the runs that `prepare` left below a folder."""
+    """Return the verdict on each case, for runs that `prepare` wrote below a folder."""
     ends = each_apart(carry_out, [(root, case, i) for i, case in enumerate(cases)], jobs)
     return [end if isinstance(end, Verdict) else Verdict("WRONG", lost(end)) for end in ends]
 
 
 def lost(code: int | None) -> str:
-    """How a case's process came to its end."""
+    """Describe how the process of a case ended."""
     return f"was not over after {PATIENCE:.0f} s" if code is None else f"its process ended with {code}"
 
 
 def carry_out(root: Path, case: Case, number: int) -> Verdict:
-    """Do one case, and judge it."""
+    """Run a case and return its verdict."""
     folder = root / f"case-{number}"
     shutil.copytree(root / case.run / "half", folder)
     os.chdir(folder)
@@ -293,7 +293,7 @@ def carry_out(root: Path, case: Case, number: int) -> Verdict:
 
 
 def resumed(whole: Path, case: Case, unharmed: bytes) -> Verdict:
-    """Resume the run in the working folder, and judge it."""
+    """Resume the run in the working folder and return the verdict."""
     before = snapshot(Path())
     code, out, err = fit("--resume", "run")
     lines = err.splitlines()
@@ -324,7 +324,7 @@ def _refused(code: int, errors: Sequence[str], named: Sequence[str], changed: Se
 
 
 def _names(line: str, case: Case, unharmed: bytes) -> bool:
-    """Whether a line says what is wrong: the file, its checkpoint, or a setting of it that is another."""
+    """Return whether a line names the file, its checkpoint, or a setting that differs."""
     path = Path(case.file)
     if path.name in line or (path.parent.name.startswith("round-") and path.parent.name in line):
         return True
@@ -332,7 +332,7 @@ def _names(line: str, case: Case, unharmed: bytes) -> bool:
 
 
 def _other_keys(path: Path, unharmed: bytes) -> set[str]:
-    """All parts of the names of settings that are not what they were."""
+    """Return all parts of the keys of settings that differ."""
     was = flatten(yaml.safe_load(unharmed))
     try:
         now = flatten(yaml.safe_load(path.read_bytes()))
@@ -342,7 +342,7 @@ def _other_keys(path: Path, unharmed: bytes) -> set[str]:
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
-    """Everything below a folder, links as such."""
+    """Return the content of everything below a folder, and the targets of links."""
     return {str(path): _content(path) for path in folder.rglob("*") if path.name not in LOCKS}
 
 
@@ -355,19 +355,19 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 WATCHING = re.compile(r"run/(warnings\.txt|figures/.*|wandb/.*)")
-"""Files that no result is worked out from: who was told that they were changed may find them so at the end."""
+"""Files that do not affect results. They may stay damaged if a warning names them."""
 
 
 def other_ends(run: Path, whole: Path, told_of: str, told: bool) -> list[str]:
-    """What of a run's end is not as if nobody had killed or harmed it.
+    """Return the names of results that differ from those of the run that was not killed.
 
-    An older checkpoint may stay harmed, as long as reading it says so.
+    An older checkpoint may stay damaged, as long as reading it raises an error.
 
     Args:
         run: The run's folder.
-        whole: That of the run to which nothing happened.
-        told_of: The harmed file, if a warning named it.
-        told: Whether anything was warned of: that is in warnings.txt then, beside what else stood there.
+        whole: The folder of the run that was not killed.
+        told_of: The damaged file, if a warning named it.
+        told: Whether there was a warning. It is then in warnings.txt, too.
     """
     found, expected = end(run), end(whole)
     newest = f"checkpoint {max(CheckpointFolder(whole / 'checkpoints').rounds())}"
@@ -378,7 +378,7 @@ def other_ends(run: Path, whole: Path, told_of: str, told: bool) -> list[str]:
 
 
 def end(run: Path) -> dict[str, Any]:
-    """What a run has come to, less what a clock put there."""
+    """Return the results of a run, without times."""
     apart = re.compile(
         r"(metrics\.csv|warnings\.txt|checkpoints/.*|clients/.*|wandb/(?!run\.json$).*|\.lock|\.owner|\.signature)"
     )
@@ -405,12 +405,12 @@ def _checkpoint(checkpoints: CheckpointFolder, round: int) -> Any:
 
 
 def kind_of(file: str) -> str:
-    """A file as the table counts it: without numbers of rounds and clients."""
+    """Return the name of a file without the numbers of rounds and clients, as the table counts it."""
     return re.sub(r"\d{2,}", "N", file.removeprefix("run/"))
 
 
 def show(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> int:
-    """Print the table, and what is wrong; how many are."""
+    """Print the table and the WRONG cases. Return the number of WRONG cases."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for case, verdict in zip(cases, verdicts, strict=True):
         for row in (kind_of(case.file), "in all"):
@@ -426,7 +426,7 @@ def show(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> int:
 
 
 def main() -> int:
-    """Fuzz, and say what came of it."""
+    """Run the fuzzing and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=400, help="random bits to flip")
     parser.add_argument(

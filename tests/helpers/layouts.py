@@ -42,7 +42,7 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def write_idx(folder: Path, prefixes: tuple[str, str], classes: int, n: tuple[int, int], first: int = 0) -> list[Split]:
-    """MNIST's files; `prefixes` name the splits, and labels count from `first`."""
+    """Write MNIST's files; `prefixes` are the names of the splits, and labels count from `first`."""
     folder.mkdir(parents=True)
     splits = [random_split(size, classes, 28, 28, seed=i) for i, size in enumerate(n)]
     for prefix, (x, y) in zip(prefixes, splits, strict=True):
@@ -63,7 +63,7 @@ def write_emnist(root: Path, split: str, n: tuple[int, int] = (188, 94)) -> list
 def write_cifar(
     root: Path, classes: int, monkeypatch: pytest.MonkeyPatch, n: tuple[int, int] = (200, 100)
 ) -> list[Split]:
-    """Write pickled batches, and put their checksums in the place of the published ones."""
+    """Write pickled batches, and replace the published checksums by theirs."""
     source = {10: torchvision.datasets.CIFAR10, 100: torchvision.datasets.CIFAR100}[classes]
     key = {10: "labels", 100: "fine_labels"}[classes]
     folder = root / source.base_folder
@@ -88,7 +88,7 @@ def pickled(path: Path, content: dict[str, Any]) -> str:
 
 
 def write_svhn(root: Path, monkeypatch: pytest.MonkeyPatch, n: tuple[int, int] = (60, 20)) -> list[Split]:
-    """MATLAB files, channels before samples, the digit 0 as class 10."""
+    """Write MATLAB files with channels before samples and the digit 0 as class 10."""
     splits = [random_split(size, 10, 3, 32, 32, seed=i) for i, size in enumerate(n)]
     known = dict(torchvision.datasets.SVHN.split_list)
     for name, (x, y) in zip(("train", "test"), splits, strict=True):
@@ -146,7 +146,7 @@ NEWS = ["peace talks", "cup final", "shares rise", "new planet"]
 
 
 def write_ag_news(root: Path, n: tuple[int, int] = (40, 16)) -> list[Split]:
-    """Quoted csv rows of class from 1, title, description; some with commas, quotes and line breaks inside."""
+    """Write quoted csv rows of class from 1, title, description; some with commas, quotes and line breaks inside."""
     folder = root / "ag_news_csv"
     folder.mkdir()
     splits = []
@@ -160,7 +160,7 @@ def write_ag_news(root: Path, n: tuple[int, int] = (40, 16)) -> list[Split]:
 
 
 def write_imdb_folder(root: Path, n: tuple[int, int] = (20, 10)) -> list[Split]:
-    """`n` is the number of training and test reviews per class. There are unlabelled ones, too."""
+    """Write `n` training and test reviews per class, and an unlabelled one."""
     splits = []
     for name, size in zip(("train", "test"), n, strict=True):
         split = Split([], [])
@@ -246,7 +246,7 @@ def write_femnist(root: Path, writers: int = 6, each: int = 15, classes: int = 1
 
 
 def write_shakespeare(root: Path) -> list[dict[str, LeafUser]]:
-    """LEAF's windows of 80 characters over each role's lines, which begin with 80 spaces."""
+    """Write LEAF's windows of 80 characters over each role's lines, which begin with 80 spaces."""
     users = {}
     for role, line in LINES.items():
         padded = " " * 80 + line

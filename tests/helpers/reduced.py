@@ -1,4 +1,4 @@
-"""Shipped configs at a size that a test can run: a few samples in the dataset's own layout, one round, one step."""
+"""Reduce shipped configs for tests: few samples in the dataset's own layout, one round, one step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -61,17 +61,17 @@ WRITERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 
 
 def read(config: str) -> dict:
-    """A shipped config as it is written."""
+    """Return the content of a shipped config."""
     return yaml.safe_load(Path(config_path(config)).read_text())
 
 
 def name_of(value: str | dict) -> str:
-    """A class in either way of writing it: `MLP`, or `class_path: MLP`."""
+    """Return the name of a class, given as `MLP` or as `class_path: MLP`."""
     return (value["class_path"] if isinstance(value, dict) else value).rpartition(".")[2]
 
 
 def reduced(config: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Write fake files for a shipped config below `root`; the overrides that make the config small enough for them."""
+    """Write fake files for a shipped config below `root`. Return the overrides that reduce the config to them."""
     given = read(config)
     scenario = given["scenario"]
     dataset = name_of(scenario["dataset"])

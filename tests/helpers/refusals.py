@@ -50,9 +50,9 @@ def refusal(given: Dataset | Callable[[], object]) -> str:
 
 
 def _check(given: Dataset | Callable[[], object]) -> None:
-    made = given if isinstance(given, Dataset) else given()
-    if isinstance(made, Dataset):
-        made.checked()
+    dataset = given if isinstance(given, Dataset) else given()
+    if isinstance(dataset, Dataset):
+        dataset.checked()
 
 
 def check_refused_command(words: list[str], messages: list[str]) -> None:

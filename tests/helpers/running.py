@@ -1,4 +1,4 @@
-"""Whether processes are running."""
+"""Check whether processes are running."""
 
 import time
 from pathlib import Path

@@ -19,7 +19,7 @@ DOUBLE = {"accelerator": "cpu", "precision": "64-true"}
 
 
 def tasks(run, round, **options):
-    """A task for each client, after however many rounds have run: some have memory, some have not."""
+    """Return a task for each client. Some clients have a client state, others do not."""
     return [
         Task(round, client, run.server.download(round, client), run.memory.get(client, {}), **options)
         for client in range(run.scenario.clients)
@@ -42,7 +42,7 @@ def assert_close(one, other, tolerance):
 
 
 def assert_equal_rounds(one, other, tolerance):
-    """Results of the same tasks: uploads, memory, losses and scores."""
+    """Compare results of the same tasks: uploads, client state, losses and scores."""
     assert one.keys() == other.keys()
     for client, result in one.items():
         stacked = other[client]
@@ -80,7 +80,7 @@ LOCAL_WORK = {
 
 
 class Augmented(Scenario):
-    """Digits whose training batches are shifted and flipped, by numbers from torch, NumPy and Python."""
+    """Digits with training batches that are shifted and flipped by random numbers of torch, NumPy and Python."""
 
     def build(self, seed):
         data = super().build(seed)
@@ -94,7 +94,7 @@ class Augmented(Scenario):
 
 
 class DrawingHooks(LossTerm):
-    """Draws as the fit and each epoch start."""
+    """A loss term that draws random numbers when the fit and each epoch start."""
 
     def begin(self, module):
         self.noise = torch.rand(()) + random.random()
@@ -107,7 +107,7 @@ class DrawingHooks(LossTerm):
 
 
 class NoisyUpload(FedAvg):
-    """Draws after the fit."""
+    """FedAvg that draws random numbers after the fit."""
 
     def upload(self, module, batches, n_samples, num_classes):
         message = super().upload(module, batches, n_samples, num_classes)
@@ -116,7 +116,7 @@ class NoisyUpload(FedAvg):
 
 
 class Spoilt(LossTerm):
-    """Spoils the clients of some sizes: a loss that is NaN, or an error as the fit or an epoch starts."""
+    """A loss term that fails for clients of some sizes: by a NaN loss, or an error when the fit or an epoch starts."""
 
     def __init__(self, how, sizes):
         super().__init__()

@@ -1,10 +1,10 @@
-"""Ways to carry out a round's tasks that must not change its results."""
+"""Engines that run the tasks of a round in another order."""
 
 from fl_lightning.engines import Engine
 
 
 class Backwards(Engine):
-    """Carries tasks out from the last to the first."""
+    """An engine that runs tasks from the last to the first."""
 
     def run(self, worker, tasks):
         return map(worker.run, reversed(list(tasks)))

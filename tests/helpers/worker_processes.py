@@ -12,7 +12,7 @@ from fl_lightning.engines.shared_fit import ClientTrainerView
 
 
 class Witness(LossTerm):
-    """Reports what it finds where it is run, as its loss."""
+    """A loss term that encodes the settings of its process as the loss."""
 
     def begin(self, module):
         self.common = isinstance(module.trainer, ClientTrainerView)
@@ -24,7 +24,7 @@ class Witness(LossTerm):
 
 
 class Deadly(LossTerm):
-    """Sends a signal to the process that it is in, or to the one that leads the run, so many times in round 2."""
+    """A loss term that sends signals in round 2, to its own process or to the main process."""
 
     def __init__(self, folder, times, samples=None, to="own", signum=signal.SIGKILL):
         super().__init__()
@@ -48,7 +48,7 @@ class Deadly(LossTerm):
 
 
 class Harmless(LossTerm):
-    """What `Deadly` computes."""
+    """A loss term that computes the same as `Deadly` and sends no signals."""
 
     name = "deadly"
 

@@ -37,8 +37,8 @@ def test_participants_are_sampled_uniformly_without_replacement(tmp_path):
 
 def test_schedule_over_rounds_is_the_torch_schedule():
     def scales(scheduler, rounds):
-        made = LRScales(scheduler, rounds)
-        return [made.of(round) for round in range(1, rounds + 1)]
+        scale = LRScales(scheduler, rounds)
+        return [scale.of(round) for round in range(1, rounds + 1)]
 
     assert LRScales(None, 3).of(2) == 1.0
     exponential = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.95)
@@ -81,23 +81,23 @@ def test_received_models_are_scored_on_every_clients_own_test_split(tmp_path):
     assert row["client/acc_mean"] == pytest.approx(np.mean(expected))
 
 
-def test_a_bounded_evaluation_scores_the_same_few_clients_in_every_round(tmp_path):
+def test_max_clients_evaluates_the_same_clients_in_every_round(tmp_path):
     runs = [
         experiment(tmp_path / str(most), rounds=2, evaluation=Evaluation("received", max_clients=most))
         for most in (3, 6, None)
     ]
-    few, *both = [
-        (run.fit(), [client_series(run.run_dir, round) for round in (1, 2)], run.state["model"], run) for run in runs
-    ]
-    assert both[0][1] == both[1][1]
+    for run in runs:
+        run.fit()
+    three, six, unlimited = ([client_series(run.run_dir, round) for round in (1, 2)] for run in runs)
+    assert six == unlimited
+    run = runs[0]
     for round in (0, 1):
-        all_scores = {name: acc for name, acc in both[1][1][round].items() if name.endswith("/acc")}
-        scores = {name: acc for name, acc in few[1][round].items() if name.endswith("/acc")}
+        all_scores, scores = ({k: v for k, v in one[round].items() if k.endswith("/acc")} for one in (six, three))
         assert scores.items() < all_scores.items()
-        assert scores.keys() == {f"client_{client}/acc" for client in few[3].evaluator.scored}
-        assert few[3].csv.rows[round]["client/acc_mean"] == pytest.approx(np.mean(list(scores.values())))
-    assert same_bytes(few[2], both[1][2])
-    assert {name for name in few[3].test() if name.startswith("client_")} == scores.keys()
+        assert scores.keys() == {f"client_{client}/acc" for client in run.evaluator.scored}
+        assert run.csv.rows[round]["client/acc_mean"] == pytest.approx(np.mean(list(scores.values())))
+    assert same_bytes(run.state["model"], runs[2].state["model"])
+    assert {name for name in run.test() if name.startswith("client_")} == scores.keys()
 
 
 def test_trained_models_are_evaluated_on_their_own_clients(tmp_path):

@@ -30,7 +30,7 @@ def test_listed_classes_can_be_imported_from_the_package():
         assert getattr(fl_lightning, cls.__name__) is cls
 
 
-def test_names_are_those_of_the_packages():
+def test_public_names_equal_those_of_the_packages():
     for home in PACKAGES:
         found = {name for name, there in HOMES.items() if there == home}
         assert found - {"RoundFigure"} == set(import_module(f"fl_lightning.{home}").__all__)  # it is not listed
@@ -112,7 +112,7 @@ def test_configs_record_classes_under_stable_paths(tmp_path):
     assert config["model"]["class_path"] == "fl_lightning.models.MLP"
 
 
-# --- What fit gives ---
+# --- The run that `fit` returns ---
 
 
 @pytest.fixture(scope="module")
@@ -166,16 +166,16 @@ def test_fit_and_resume_return_the_whole_run(tmp_path):
 
 def test_without_a_folder_each_run_has_a_new_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = [experiment(None, algorithm, rounds=1) for algorithm in (FedAvg(), FedAvg(), FedProx())]
+    runs = [experiment(None, algorithm, rounds=1) for algorithm in (FedAvg(), FedAvg(), FedProx())]
     assert not list(tmp_path.iterdir())
-    folders = [run.fit().run_dir for run in made[1:]]
-    assert len({run.run_dir for run in made}) == 3
+    folders = [run.fit().run_dir for run in runs[1:]]
+    assert len({run.run_dir for run in runs}) == 3
     assert [len(rows(folder)) for folder in folders] == [1, 1]
     assert [folder.parent.as_posix() for folder in folders] == ["runs/FedAvg", "runs/FedProx"]
     assert {path.parent.name for path in Path("runs").glob("*/*")} == {"FedAvg", "FedProx"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d-[0-9a-f]{6}", folders[0].name)
     with pytest.raises(ConfigError, match=r"run_dir: .*FedAvg.* holds a run already"):
-        made[1].fit()
+        runs[1].fit()
 
 
 def test_a_client_that_does_not_exist_has_no_module(tmp_path):

@@ -1,4 +1,7 @@
-"""The commands of `fl-lightning`, one file each: `parser()` builds its arguments, `main(given, parser)` runs it."""
+"""The commands of `fl-lightning`, one file each.
+
+`main(given, parser)` runs a command. `expand(words)`, where a file has one, completes its command line before.
+"""
 
 COMMANDS = {
     "fit": "Run an experiment, or resume one.",

@@ -26,7 +26,7 @@ from fl_lightning.runs.reader import conditions, open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print the table."""
+    """Print the comparison of groups of runs as a table."""
     runs = comparable_runs(open_runs(given.runs, given.where), given.unfinished)
     words = given.reference and [word if "=" in word else f"algorithm={word}" for word in given.reference]
     found = compare(
@@ -39,16 +39,15 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     )
     csv = given.format == "csv"
     result = pivot_table(found, given.across) if given.across else data_table(found) if csv else group_table(found)
-    print(
-        {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}[given.format]()
-    )
+    writers = {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}
+    print(writers[given.format]())
     if csv:
         print(*result.notes, sep="\n", end="\n" if result.notes else "", file=sys.stderr)
     return 0
 
 
 def group_table(found: Comparison) -> ResultTable:
-    """Return a table for reading, with a row for each group."""
+    """Return a table for people, with a row for each group."""
     heads = shorten_keys(found.columns) or ["group"]
     header = [*heads, "seeds", "last", "best", *([f"to {found.reference}"] if found.reference else []), "bytes"]
     for target in found.targets:
@@ -68,7 +67,7 @@ def group_table(found: Comparison) -> ResultTable:
 
 
 def pivot_table(found: Comparison, across: str) -> ResultTable:
-    """Return the last values: a column for each value of one setting, and a row for each combination of the others."""
+    """Return a table of the last values, with a column for each value of the setting `across`."""
     fits = [key for key in found.columns if key == across or key.endswith(f".{across}")]
     if len(fits) != 1:
         keys = ", ".join(found.columns) or "nothing does"
@@ -92,7 +91,7 @@ def pivot_table(found: Comparison, across: str) -> ResultTable:
 
 
 def data_table(found: Comparison) -> ResultTable:
-    """Return a table for further computation: a row for each group, full keys and unrounded values."""
+    """Return a table for programs, with a row for each group, full keys and unrounded values."""
     rows = []
     for group in found.groups:
         missing = [seed for seed in found.seeds if seed not in group.seeds]
@@ -113,15 +112,15 @@ def data_table(found: Comparison) -> ResultTable:
             row[f"seconds_to_{target:g}"] = reach.seconds and reach.seconds.mean
         if found.reference:
             row["reference"] = group.reference
-            told = group.difference._asdict() if group.difference else dict.fromkeys(Difference._fields)
-            row |= {name if name in ("pairs", "p", "p_holm") else f"difference_{name}": told[name] for name in told}
+            values = group.difference._asdict() if group.difference else dict.fromkeys(Difference._fields)
+            row |= {name if name in ("pairs", "p", "p_holm") else f"difference_{name}": values[name] for name in values}
         rows.append(row)
     cells = [["" if value is None else str(value) for value in row.values()] for row in rows]
     return ResultTable(list(rows[0]), cells, notes=found.remarks)
 
 
 def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
-    """Return mean and standard deviation as two columns."""
+    """Return the mean and the standard deviation as two columns."""
     return {f"{name}_mean": spread and spread.mean, f"{name}_std": spread and spread.std}
 
 
@@ -137,11 +136,8 @@ def format_spread(spread: Spread | None) -> str:
     """Format mean ± standard deviation."""
     if spread is None:
         return "-"
-    return (
-        format_number(spread.mean)
-        if spread.std is None
-        else f"{format_number(spread.mean)} ± {format_number(spread.std)}"
-    )
+    mean = format_number(spread.mean)
+    return mean if spread.std is None else f"{mean} ± {format_number(spread.std)}"
 
 
 def format_seeds(group: Group, found: Comparison) -> str:
@@ -153,17 +149,17 @@ def format_seeds(group: Group, found: Comparison) -> str:
 
 
 def format_difference(group: Group) -> str:
-    """Format the differences to the reference: mean ± standard deviation, stars, and the pairs if seeds are missing."""
+    """Format the difference to the reference: mean ± standard deviation, stars, and the pairs if seeds are missing."""
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std
-    told = f"{mean:+.4f}" if std is None else f"{mean:+.4f} ± {format_number(std)}"
+    values = f"{mean:+.4f}" if std is None else f"{mean:+.4f} ± {format_number(std)}"
     pairs = f"({group.difference.pairs} of {len(group.seeds)})" if group.difference.pairs < len(group.seeds) else ""
-    return " ".join(filter(None, [told, group.difference.stars, pairs]))
+    return " ".join(filter(None, [values, group.difference.stars, pairs]))
 
 
 def format_reach(reach: Reach) -> list[str]:
-    """Format the round, bytes and seconds in which a target was reached, and the number of runs if not all did."""
+    """Format the round, bytes and seconds at which a target was reached, and the number of runs if not all did."""
     if not reach.of:
         return ["-"] * 3
     if reach.rounds is None:
@@ -177,12 +173,13 @@ def format_cell(group: Group | None, found: Comparison) -> str:
     """Format a group's last values and stars, and its number of seeds if some are missing."""
     if group is None:
         return "missing"
-    few = f"({format_seeds(group, found)})" if format_seeds(group, found) != str(len(found.seeds)) else ""
-    return " ".join(filter(None, [format_spread(group.last), group.difference.stars if group.difference else "", few]))
+    seeds, stars = format_seeds(group, found), group.difference.stars if group.difference else ""
+    seeds = "" if seeds == str(len(found.seeds)) else f"({seeds})"
+    return " ".join(filter(None, [format_spread(group.last), stars, seeds]))
 
 
 def best_rows(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
-    """Return the rows with the best mean."""
+    """Return the indices of the rows with the best mean."""
     means = [spread.mean for spread in figures if spread and spread.mean == spread.mean]
     if not means:
         return []
@@ -197,7 +194,7 @@ def shorten_keys(keys: list[str]) -> list[str]:
 
 
 def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
-    """Return the notes below a table: what the values are, and remarks on the groups."""
+    """Return the notes below a table, which explain its values."""
     lines = [f"{found.metric} {when}: mean ± standard deviation over seeds (n - 1)."]
     if len(found.seeds) > 1 and any(len(group.seeds) < len(found.seeds) for group in found.groups):
         lines.append(f"seeds: {', '.join(map(str, found.seeds))}; some groups lack some.")

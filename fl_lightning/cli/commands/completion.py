@@ -25,13 +25,13 @@ KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition"
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print the script that makes a shell ask `fl-lightning` for completions."""
+    """Print the script that enables completion in a shell."""
     print(argcomplete().shellcode(["fl-lightning"], shell=given.shell))
     return 0
 
 
 def argcomplete() -> ModuleType:
-    """Import argcomplete, which talks to the shell.
+    """Import the package argcomplete.
 
     Raises:
         ConfigError: It is not installed.
@@ -44,7 +44,7 @@ def argcomplete() -> ModuleType:
 
 
 def answer() -> None:
-    """Answer a shell that asks for completions, and end the process. argcomplete's variables hold the line."""
+    """Print the completions of the line in argcomplete's environment variables, and end the process."""
     argcomplete().autocomplete(completion_parser(words_so_far()), always_complete_options="long")
 
 
@@ -57,25 +57,25 @@ def words_so_far() -> list[str]:
 
 
 def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Build a parser of all commands; for the command being typed, with the options of the chosen classes."""
-    whole = argparse.ArgumentParser(prog="fl-lightning")
-    whole.add_argument("-V", "--version", action="store_true", help="Print the version.")
-    commands = whole.add_subparsers(dest="command")
+    """Build a parser of all commands. The command being typed also has the options of the chosen classes."""
+    parser = argparse.ArgumentParser(prog="fl-lightning")
+    parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
+    commands = parser.add_subparsers(dest="command")
     for name, line in COMMANDS.items():
-        made = help.parser(name)
+        subparser = help.command_parser(name)
         if name in words[:1]:
             for key, option in options_of_classes(name, words):
                 text = option["help"].replace("%", "%%")
-                made.add_argument(f"--{key}", choices=option.get("choices"), help=text)
-        for action in made._actions:
+                subparser.add_argument(f"--{key}", choices=option.get("choices"), help=text)
+        for action in subparser._actions:
             if not action.choices:
                 action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
-        commands.add_parser(name, parents=[made], conflict_handler="resolve", help=line)
-    return whole
+        commands.add_parser(name, parents=[subparser], conflict_handler="resolve", help=line)
+    return parser
 
 
 def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the options of the classes that a command line or its configs name."""
+    """Yield the options of the classes that a command line or its configs choose."""
     names = chosen_classes(words)
     for key in set(KEYS) & options_of(command).keys():
         kind, name = kind_of(key), names.get(key)
@@ -84,7 +84,7 @@ def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str
 
 
 def chosen_classes(words: Sequence[str]) -> dict[str, str]:
-    """Return the classes that a command line names, by key."""
+    """Return the classes that a command line or its configs choose, by key."""
     found: dict[str, Any] = {}
     for _, config in values(words, "config"):
         try:
@@ -96,7 +96,7 @@ def chosen_classes(words: Sequence[str]) -> dict[str, str]:
 
 
 def completer(command: str, key: str) -> Callable[..., list[str]]:
-    """Return the function that argcomplete asks for the values of a key."""
+    """Return the function with which argcomplete completes the values of a key."""
     from argcomplete.completers import FilesCompleter
 
     def complete(prefix: str, **about: Any) -> list[str]:
@@ -107,7 +107,7 @@ def completer(command: str, key: str) -> Callable[..., list[str]]:
 
 
 def values_of(command: str, key: str) -> list[str]:
-    """Return the values that a key of a command can take; an empty list if any file or text is accepted."""
+    """Return the values that a key of a command can take; an empty list if it accepts any file or text."""
     if key == "config" or (command, key) == ("reproduce", "table"):
         return list(descriptions("configs" if key == "config" else "papers"))
     if (command, key) == ("list", "kind"):

@@ -1,4 +1,4 @@
-"""`fl-lightning export`: a run's model as a file that other programs open."""
+"""`fl-lightning export`: write a run's model to a file that other programs can open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fl_lightning.runs.reader import read_config
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Write the file, and print its inputs and outputs."""
+    """Write the model to a file, and print the shapes of its inputs and outputs."""
     if not given.out:
         raise ConfigError(f"-o: which file? Its ending says the format: {', '.join(FORMATS)}")
     path = Path(given.out)

@@ -31,7 +31,7 @@ from fl_lightning.runs.trust import allow_local_modules, run_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Fill in the paths of configs, the settings of a baseline and the config of a resumed run."""
+    """Complete a command line: paths of configs, settings of a baseline, the config of a resumed run."""
     words = with_engine_class(expand_baseline(correct_case(with_config_paths(words))))
     allow_local_modules([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
@@ -81,7 +81,7 @@ def with_engine_class(words: Sequence[str]) -> list[str]:
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
-    """Return the command line with the resumed run's own config, unless another is given.
+    """Add the config of the resumed run to a command line, unless another config is given.
 
     Raises:
         ConfigError: The run has no config, or another user made it and it names its own code.
@@ -95,19 +95,19 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
-    """Return the names of a run and of its group."""
+    """Return the name of a run and the name of its group."""
     setting = setting_of(config)
     return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
 
 
 def setting_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that runs of one group share: without the seed and keys that change no result."""
+    """Return the settings that the runs of a group share: all except the seed and keys that change no result."""
     apart = MAY_CHANGE - {"rounds"} | {"seed"}
     return {key: value for key, value in flatten(config).items() if key not in apart and not is_below(key, apart)}
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the config files alone describe, with the defaults of classes from the command line.
+    """Return the settings of the config files alone. A class from the command line counts with its defaults.
 
     If the files are no complete config, all settings count as described by them.
     """
@@ -130,12 +130,12 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 
 
 def config_name(configs: Sequence[Any] | None) -> str:
-    """Return the name of the last config file, after which a run is named."""
+    """Return the name of the last config file without its ending. Runs are named after it."""
     return Path(str(configs[-1])).stem if configs else "run"
 
 
 def dry_run_report(run: FederatedOrchestrator, seconds: float) -> str:
-    """Return what a dry run without errors prints."""
+    """Return the text that a dry run prints if it found no error."""
     what = f"{type(run.algorithm).__name__} on {type(run.scenario.dataset).__name__}"
     callbacks = ", ".join(type(callback).__name__ for callback in run.callbacks)
     clients = f"{run.clients_per_round} of {len(run.data.shards)} clients"

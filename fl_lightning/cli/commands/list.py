@@ -1,4 +1,4 @@
-"""`fl-lightning list`: the names that a config can use."""
+"""`fl-lightning list`: list the names that a config can use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_lightning.core.spelling import suggest
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print a line for each name."""
+    """Print each name of a kind, or of all kinds, with its description."""
     if given.kind not in (None, *KINDS):
         raise ConfigError(f"list: kind {given.kind!r} not found. {suggest(None, KINDS)}")
     for kind in [given.kind] if given.kind else KINDS:

@@ -1,4 +1,4 @@
-"""`fl-lightning report`: many runs as one HTML page."""
+"""`fl-lightning report`: write runs as one HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fl_lightning.runs.reader import open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Write the report."""
+    """Write the report, and print the runs that were left out."""
     if not given.out:
         raise ConfigError("-o: the name is empty. Name a file, such as report.html")
     runs = open_runs(given.runs, given.where)

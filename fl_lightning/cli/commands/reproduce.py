@@ -22,16 +22,16 @@ from fl_lightning.runs.folder import lock_run_dir
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run the missing runs of a table, and print it with the paper's numbers. Return 1 if a run failed."""
+    """Run the missing runs of a table, and print their results beside the paper's. Return 1 if a run failed."""
     check_positive("--", workers=given.workers, threads=given.threads)
     table = read_table(given.table).part(given.rows or (), given.columns or (), given.seeds or ())
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
     jobs = table_jobs(table, out, given.scale, overrides)
-    wanted = list(dict.fromkeys(jobs.values()))
+    runs = list(dict.fromkeys(jobs.values()))
     if not given.show:
         check_jobs(jobs)
-    known = map(earlier_result, wanted) if given.show else run_missing(wanted, out, given.workers, given.threads)
-    failures = {ended.job.folder: ended.reason for ended in known if ended and ended.code}
+    results = map(earlier_result, runs) if given.show else run_missing(runs, out, given.workers, given.threads)
+    failures = {ended.job.folder: ended.reason for ended in results if ended and ended.code}
     reproduction = Reproduction(table, jobs, failures)
     if given.format == "table":
         console = Console(width=None if sys.stdout.isatty() else 1000)  # do not wrap lines in a file
@@ -63,10 +63,10 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
             raise ConfigError(f"{row} / {column}: {error}") from error
 
 
-def run_missing(wanted: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
+def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
     """Run the unfinished runs, report each on stderr as it ends, and yield its result."""
-    missing = [job for job in wanted if not is_finished(job.folder)]
-    _report(f"{len(missing)} of {len(wanted)} runs are missing; they lie in {out}")
+    missing = [job for job in jobs if not is_finished(job.folder)]
+    _report(f"{len(missing)} of {len(jobs)} runs are missing; they lie in {out}")
     with lock_run_dir(out):
         for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
             how = f"failed: {ended.reason}" if ended.code else "done"

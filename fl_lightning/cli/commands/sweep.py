@@ -35,9 +35,9 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     folder = Path(given.out or Path("runs") / "sweeps" / sweep.name)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-    def show(result: TrialResult, most: int) -> None:
+    def show(result: TrialResult, count: int) -> None:
         settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
-        print(f"trial {result.number + 1} of {most}, {settings}: {result.describe()}", flush=True)
+        print(f"trial {result.number + 1} of {count}, {settings}: {result.describe()}", flush=True)
 
     if not (folder / TRIALS).exists():
         check_metric(sweep)

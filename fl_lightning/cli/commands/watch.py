@@ -56,7 +56,7 @@ def find_run(path: Path) -> Path:
 
 
 def last_write_time(folder: Path) -> float:
-    """Return the time at which a run's metrics, or before its first round its config, were last written."""
+    """Return the time of the last change to a run's metrics or config."""
     return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
 
 
@@ -72,7 +72,7 @@ def follow(monitor: RunMonitor, console: Console, every: float) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Context that ends on SIGINT and SIGTERM, and leaves the terminal as it was."""
+    """Context that SIGINT and SIGTERM leave without an error."""
     both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: background processes of a shell ignore it
     before = [signal.signal(one, signal.default_int_handler) for one in both]
     try:
@@ -86,7 +86,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def read_keys() -> Iterator[Callable[[float], str]]:
-    """Provide a function that waits for a key for some seconds and returns it. Without a keyboard it only waits."""
+    """Provide a function that waits some seconds for a key and returns it. Without a keyboard it only waits."""
     keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def pressed(seconds: float) -> str:
