@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import suggest
 from fl_lightning.core.task import Score
 from fl_lightning.engines import Result
-from fl_lightning.evaluation.evaluation import client_summary, own_series, personal_means, train_metrics
+from fl_lightning.evaluation.evaluation import client_summary, logged_metrics, own_series, personal_means, train_metrics
 from fl_lightning.evaluation.summary import COLUMN, is_lower_better
 
 if TYPE_CHECKING:
@@ -142,19 +142,17 @@ def round_metrics(run: FederatedRun) -> list[str]:
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
 
 
-def refuse_taken_names(run: FederatedRun, logged: Collection[str]) -> None:
-    """Refuse metrics of client callbacks with names that the run uses already.
-
-    Args:
-        run: The run.
-        logged: Names of the metrics that client callbacks have logged.
+def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> Row:
+    """Return the metrics that client callbacks logged in a round.
 
     Raises:
-        ConfigError: There is one; the message names the first.
+        ConfigError: One has the name of a metric of the run; the message names the first.
     """
-    if taken := set(logged) & set(round_metrics(run) if logged else ()):
+    logged = logged_metrics(results)
+    if taken := logged.keys() & set(round_metrics(run) if logged else ()):
         name = min(taken).partition("/")[2]
         raise ConfigError(f"client_callbacks: one logs {name!r}, which is a metric of the run. Rename it.")
+    return logged
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:

@@ -46,16 +46,20 @@ def new_run_dir(name: str) -> Path:
 
 
 @contextmanager
-def lock_run_dir(folder: Path) -> Iterator[None]:
+def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
     """Lock a folder, so that only one process writes to it. It is created if it does not exist.
 
     The operating system releases the lock when the process ends, also if it is killed.
+
+    Yields:
+        The folders that were created: the folder and its parents, or none.
 
     Raises:
         ConfigError: Another process holds the lock (the message names its id and its machine), or the folder cannot be
             written to.
     """
     lock = FileLock(folder / LOCK)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_special_files(folder)
@@ -72,7 +76,7 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
     try:
         write_atomically(folder / OWNER, f"process {os.getpid()} on {socket.gethostname()}")
         remove_partial_files(folder)
-        yield
+        yield created
     finally:
         lock.release()
 
@@ -159,24 +163,15 @@ def refuse_lost_checkpoints(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds a run ({there[0]}), but no checkpoint to resume from. {fix}")
 
 
-def missing_folders(folder: Path) -> list[Path]:
-    """Return those of a folder and its parents that do not exist."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
-
-
 @contextmanager
-def remove_on_failure(made: Sequence[Path]) -> Iterator[None]:
-    """Remove a run folder if its start fails.
-
-    Args:
-        made: The result of `missing_folders`: the run folder, and its parents, which are removed if they are empty.
-    """
+def remove_on_failure(created: Sequence[Path]) -> Iterator[None]:
+    """Context in which a failure removes the run folder that `lock_run_dir` created, and its new parents if empty."""
     try:
         yield
     except BaseException:
-        for folder in made[:1]:
+        for folder in created[:1]:
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # another run is in it by now
-            for folder in made[1:]:
+            for folder in created[1:]:
                 folder.rmdir()
         raise

@@ -152,7 +152,8 @@ def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width):
     """Ctrl-C prints `^C` there; after a full line it would wrap, and a bar would remain."""
     screen = io.StringIO()
     progress = RoundProgress(Console(file=screen, force_terminal=True, color_system=None, width=width))
-    run = SimpleNamespace(round=7, rounds=2000, engine=SimpleNamespace(note=""))
+    data = SimpleNamespace(data=SimpleNamespace(schema=None))
+    run = SimpleNamespace(round=7, rounds=2000, data=data, engine=SimpleNamespace(note=""))
     progress.on_fit_start(run)
     progress.on_round_start(run, range(12))
     progress.on_client_end(run, None)

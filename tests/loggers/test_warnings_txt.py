@@ -9,10 +9,10 @@ from commands import contents
 from experiments import experiment
 from fl_lightning.callbacks import RoundCallback
 
-from fl_lightning import orchestrator
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers import collection as loggers
 from fl_lightning.loggers.collection import WarningsTxt
+from fl_lightning.runs import record
 from fl_lightning.runs.folder import refuse_existing_run
 
 
@@ -120,7 +120,7 @@ def test_refused_run_records_no_warnings_in_another_run(tmp_path, shown, monkeyp
         warnings.warn("looked at the data", stacklevel=2)
         refuse_existing_run(folder)
 
-    monkeypatch.setattr(orchestrator, "refuse_existing_run", refuse)
+    monkeypatch.setattr(record, "refuse_existing_run", refuse)
     with pytest.raises(ConfigError, match="holds a run already"):
         refused.fit()
     assert shown == ["looked at the data"]

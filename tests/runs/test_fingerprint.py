@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -256,7 +257,7 @@ def test_digest_covers_names_and_values_in_any_order():
 def test_changed_warnings_file_is_warned_of(tmp_path):
     class Warns(fl_lightning.callbacks.RoundCallback):
         def on_round_start(self, run, participants):
-            fl_lightning.orchestrator.warnings.warn(f"in {run.round + 1}", stacklevel=2)
+            warnings.warn(f"in {run.round + 1}", stacklevel=2)
 
     experiment(tmp_path, rounds=2, callbacks=[Warns()]).fit()
     edit(tmp_path / "warnings.txt", "round 1: in 1", "round 1: im 1")
