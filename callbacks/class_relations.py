@@ -1,4 +1,4 @@
-"""Callback that compares class relations in outputs and classification layer (FedDW, Fig. 8)."""
+"""Callback that compares the class relations of a model's outputs and of its last layer (FedDW, Fig. 8)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ClassRelations(RoundFigure):
-    """Draw the SL matrix of the shared model and the row softmax of its CR matrix (FedDW, Fig. 8).
+    """Draw the soft-label (SL) matrix and the class-relation (CR) matrix of the shared model (FedDW, Fig. 8).
 
-    SL is computed on the global test set for every method, so that runs can be compared. Logs
-    `class_relations/distance`, the mean square of Eq. 11.
+    SL is computed on the global test set for every method, so that runs can be compared. CR is shown after a softmax
+    over rows. Logs `class_relations/distance`, the mean square of Eq. 11.
 
     Args:
         every: Rounds between measurements. By default only the last round.
@@ -38,7 +38,7 @@ class ClassRelations(RoundFigure):
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a model without these matrices."""
+        """Check that there is a shared model that ends with a row of weights per class."""
         super().check(run)
         if not run.algorithm.one_model:
             method = type(run.algorithm).__name__

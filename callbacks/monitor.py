@@ -53,7 +53,7 @@ class Monitor(RoundCallback):
         self._warned = False
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a metric that no round will have, and warn if `mode` is opposite to its direction."""
+        """Check that some rounds have the metric, and warn if `mode` is opposite to its direction."""
         names = round_metrics(run)
         default = next((one for one in (*ACCURACIES, *LOSSES) if one in names), None)
         if self.monitor is None:
@@ -88,14 +88,12 @@ class Monitor(RoundCallback):
 
     def _report_missing(self, name: str, metrics: Row) -> None:
         if not self._known:
-            there = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
-            fix = f"Available: {there}. A callback that adds a metric in some rounds only must name it in `metrics`."
+            names = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
+            fix = f"Available: {names}. A callback that adds a metric in some rounds only must name it in `metrics`."
             raise ConfigError(f"{self._key('monitor')}: metric {name!r} not found. {fix}")
         if not self._warned:
-            message = (
-                f"{self._key('monitor')}: round {metrics['round']} has no {name!r}. Only rounds that have it count."
-            )
-            warnings.warn(message, stacklevel=2)
+            message = f"{self._key('monitor')}: round {metrics['round']} has no {name!r}."
+            warnings.warn(f"{message} Only rounds that have it count.", stacklevel=2)
         self._warned = True
 
     def _key(self, option: str) -> str:
@@ -103,7 +101,7 @@ class Monitor(RoundCallback):
 
 
 def metric_mode(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
-    """Return whether a higher or lower value of a metric is better; None if its name does not tell.
+    """Return whether a higher or lower value of a metric is better; None if its name does not say.
 
     Args:
         name: The metric.
@@ -117,7 +115,7 @@ def metric_mode(name: str, known: Sequence[str]) -> Literal["max", "min"] | None
 
 
 def round_metrics(run: FederatedRun) -> list[str]:
-    """Return the names of the metrics that rounds may have; `<id>` in a name stands for any whole number.
+    """Return the names of all metrics that a round may have; `<id>` in a name stands for any whole number.
 
     Args:
         run: The run, with data and worker built.

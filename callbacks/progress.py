@@ -1,4 +1,4 @@
-"""Callback that shows the progress of a run on the screen."""
+"""Callback that shows the progress of a run on the screen, and messages about its end."""
 
 from __future__ import annotations
 

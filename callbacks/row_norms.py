@@ -1,4 +1,4 @@
-"""Callback that compares row norms with class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
+"""Callback that compares the last layer's row norms with class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RowNorms(RoundFigure):
         self._trained: dict[int, np.ndarray] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a model without a row of weights per class."""
+        """Check that the model ends with a row of weights per class."""
         super().check(run)
         try:
             rows = len(class_layer(run.worker.template.backbone.state_dict()))

@@ -164,11 +164,11 @@ class FederatedOrchestrator:
         """
         if self._is_dry_run:
             raise ConfigError("fast: this orchestrator has made a dry run. Build a new one for the real run.")
-        with ExitStack() as held:
+        with ExitStack() as contexts:
             if fast:
-                self._set_run_dir(held.enter_context(dry_run.temporary_run_dir(resume)))
+                self._set_run_dir(contexts.enter_context(dry_run.temporary_run_dir(resume)))
                 self._is_dry_run, config = True, None
-            held.enter_context(self.record.opened(resume))
+            contexts.enter_context(self.record.open(resume))
             if resume:
                 self.load(config=config)
             else:
@@ -178,7 +178,7 @@ class FederatedOrchestrator:
             if fast:
                 self._reduce_to_dry_run()
             self._begin(config, name, group)
-            with self.record.closed_at_end(self._release), limited_garbage_collection(), self._signals:
+            with self.record.close_at_end(self._release), limited_garbage_collection(), self._signals:
                 self._notify("on_fit_start")
                 self._run_rounds()
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
@@ -264,8 +264,8 @@ class FederatedOrchestrator:
         """
         if not 0 <= client < self.clients:
             raise ConfigError(f"client: client {client} not found. Clients are 0 to {self.clients - 1}.")
-        held = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
-        return self.worker.modules.personalize(Task(self.round, client, held, self.memory.get(client, {}))).train()
+        download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
+        return self.worker.modules.personalize(Task(self.round, client, download, self.memory.get(client, {}))).train()
 
     def test(self) -> Row:
         """Evaluate the global model, and each client's `client_module` on its own test split."""

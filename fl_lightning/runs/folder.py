@@ -34,7 +34,7 @@ RUN_FILES = (
     "figures",
     "final",
 )
-"""Files and folders that show that a run has begun in a folder."""
+"""Files and folders that exist in a folder once a run has begun there."""
 
 WRITTEN_NAMES = (*RUN_FILES, "checkpoints", "wandb", "csv_logs", "tensorboard", "mlflow", LOCK, OWNER, SIGNATURE)
 """All names that a run writes in its folder."""
@@ -94,7 +94,7 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def lock_owner(folder: Path) -> str:
-    """Return who holds a folder's lock: `process <id> on <machine>`, or `another process` if that is unknown."""
+    """Return the owner of a folder's lock: `process <id> on <machine>`, or `another process` if unknown."""
     for _ in range(10):  # the process that has just locked it may not have written its id yet
         with suppress(OSError, UnicodeDecodeError):
             if not _has_ended(owner := (folder / OWNER).read_text()):
@@ -104,13 +104,13 @@ def lock_owner(folder: Path) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether the owner is a process of this machine that has ended."""
-    found = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", owner)
-    if not found:
+    """Whether the owner is a process of this machine that has ended, or cannot be read."""
+    match = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", owner)
+    if not match:
         return True
     try:
-        if found[2] == socket.gethostname():
-            os.kill(int(found[1]), 0)
+        if match[2] == socket.gethostname():
+            os.kill(int(match[1]), 0)
     except ProcessLookupError:
         return True
     except PermissionError:  # it runs, as another user
@@ -122,7 +122,7 @@ def refuse_special_files(folder: Path) -> None:
     """Refuse a run folder with links, pipes or devices among the files that a run reads or writes.
 
     Raises:
-        ConfigError: There is one; the message names it.
+        ConfigError: The folder holds one; the message names it.
     """
     places = [folder, *(folder / name for name in WRITTEN_NAMES if name != "wandb")]  # W&B makes links of its own
     for place in filter(Path.is_dir, places):
@@ -144,12 +144,12 @@ def refuse_existing_run(folder: Path) -> None:
     """Refuse a folder for a new run if it already holds a run or part of one.
 
     Raises:
-        ConfigError: It does; the message names the first file found.
+        ConfigError: It holds a file of a run; the message names the first one.
     """
-    begun = [*map(folder.joinpath, RUN_FILES), *sorted((folder / "checkpoints").glob("round-*[1-9]*"))]
-    if there := [path for path in begun if os.path.lexists(path)]:
+    paths = [*map(folder.joinpath, RUN_FILES), *sorted((folder / "checkpoints").glob("round-*[1-9]*"))]
+    if existing := [path for path in paths if os.path.lexists(path)]:
         fix = "Resume it, or choose another folder."
-        raise ConfigError(f"run_dir: {folder} holds a run already, or part of one ({there[0].name}). {fix}")
+        raise ConfigError(f"run_dir: {folder} holds a run already, or part of one ({existing[0].name}). {fix}")
 
 
 def refuse_lost_checkpoints(folder: Path) -> None:
@@ -158,9 +158,9 @@ def refuse_lost_checkpoints(folder: Path) -> None:
     Raises:
         CheckpointError: The folder holds files of a run.
     """
-    if there := [name for name in RUN_FILES if os.path.lexists(folder / name)]:
+    if existing := [name for name in RUN_FILES if os.path.lexists(folder / name)]:
         fix = "Put checkpoints/ back, or start the run again in another folder."
-        raise CheckpointError(f"{folder} holds a run ({there[0]}), but no checkpoint to resume from. {fix}")
+        raise CheckpointError(f"{folder} holds a run ({existing[0]}), but no checkpoint to resume from. {fix}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Writes a run folder and calls the loggers, in an order that survives a kill at any point."""
+"""Write a run folder and call the loggers, in an order that survives a kill at any point."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RecordedRun(Protocol):
     round: int
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return the content of a checkpoint: numbers, strings, and tensors that are not modified any more."""
+        """Return the content of a checkpoint: numbers, strings, and tensors that are never modified."""
 
 
 class Record:
@@ -62,7 +62,7 @@ class Record:
         run_dir: The run folder.
         client_store: Where client state is kept: in `memory`, or only on `disk`.
         logger: The run's loggers.
-        log_clients: Whether to log every client's metrics; None for: if there are at most 1,000 clients.
+        log_clients: Whether to log every client's metrics. None means: if there are at most 1,000 clients.
 
     Attributes:
         first_round: The last finished round when the run began or was resumed.
@@ -90,31 +90,32 @@ class Record:
         self.first_round = 0
         self._settings: dict[str, Any] = {}
         self._restored_from: Fingerprint | None = None
-        self._open = ExitStack()
+        self._contexts = ExitStack()
         self._created_folders: list[Path] | None = None  # by the lock; None before the folder is locked
 
     # --- Start or resume ---
 
     @contextmanager
-    def opened(self, resume: bool) -> Iterator[None]:
-        """Context of a run: record its warnings, and release the folder's lock at the end.
+    def open(self, resume: bool) -> Iterator[None]:
+        """Context of a run: record its warnings, and unlock its folder at the end.
 
         Args:
             resume: Lock the folder at once. For a new run, `begin` locks it after all checks.
 
         Raises:
-            ConfigError: Another process uses the folder, or a new run would begin in the folder of another.
+            ConfigError: Another process uses the folder, or it holds a run already and `resume` is false.
         """
         self._created_folders = None
-        with self.warned, ExitStack() as self._open:
+        with self.warned, ExitStack() as self._contexts:
             if resume:
                 self._lock()
             else:
                 refuse_existing_run(self.run_dir)
             yield
 
-    def _lock(self) -> None:
-        self._created_folders = self._open.enter_context(lock_run_dir(self.run_dir))
+    def _lock(self) -> list[Path]:
+        self._created_folders = self._contexts.enter_context(lock_run_dir(self.run_dir))
+        return self._created_folders
 
     def set_data(self, data: FederatedData, device: torch.device) -> None:
         """Set the data and the device of the run."""
@@ -169,10 +170,11 @@ class Record:
             ConfigError: The folder is in use or cannot be written to, or a logger fails.
             CheckpointError: The checkpoint cannot be written, or rounds are missing in the metrics.
         """
-        if self._created_folders is None:
-            self._lock()
+        created = self._created_folders
+        if created is None:
+            created = self._lock()
             refuse_existing_run(self.run_dir)
-        with remove_on_failure(self._created_folders or ()):
+        with remove_on_failure(created):
             self._begin(config, labels)
 
     def _begin(self, config: dict[str, Any] | None, labels: Labels) -> None:
@@ -259,11 +261,11 @@ class Record:
             self.writer.wait()
 
     @contextmanager
-    def closed_at_end(self, release: Callable[[], None]) -> Iterator[None]:
-        """Context of the rounds. However they end, the last finished one has a checkpoint and the loggers are closed.
+    def close_at_end(self, release: Callable[[], None]) -> Iterator[None]:
+        """Context of the rounds. Its end closes the loggers, and an error first writes a missing checkpoint.
 
         Args:
-            release: Called once the checkpoint is on disk, before the loggers are closed.
+            release: Called when the checkpoint is on disk, before the loggers are closed.
         """
         status = "failed"
         try:
@@ -278,7 +280,7 @@ class Record:
             self.logger.finalize(status)
 
     def finish(self, targets: Sequence[float], model: Tensors | None) -> Figures:
-        """Write the final results, once everything else is on disk, and call the loggers.
+        """Write the summary and the global model when everything else is on disk, and call the loggers.
 
         Args:
             targets: The target accuracies of R_acc.
