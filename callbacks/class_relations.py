@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
@@ -43,13 +44,11 @@ class ClassRelations(RoundFigure):
         if not run.algorithm.one_model:
             method = type(run.algorithm).__name__
             raise ConfigError(f"callbacks: ClassRelations: {method} has no shared model. Leave it out.")
-        try:
-            rows = len(classification_layer(run.worker.template.backbone).weight)
-        except ConfigError:
-            rows = 0
-        if rows != run.data.data.num_classes:
-            reason = "the model does not end with a linear layer with one row of weights per class"
-            raise ConfigError(f"callbacks: ClassRelations: {reason}. Leave it out.")
+        with suppress(ConfigError):
+            if len(classification_layer(run.worker.template.backbone).weight) == run.data.data.num_classes:
+                return
+        reason = "the model does not end with a linear layer with one row of weights per class"
+        raise ConfigError(f"callbacks: ClassRelations: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Return the name of the distance."""

@@ -183,9 +183,8 @@ def may_add_metrics(run: FederatedRun) -> bool:
         or bool(run.worker.client_callbacks)
         or any(is_own(type(term)) and not term.active for term in terms)  # it may become active in a later round
         or any(
-            _defines(callback, "on_round_metrics", "numbers")
+            _defines(callback, "on_round_metrics", "numbers") and not _defines(callback, "metrics")
             for callback in run.callbacks
-            if not _defines(callback, "metrics")
         )
     )
 

@@ -65,15 +65,8 @@ class RoundProgress(RoundCallback):
         """Advance the bar of the rounds. After the first round, print the engine's note."""
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
-        note = "  ".join(
-            f"{label} {metrics[name]:.4f}"
-            for label, name in (
-                ("global acc", "global/acc"),
-                ("client acc", "client/acc_mean"),
-                ("loss", "client/train_loss"),
-            )
-            if name in metrics
-        )
+        labels = {"global/acc": "global acc", "client/acc_mean": "client acc", "client/train_loss": "loss"}
+        note = "  ".join(f"{label} {metrics[name]:.4f}" for name, label in labels.items() if name in metrics)
         if self._bars:
             self._bars.update(self._rounds, completed=run.round, note=note)
         else:

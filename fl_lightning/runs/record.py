@@ -134,14 +134,14 @@ class Record:
         """
         refuse_special_files(self.run_dir)
         checkpoints = self.checkpoints
-        saved = checkpoints.read(round) if round else checkpoints.read_newest(warnings.warn, self._check_rows)
+        saved = checkpoints.read(round) if round else checkpoints.read_newest(warnings.warn, self._check_metrics)
         if saved is None:
             refuse_lost_checkpoints(self.run_dir)
         else:
             saved.fingerprint.check_config(config)
         return saved
 
-    def _check_rows(self, saved: Checkpoint) -> None:
+    def _check_metrics(self, saved: Checkpoint) -> None:
         self.csv.check(saved.round, saved.fingerprint.rows)
 
     def restore(self, saved: Checkpoint) -> None:
@@ -182,7 +182,10 @@ class Record:
         if self.log_clients is None:
             self.log_clients = has_few_clients(len(self._data.shards))
         self._settings = settings(config) if config else self._settings
-        self._warn_of_changes(round)
+        if before := self._restored_from:
+            before.warn_of_environment(environment(self._device))
+            before.warn_of_edits(self.run_dir / "config.yaml", self._settings)
+            self.warned.check(round, before.rows[self.warned.path.name])
         self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round)
         try:
             self._write_beginning(round, config)
@@ -191,12 +194,6 @@ class Record:
             if isinstance(error, OSError):
                 raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
             raise
-
-    def _warn_of_changes(self, round: int) -> None:
-        if before := self._restored_from:
-            before.warn_of_environment(environment(self._device))
-            before.warn_of_edits(self.run_dir / "config.yaml", self._settings)
-            self.warned.check(round, before.rows[self.warned.path.name])
 
     def _write_beginning(self, round: int, config: dict[str, Any] | None) -> None:
         before = self._restored_from
