@@ -10,9 +10,7 @@ from fl_lightning.callbacks.confusion_matrix import ConfusionMatrix
 from fl_lightning.callbacks.divergence import UnitDivergence
 from fl_lightning.callbacks.drift import ClientDrift
 from fl_lightning.callbacks.early_stopping import EarlyStopping
-from fl_lightning.callbacks.figures import (
-    RoundFigure as RoundFigure,
-)  # not in `__all__`, which `list` shows: a base class
+from fl_lightning.callbacks.figures import RoundFigure as RoundFigure  # a base class, which `list` does not show
 from fl_lightning.callbacks.knowledge_map import KnowledgeMap
 from fl_lightning.callbacks.progress import RoundProgress
 from fl_lightning.callbacks.row_norms import RowNorms

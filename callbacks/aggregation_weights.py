@@ -25,7 +25,7 @@ class AggregationWeights(RoundFigure):
         every: Rounds between measurements. By default every round.
 
     Raises:
-        ConfigError: The aggregator computes no weights, as the mean by samples.
+        ConfigError: The aggregator computes no weights, like the mean by samples.
     """
 
     name = "aggregation_weights"
@@ -34,7 +34,7 @@ class AggregationWeights(RoundFigure):
         super().__init__(every)
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse an aggregator without weights of its own."""
+        """Check that the aggregator computes weights."""
         super().check(run)
         self._require_weights(run)
 
@@ -54,7 +54,7 @@ class AggregationWeights(RoundFigure):
         require(run, "weights", f"callbacks: AggregationWeights: {owner} computes no weights. Leave it out.")
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return each client's weight."""
+        """Return each client's weight, summed over classes."""
         totals = arrays["weights"].reshape(len(arrays["clients"]), -1).sum(axis=1)
         return {f"client_{client}/weight": float(w) for client, w in zip(arrays["clients"], totals, strict=True)}
 

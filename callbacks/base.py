@@ -81,7 +81,7 @@ def is_own(kind: type) -> bool:
 
 
 def require(run: FederatedRun, section: str, refusal: str) -> None:
-    """Check that the aggregator writes a section of the state. A user's own aggregator is checked in round 1.
+    """Check that the aggregator writes a section of the shared state. A user's own one is checked in round 1.
 
     Args:
         run: The run.

@@ -1,8 +1,9 @@
-"""Callback that compares class relations in outputs and classification layer (FedDW, Fig. 8)."""
+"""Callback that compares the class relations of a model's outputs and of its last layer (FedDW, Fig. 8)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class ClassRelations(RoundFigure):
-    """Draw the SL matrix of the shared model and the row softmax of its CR matrix (FedDW, Fig. 8).
+    """Draw the soft-label (SL) matrix and the class-relation (CR) matrix of the shared model (FedDW, Fig. 8).
 
-    SL is computed on the global test set for every method, so that runs can be compared. Logs
-    `class_relations/distance`, the mean square of Eq. 11.
+    SL is computed on the global test set for every method, so that runs can be compared. CR is shown after a softmax
+    over rows. Logs `class_relations/distance`, the mean square of Eq. 11.
 
     Args:
         every: Rounds between measurements. By default only the last round.
@@ -38,18 +39,16 @@ class ClassRelations(RoundFigure):
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a model without these matrices."""
+        """Check that there is a shared model that ends with a row of weights per class."""
         super().check(run)
         if not run.algorithm.one_model:
             method = type(run.algorithm).__name__
             raise ConfigError(f"callbacks: ClassRelations: {method} has no shared model. Leave it out.")
-        try:
-            rows = len(classification_layer(run.worker.template.backbone).weight)
-        except ConfigError:
-            rows = 0
-        if rows != run.data.data.num_classes:
-            reason = "the model does not end with a linear layer with one row of weights per class"
-            raise ConfigError(f"callbacks: ClassRelations: {reason}. Leave it out.")
+        with suppress(ConfigError):
+            if len(classification_layer(run.worker.template.backbone).weight) == run.data.data.num_classes:
+                return
+        reason = "the model does not end with a linear layer with one row of weights per class"
+        raise ConfigError(f"callbacks: ClassRelations: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Return the name of the distance."""

@@ -1,4 +1,4 @@
-"""Callback that records the norms that CFL splits clusters by, as a help to set its thresholds."""
+"""Callback that records the norms by which CFL splits clusters, to help choose its thresholds."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ClusterNorms(RoundCallback):
     """
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a method without such clusters."""
+        """Check that the method splits clusters by norms."""
         owner = type(run.algorithm).__name__
         require(run, "norms", f"callbacks: ClusterNorms: {owner} has no clusters. Leave it out, or use CFL.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the number of clusters and the norms."""
+        """Return the names of the cluster count and of the norms."""
         return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:

@@ -41,7 +41,7 @@ class ConfusionMatrix(RoundFigure):
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse data without classes or without test samples."""
+        """Check that the data have classes and test samples."""
         super().check(run)
         if not self._tests_globally(run) and not any(
             len(run.data.shards[client].test) for client in run.evaluator.scored
@@ -69,7 +69,7 @@ class ConfusionMatrix(RoundFigure):
 
     @staticmethod
     def _tests_globally(run: FederatedRun) -> bool:
-        """Whether there is a global model, and the global test set has the classes that it knows."""
+        """Whether there is a global model, and its classes are those of the global test set."""
         return run.algorithm.one_model and run.data.data.evaluate is None
 
     def draw(self, arrays: Arrays) -> Figure:

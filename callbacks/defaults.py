@@ -1,4 +1,4 @@
-"""Default callbacks, checks of the two kinds of callbacks, and their state in checkpoints."""
+"""Default callbacks, checks of the callbacks of a run and of clients, and the callbacks' state in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fl_lightning.engines.client_callbacks import refused
 
 
 def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
-    """Add the default callbacks whose class is missing, and sort all.
+    """Return the callbacks of a run with the default ones that are missing, in the order of their calls.
 
     Callbacks that watch metrics come after those that may add metrics. Checkpointing comes last, since it saves the
     states of the others.
@@ -46,19 +46,18 @@ def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[obj
         client_callbacks: Lightning callbacks of each client's fit.
 
     Raises:
-        ConfigError: There is one; the message names it and its key.
+        ConfigError: One is misplaced; the message names it and its key.
     """
     kinds = {"callbacks": (callbacks, RoundCallback), "client_callbacks": (client_callbacks, Callback)}
     for key, (given, kind) in kinds.items():
         for one in given:
             if not isinstance(one, kind):
-                raise ConfigError(
-                    f"{key}: {describe_misplaced(type(one)) or f'{type(one).__name__} is not a callback'}"
-                )
+                reason = describe_misplaced(type(one)) or f"{type(one).__name__} is not a callback"
+                raise ConfigError(f"{key}: {reason}")
 
 
 def describe_misplaced(kind: type) -> str | None:
-    """Return the message for a class under the wrong one of `callbacks` and `client_callbacks`; None if it fits."""
+    """Return the error message for a callback class that is listed under the wrong key; None for other classes."""
     if issubclass(kind, RoundCallback):
         return f"{kind.__name__} watches the run, not a client's fit. List it under callbacks."
     if issubclass(kind, Callback):
@@ -68,7 +67,7 @@ def describe_misplaced(kind: type) -> str | None:
 
 
 def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:
-    """Return the callbacks by class name, with numbers from the second of a class on."""
+    """Return the callbacks by class name; the second one of a class is `<name>-2`."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
@@ -83,8 +82,8 @@ def states(callbacks: Sequence[RoundCallback]) -> dict[str, dict[str, Any]]:
     return {name: copy.deepcopy(callback.state_dict()) for name, callback in by_name(callbacks).items()}
 
 
-def restore(callbacks: Sequence[RoundCallback], kept: Mapping[str, dict[str, Any]]) -> None:
-    """Restore the result of `states`. Callbacks without a saved state are left as they are."""
+def restore(callbacks: Sequence[RoundCallback], saved: Mapping[str, dict[str, Any]]) -> None:
+    """Restore the callbacks' states. Callbacks without a saved state stay as they are."""
     for name, callback in by_name(callbacks).items():
-        if name in kept:
-            callback.load_state_dict(kept[name])
+        if name in saved:
+            callback.load_state_dict(saved[name])

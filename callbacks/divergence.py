@@ -55,7 +55,7 @@ class UnitDivergence(RoundFigure):
         self._seen: dict[int, Tensor] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse pairs of clients that do not exist."""
+        """Check that the clients of all pairs exist."""
         super().check(run)
         clients = run.clients
         for pair in self.pairs:
@@ -96,8 +96,8 @@ class UnitDivergence(RoundFigure):
         gaps, place = arrays["divergence"], {int(client): i for i, client in enumerate(arrays["clients"])}
         pairs = len(gaps) * (len(gaps) - 1)
         row = {"divergence/mean": float(gaps.sum() / pairs) if pairs else 0.0}
-        there = [(i, j) for i, j in self.pairs if i in place and j in place]
-        return row | {f"divergence/{i}-{j}": float(gaps[place[i], place[j]]) for i, j in there}
+        present = [(i, j) for i, j in self.pairs if i in place and j in place]
+        return row | {f"divergence/{i}-{j}": float(gaps[place[i], place[j]]) for i, j in present}
 
     def draw(self, arrays: Arrays) -> Figure:
         """Draw a heat map, and the divergence by round."""

@@ -47,7 +47,7 @@ class ClientDrift(RoundFigure):
         self._before: Tensors | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a method that aggregates no models."""
+        """Check that the method aggregates models."""
         super().check(run)
         if not run.state["model"]:
             method = type(run.algorithm).__name__

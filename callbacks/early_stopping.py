@@ -45,7 +45,7 @@ class EarlyStopping(Monitor):
         self.waited = 0
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a metric that no round will have."""
+        """Check that some rounds have the metric."""
         super().check(run)
         if self.monitor is None and not {*ACCURACIES, *LOSSES}.intersection(round_metrics(run)):
             fix = "Name another metric as monitor, or hold out test data (scenario.local_test)."
@@ -64,7 +64,7 @@ class EarlyStopping(Monitor):
 
     @property
     def stops(self) -> bool:
-        """Whether patience has run out."""
+        """Whether the metric has not improved for `patience` evaluations."""
         return self.waited >= self.patience
 
     @property

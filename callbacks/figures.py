@@ -75,8 +75,8 @@ class RoundFigure(RoundCallback):
             raise ConfigError(f"{owner}: it needs classes, but {run.data.objective.no_classes}. Leave it out.")
         before = [one for one in run.callbacks[: run.callbacks.index(self)] if isinstance(one, RoundFigure)]
         for other in before:
-            if twice := {*self.metrics(run)}.intersection(other.metrics(run)):
-                raise ConfigError(f"{owner}: another callback logs {min(twice)} too. List it once.")
+            if shared := {*self.metrics(run)}.intersection(other.metrics(run)):
+                raise ConfigError(f"{owner}: another callback logs {min(shared)} too. List it once.")
         folder = run.run_dir / "figures"
         for place in (folder, folder / self._place(run)):
             if place.is_symlink() or (place.exists() and not place.is_dir()):
@@ -153,7 +153,7 @@ class RoundFigure(RoundCallback):
             path = folder / name
             if not path.exists():
                 warnings.warn(f"{path} not found. It is not drawn again.", stacklevel=2)
-            elif not _is_sound(path, digest):
+            elif not _is_unchanged(path, digest):
                 warnings.warn(f"{path} was changed. It is not drawn again.", stacklevel=2)
 
 
@@ -169,7 +169,7 @@ def trained_model(run: FederatedRun, result: Result) -> Tensors:
     return run.starting_module(result.client).backbone.state_dict() | known
 
 
-def _is_sound(path: Path, digest: str) -> bool:
+def _is_unchanged(path: Path, digest: str) -> bool:
     try:
         return path.is_file() and not path.is_symlink() and checksum(path.read_bytes()) == digest
     except OSError:

@@ -1,4 +1,4 @@
-"""Callback that draws a t-SNE map of samples and structural knowledge (FedSKC, Fig. 4)."""
+"""Callback that draws a t-SNE map of test samples and of a client's class means (FedSKC, Fig. 4)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_LABELS = 120
 
 
 class KnowledgeMap(RoundFigure):
-    """Draw a t-SNE map of test logits of a client's trained model and its knowledge (FedSKC, Fig. 4).
+    """Draw a t-SNE map of a client's logits on test samples and of its structural knowledge (FedSKC, Fig. 4).
 
     Works with any method: the knowledge is computed from the model and the client's own data.
 
@@ -63,11 +63,11 @@ class KnowledgeMap(RoundFigure):
         self._chosen: tuple[int, Tensors] | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a client that does not exist."""
+        """Check that the client exists."""
         super().check(run)
         if not 0 <= self.client < run.clients:
-            there = f"Clients are 0 to {run.clients - 1}"
-            raise ConfigError(f"callbacks: KnowledgeMap.client: no client {self.client}. {there}")
+            fix = f"Clients are 0 to {run.clients - 1}"
+            raise ConfigError(f"callbacks: KnowledgeMap.client: no client {self.client}. {fix}")
 
     def observe(self, run: FederatedRun, result: Result) -> None:
         """Store the trained model of the client, or of the first participant."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import suggest
 from fl_lightning.core.task import Score
 from fl_lightning.engines import Result
-from fl_lightning.evaluation.evaluation import client_summary, own_series, personal_means, train_metrics
+from fl_lightning.evaluation.evaluation import client_summary, logged_metrics, own_series, personal_means, train_metrics
 from fl_lightning.evaluation.summary import COLUMN, is_lower_better
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Monitor(RoundCallback):
         self._warned = False
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a metric that no round will have, and warn if `mode` is opposite to its direction."""
+        """Check that some rounds have the metric, and warn if `mode` is opposite to its direction."""
         names = round_metrics(run)
         default = next((one for one in (*ACCURACIES, *LOSSES) if one in names), None)
         if self.monitor is None:
@@ -88,14 +88,12 @@ class Monitor(RoundCallback):
 
     def _report_missing(self, name: str, metrics: Row) -> None:
         if not self._known:
-            there = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
-            fix = f"Available: {there}. A callback that adds a metric in some rounds only must name it in `metrics`."
+            names = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
+            fix = f"Available: {names}. A callback that adds a metric in some rounds only must name it in `metrics`."
             raise ConfigError(f"{self._key('monitor')}: metric {name!r} not found. {fix}")
         if not self._warned:
-            message = (
-                f"{self._key('monitor')}: round {metrics['round']} has no {name!r}. Only rounds that have it count."
-            )
-            warnings.warn(message, stacklevel=2)
+            message = f"{self._key('monitor')}: round {metrics['round']} has no {name!r}."
+            warnings.warn(f"{message} Only rounds that have it count.", stacklevel=2)
         self._warned = True
 
     def _key(self, option: str) -> str:
@@ -103,7 +101,7 @@ class Monitor(RoundCallback):
 
 
 def metric_mode(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
-    """Return whether a higher or lower value of a metric is better; None if its name does not tell.
+    """Return whether a higher or lower value of a metric is better; None if its name does not say.
 
     Args:
         name: The metric.
@@ -117,7 +115,7 @@ def metric_mode(name: str, known: Sequence[str]) -> Literal["max", "min"] | None
 
 
 def round_metrics(run: FederatedRun) -> list[str]:
-    """Return the names of the metrics that rounds may have; `<id>` in a name stands for any whole number.
+    """Return the names of all metrics that a round may have; `<id>` in a name stands for any whole number.
 
     Args:
         run: The run, with data and worker built.
@@ -142,19 +140,17 @@ def round_metrics(run: FederatedRun) -> list[str]:
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
 
 
-def refuse_taken_names(run: FederatedRun, logged: Collection[str]) -> None:
-    """Refuse metrics of client callbacks with names that the run uses already.
-
-    Args:
-        run: The run.
-        logged: Names of the metrics that client callbacks have logged.
+def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> Row:
+    """Return the metrics that client callbacks logged in a round.
 
     Raises:
-        ConfigError: There is one; the message names the first.
+        ConfigError: One has the name of a metric of the run; the message names the first.
     """
-    if taken := set(logged) & set(round_metrics(run) if logged else ()):
+    logged = logged_metrics(results)
+    if taken := logged.keys() & set(round_metrics(run) if logged else ()):
         name = min(taken).partition("/")[2]
         raise ConfigError(f"client_callbacks: one logs {name!r}, which is a metric of the run. Rename it.")
+    return logged
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:
@@ -187,9 +183,8 @@ def may_add_metrics(run: FederatedRun) -> bool:
         or bool(run.worker.client_callbacks)
         or any(is_own(type(term)) and not term.active for term in terms)  # it may become active in a later round
         or any(
-            _defines(callback, "on_round_metrics", "numbers")
+            _defines(callback, "on_round_metrics", "numbers") and not _defines(callback, "metrics")
             for callback in run.callbacks
-            if not _defines(callback, "metrics")
         )
     )
 

@@ -28,9 +28,8 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
     """
     clients, classes = counts.shape
     if clients > MAX_COLUMNS:
-        write_png(
-            heat_maps({f"mean samples of {clients:,} clients": group_clients(counts)}, "class", "clients, sorted"), path
-        )
+        title = f"mean samples of {clients:,} clients"
+        write_png(heat_maps({title: group_clients(counts)}, "class", "clients, sorted"), path)
         return
     figure = Figure(figsize=(min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Callback that shows the progress of a run on the screen."""
+"""Callback that shows the progress of a run on the screen, and messages about its end."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ class RoundProgress(RoundCallback):
         self._first_round = 0
 
     def on_fit_start(self, run: FederatedRun) -> None:
-        """Start the progress bars."""
+        """Print the columns of a table, and start the progress bars."""
         self._started, self._first_round = time.monotonic(), run.round
+        if schema := run.data.data.schema:
+            self.console.print(schema.summary(), soft_wrap=True, highlight=False, markup=False)
         if not self.console.is_terminal:
             return
         self._bars = Bars(
@@ -63,15 +65,8 @@ class RoundProgress(RoundCallback):
         """Advance the bar of the rounds. After the first round, print the engine's note."""
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
-        note = "  ".join(
-            f"{label} {metrics[name]:.4f}"
-            for label, name in (
-                ("global acc", "global/acc"),
-                ("client acc", "client/acc_mean"),
-                ("loss", "client/train_loss"),
-            )
-            if name in metrics
-        )
+        labels = {"global/acc": "global acc", "client/acc_mean": "client acc", "client/train_loss": "loss"}
+        note = "  ".join(f"{label} {metrics[name]:.4f}" for name, label in labels.items() if name in metrics)
         if self._bars:
             self._bars.update(self._rounds, completed=run.round, note=note)
         else:
@@ -96,3 +91,24 @@ class Bars(Progress):
         """Return the bars, the notes and the empty line."""
         notes = [Text(task.fields["note"]) for task in self.tasks if task.fields["note"]]
         return self.make_tasks_table(self.tasks), *notes, ""
+
+
+def describe_progress(run: FederatedRun, resumable: bool) -> str:
+    """Return how far an interrupted run came, and how to resume it."""
+    rest = f"resume it with: fl-lightning fit --resume {run.run_dir}" if resumable else "nothing is kept"
+    return f"after round {run.round} of {run.rounds}; {rest}"
+
+
+def describe_end(run: FederatedRun, first_round: int) -> str:
+    """Return why a run is over: all rounds are done, or a callback stopped it.
+
+    Args:
+        run: The run.
+        first_round: The last finished round when `fit` was called. If it still is, there was nothing to do.
+    """
+    callback = next((each for each in run.callbacks if each.stops), None)
+    reason = f"all {run.rounds} rounds are done"
+    if run.round < run.rounds and callback:
+        name, why = type(callback).__name__, callback.stop_reason
+        reason = f"stopped after round {run.round} of {run.rounds} by {name}{why and f': {why}'}"
+    return f"nothing to do: {reason}" if run.round == first_round else reason

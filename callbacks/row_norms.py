@@ -1,8 +1,9 @@
-"""Callback that compares row norms with class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
+"""Callback that compares the last layer's row norms with class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,15 +47,13 @@ class RowNorms(RoundFigure):
         self._trained: dict[int, np.ndarray] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a model without a row of weights per class."""
+        """Check that the model ends with a row of weights per class."""
         super().check(run)
-        try:
-            rows = len(class_layer(run.worker.template.backbone.state_dict()))
-        except ConfigError:
-            rows = 0
-        if rows != run.data.data.num_classes:
-            reason = "the model's head does not end with one row of weights per class"
-            raise ConfigError(f"callbacks: RowNorms: {reason}. Leave it out.")
+        with suppress(ConfigError):
+            if len(class_layer(run.worker.template.backbone.state_dict())) == run.data.data.num_classes:
+                return
+        reason = "the model's head does not end with one row of weights per class"
+        raise ConfigError(f"callbacks: RowNorms: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Return the names of gap and correlation."""

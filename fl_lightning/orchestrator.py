@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from signal import Signals
 from typing import Any, Literal
 
 from lightning.pytorch.cli import LRSchedulerCallable
@@ -20,30 +18,31 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.server import Server
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
-from fl_lightning.callbacks.monitor import refuse_taken_names
+from fl_lightning.callbacks.monitor import logged_by_clients
+from fl_lightning.callbacks.progress import describe_end, describe_progress
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
-from fl_lightning.core.errors import ConfigError, Interrupted, TooFewClients, check_number, check_positive
-from fl_lightning.core.interrupt import DeferredSignals
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
 from fl_lightning.data import Scenario
-from fl_lightning.data.truncation import truncate_dataset
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.evaluator import Evaluator
 from fl_lightning.engines.trainer import limited_garbage_collection
-from fl_lightning.evaluation.evaluation import Evaluation, logged_metrics, train_metrics
+from fl_lightning.evaluation.evaluation import Evaluation, train_metrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
 from fl_lightning.models import ModelFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
-from fl_lightning.runs.folder import lock_run_dir, missing_folders, new_run_dir, refuse_existing_run, remove_on_failure
+from fl_lightning.runs.folder import new_run_dir
+from fl_lightning.runs.participation import has_upload, participants_per_round, require_uploads
 from fl_lightning.runs.reader import Figures, Run
 from fl_lightning.runs.record import Keep, Record
+from fl_lightning.runs.signals import RunSignals
 
 
 class FederatedOrchestrator:
@@ -74,8 +73,7 @@ class FederatedOrchestrator:
             run folder.
         log_clients: Log the metrics of every client to `clients.csv` and the loggers. By default, only if there are at
             most 1,000 clients.
-        callbacks: Round callbacks. `RoundProgress`, `CommunicationMeter` and `Checkpointing` are added if they are
-            missing.
+        callbacks: Round callbacks. `RoundProgress`, `CommunicationMeter` and `Checkpointing` are added if missing.
         run_dir: The run folder, created when the run begins. By default `runs/<algorithm>/<time>-<id>`, or
             `runs/<config>/<time>-<id>` from the command line.
 
@@ -114,38 +112,28 @@ class FederatedOrchestrator:
     ) -> None:
         check_positive(rounds=rounds, min_clients=min_clients)
         check_number("seed", seed, "[0, inf)")
-        self.scenario, self.algorithm, self.rounds = scenario, algorithm, rounds
-        self.seed, self._asked_per_round = seed, clients_per_round
-        self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
-        self.evaluation, self.training = evaluation, training
+        refuse_misplaced(callbacks or [], training.client_callbacks or [])
+        self.scenario, self.algorithm, self.rounds, self.seed = scenario, algorithm, rounds, seed
+        self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
+        self._model, self._wanted_per_round, self.round_lr_scheduler = model, clients_per_round, round_lr_scheduler
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         if scenario.clients is not None:  # otherwise the number comes from the data
-            self._count(scenario.clients)
+            self._set_clients(scenario.clients)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
-        refuse_misplaced(callbacks or [], training.client_callbacks or [])
         self.callbacks = with_defaults(callbacks or [])
         self.round = 0
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
-        self._model = model
-        self._signals = DeferredSignals()
-        self._dry_run_done = False
-        self._begun_at = 0
+        self._signals = RunSignals(lambda: describe_progress(self, resumable=not self._is_dry_run))
+        self._is_dry_run = False
 
     def _set_run_dir(self, run_dir: Path) -> None:
-        self.record = Record(run_dir, self._client_store, self.logger, self._log_clients, lambda: self.round + 1)
+        self.record = Record(self, run_dir, self._client_store, self.logger, self._log_clients)
         self.run_dir, self.checkpoints = run_dir, self.record.checkpoints
         self.csv, self.memory = self.record.csv, self.record.memory
 
-    def _count(self, clients: int) -> None:
-        """Set the number of clients and the number of clients per round, and check both."""
-        per_round = clients if self._asked_per_round is None else self._asked_per_round
-        if not 1 <= per_round <= clients:
-            raise ConfigError(f"clients_per_round: {per_round} is not between 1 and scenario.clients, {clients}")
-        if self.min_clients > per_round:
-            raise ConfigError(f"min_clients: {self.min_clients} is above the {per_round} clients of a round")
-        self.clients, self.clients_per_round = clients, per_round
-
-    # --- The loop ---
+    def _set_clients(self, clients: int) -> None:
+        self.clients = clients
+        self.clients_per_round = participants_per_round(self._wanted_per_round, clients, self.min_clients)
 
     def fit(
         self,
@@ -162,8 +150,8 @@ class FederatedOrchestrator:
             config: The resolved config. It is written to `config.yaml`, passed to the loggers and compared on resume.
             name: Name of the run in the loggers.
             group: Name of the group in the loggers; runs that differ only in the seed share it.
-            fast: Make a dry run: two rounds of two clients with two batches each and part of the test data, and a
-                resume in between. It uses a temporary folder and no logger. Build a new orchestrator for the real run.
+            fast: Make a dry run in a temporary folder, without loggers: two rounds of two clients with two batches
+                each, and a resume in between. Build a new orchestrator for the real run.
 
         Returns:
             The run, with its `summary`, `history` and `run_dir`.
@@ -175,55 +163,76 @@ class FederatedOrchestrator:
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM arrived. A checkpoint of the last finished round is on disk.
         """
-        with ExitStack() as held:
-            if self._dry_run_done:
-                raise ConfigError("fast: this orchestrator has made a dry run. Build a new one for the real run.")
+        if self._is_dry_run:
+            raise ConfigError("fast: this orchestrator has made a dry run. Build a new one for the real run.")
+        with ExitStack() as contexts:
             if fast:
-                self._set_run_dir(held.enter_context(dry_run.temporary_run_dir(resume)))
-                self._dry_run_done, config = True, None
-            held.enter_context(self.record.warned)
+                self._set_run_dir(contexts.enter_context(dry_run.temporary_run_dir(resume)))
+                self._is_dry_run, config = True, None
+            contexts.enter_context(self.record.open(resume))
             if resume:
-                held.enter_context(lock_run_dir(self.run_dir))
                 self.load(config=config)
             else:
-                refuse_existing_run(self.run_dir)
                 self._build()
             self._notify("check")
             self.logger.check(self.run_dir)
             if fast:
-                self._make_dry_run()
-            made = missing_folders(self.run_dir)
-            if not resume:
-                held.enter_context(lock_run_dir(self.run_dir))
-                refuse_existing_run(self.run_dir)
-            self._begun_at = self.round
-            with remove_on_failure(made):
-                self._begin(config, name, group)
-            with self._running():
-                if not self.algorithm.server and not self.round:  # peers start from each other's untrained models
-                    everybody = self.evaluator.without_training(0, range(self.clients), repeat(Message()), upload=True)
-                    self.server.aggregate(0, everybody)
-                while not self.is_over:
-                    metrics = self.engine.in_one_fit(self.worker, partial(self._run_round, self.round + 1))
-                    self._notify("on_round_metrics", metrics)
-                    self.record.log(metrics)
-                    self._notify("on_round_end", metrics)
-                    self.logger.end_round(self.csv.rows, self.evaluation.target_accuracies)
-                    if fast and not self.is_over:
-                        self._save_and_restore()
+                self._reduce_to_dry_run()
+            self._begin(config, name, group)
+            with self.record.close_at_end(self._release), limited_garbage_collection(), self._signals:
+                self._notify("on_fit_start")
+                self._run_rounds()
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
 
-    def _make_dry_run(self) -> None:
-        """Reduce an experiment, once it is built and checked, to a dry run."""
-        self.rounds, self.clients_per_round = dry_run.ROUNDS, min(dry_run.CLIENTS, self.clients_per_round)
-        self.min_clients, self.on_client_failure = 1, "raise"
-        self.logger.mute()
-        scored = min(self.evaluation.max_clients or dry_run.CLIENTS, dry_run.CLIENTS)
-        self.evaluation = replace(self.evaluation, max_clients=scored)
-        self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
-        samples = dry_run.train_samples(self.worker.batch_size, self.algorithm.validation)
-        data, trainer = truncate_dataset(self.data, samples), dry_run.shorten_fit(self.worker.trainer)
-        self._set_up(replace(self.worker, data=data, trainer=trainer))
+    def _run_rounds(self) -> None:
+        """Run the rounds until the last one is done or a callback stops the run."""
+        if not self.algorithm.server and not self.round:  # peers start from each other's untrained models
+            everybody = self.evaluator.without_training(0, range(self.clients), repeat(Message()), upload=True)
+            self.server.aggregate(0, everybody)
+        while not self.is_over:
+            metrics = self.engine.in_one_fit(self.worker, partial(self._run_round, self.round + 1))
+            self._notify("on_round_metrics", metrics)
+            self.record.log(metrics)
+            self._notify("on_round_end", metrics)
+            self.logger.end_round(self.csv.rows, self.evaluation.target_accuracies)
+            if self._is_dry_run and not self.is_over:  # resume, as a killed run would
+                self.record.ensure_checkpoint()
+                self._restore(self.checkpoints.read(self.round))
+
+    def _run_round(self, round: int) -> Row:
+        started = time.monotonic()
+        participants = self.server.participants(round)
+        self._notify("on_round_start", participants)
+        results: list[Result] = []
+        self.server.aggregate(round, self._fit_clients(round, participants, results))
+        self.round = round
+        fitted = time.monotonic()
+        metrics = {"round": round, **train_metrics(results), **self.evaluator.after_round(round, results)}
+        metrics |= logged_by_clients(self, results)
+        if self.on_client_failure == "drop":
+            metrics["client/failed"] = len(participants) - len(results)
+        return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
+
+    def _fit_clients(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
+        """Train the participants and yield their results by ascending client id.
+
+        `results` collects the successful ones without upload and client state.
+        """
+        downloads = zip(participants, self.server.downloads(round, participants), strict=True)
+        scores = self.evaluator.scores_wanted(round)
+        tasks = (self.server.task(round, client, download, **scores) for client, download in downloads)
+        for result in in_client_order(self.engine.run(self.worker, tasks), participants):
+            self._signals.check()
+            self.record.writer.check()
+            self._notify("on_client_end", result)
+            if has_upload(result, self.on_client_failure):
+                results.append(replace(result, upload=None, memory={}))
+                yield result
+        require_uploads(round, len(results), len(participants), self.min_clients)
+
+    def _notify(self, moment: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, moment)(self, *args)
 
     @property
     def state(self) -> State:
@@ -238,62 +247,30 @@ class FederatedOrchestrator:
     @property
     def ending(self) -> str:
         """Message that says why the run is over: all rounds are done, or which callback stopped it and why."""
-        callback = next((each for each in self.callbacks if each.stops), None)
-        reason = f"all {self.rounds} rounds are done"
-        if self.round < self.rounds and callback:
-            name, why = type(callback).__name__, callback.stop_reason
-            reason = f"stopped after round {self.round} of {self.rounds} by {name}{why and f': {why}'}"
-        return f"nothing to do: {reason}" if self.round == self._begun_at else reason
-
-    def _run_round(self, round: int) -> Row:
-        started = time.monotonic()
-        participants = self.server.participants(round)
-        self._notify("on_round_start", participants)
-        results: list[Result] = []
-        self.server.aggregate(round, self._fit_clients(round, participants, results))
-        self.round = round
-        fitted = time.monotonic()
-        metrics = {"round": round, **train_metrics(results), **self.evaluator.after_round(round, results)}
-        metrics |= (logged := logged_metrics(results))
-        refuse_taken_names(self, logged)
-        if self.on_client_failure == "drop":
-            metrics["client/failed"] = len(participants) - len(results)
-        return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
-
-    def _fit_clients(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
-        """Train the participants and yield their results by ascending client id.
-
-        `results` collects the successful ones without upload and client state.
-        """
-        downloads = zip(participants, self.server.downloads(round, participants), strict=True)
-        scores = self.evaluator.scores_wanted(round)
-        tasks = (self.server.task(round, client, download, **scores) for client, download in downloads)
-        for result in in_client_order(self.engine.run(self.worker, tasks), participants):
-            if self._signals.received:
-                raise self._interrupted(self._signals.received)
-            self.record.writer.check()
-            self._notify("on_client_end", result)
-            if not result.failure:
-                results.append(replace(result, upload=None, memory={}))
-                yield result
-            elif self.on_client_failure == "drop":
-                warnings.warn(f"{result.failure}; dropped from this round", stacklevel=2)
-            else:
-                raise result.failure
-        if len(results) < self.min_clients:
-            left = f"{len(results)} of {len(participants)} clients were left"
-            raise TooFewClients(f"round {round}: {left}, min_clients is {self.min_clients}")
+        return describe_end(self, self.record.first_round)
 
     def starting_module(self, client: int) -> ClientModule:
         """Return a client's module, on the CPU, as it starts the current round."""
         round = self.round + 1
         return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
 
-    def _notify(self, moment: str, *args: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, moment)(self, *args)
+    def client_module(self, client: int) -> ClientModule:
+        """Return a client's module as the last round left it, in train mode.
 
-    # --- Start, stop and resume ---
+        With a server it has the weights that the server would send next, otherwise those that the client trained last.
+        Use it in a `Trainer.fit` of your own, or call `eval()` before you predict.
+
+        Raises:
+            ConfigError: No client has this id.
+        """
+        if not 0 <= client < self.clients:
+            raise ConfigError(f"client: client {client} not found. Clients are 0 to {self.clients - 1}.")
+        download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
+        return self.worker.modules.personalize(Task(self.round, client, download, self.memory.get(client, {}))).train()
+
+    def test(self) -> Row:
+        """Evaluate the global model, and each client's `client_module` on its own test split."""
+        return self.evaluator.test(self.round)
 
     def load(self, round: int | None = None, config: dict[str, Any] | None = None) -> None:
         """Build the experiment and restore a checkpoint; without one, start at round 0.
@@ -317,29 +294,6 @@ class FederatedOrchestrator:
         self.engine.load_state_dict(saved.state["engine"])
         restore(self.callbacks, saved.state["callbacks"])
 
-    def _save_and_restore(self) -> None:
-        """Write a checkpoint and resume from it, as a killed run would."""
-        self.record.ensure_checkpoint(self.round, self._checkpoint_state)
-        self._restore(self.checkpoints.read(self.round))
-
-    def test(self) -> Row:
-        """Evaluate the global model, and each client's `client_module` on its own test split."""
-        return self.evaluator.test(self.round)
-
-    def client_module(self, client: int) -> ClientModule:
-        """Return a client's module as the last round left it, in train mode.
-
-        With a server it has the weights that the server would send next, otherwise those that the client trained last.
-        Use it in a `Trainer.fit` of your own, or call `eval()` before you predict.
-
-        Raises:
-            ConfigError: No client has this id.
-        """
-        if not 0 <= client < len(self.data.shards):
-            raise ConfigError(f"client: client {client} not found. Clients are 0 to {len(self.data.shards) - 1}.")
-        held = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
-        return self.worker.modules.personalize(Task(self.round, client, held, self.memory.get(client, {}))).train()
-
     def save_checkpoint(self, keep: Keep | None = None) -> None:
         """Write a checkpoint of the last finished round in the background. Call it between rounds.
 
@@ -349,15 +303,15 @@ class FederatedOrchestrator:
         Raises:
             CheckpointError: The previous checkpoint could not be written.
         """
-        self.record.checkpoint(self.round, self._checkpoint_state(), keep)
+        self.record.checkpoint(keep)
 
-    def _checkpoint_state(self) -> dict[str, Any]:
-        """Return the content of a checkpoint."""
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the content of a checkpoint: the shared state, and the states of the callbacks and of the engine."""
         return {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
 
     def _build(self) -> None:
         data = self.scenario.build(self.seed)
-        self._count(len(data.shards))
+        self._set_clients(len(data.shards))
         options: dict[str, Any] = {**vars(self.training), "client_callbacks": self.training.client_callbacks or []}
         options |= {"metrics": self.evaluation.metrics, "positive_class": self.evaluation.positive_class}
         self._set_up(Worker(self.seed, self.algorithm, self._model, data, **options))
@@ -374,38 +328,23 @@ class FederatedOrchestrator:
         self.server.start(worker.template.backbone, self.data.data.num_classes)
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
+    def _reduce_to_dry_run(self) -> None:
+        """Reduce an experiment, once it is built and checked, to a dry run."""
+        self.rounds, self.clients_per_round = dry_run.ROUNDS, min(dry_run.CLIENTS, self.clients_per_round)
+        self.min_clients, self.on_client_failure = 1, "raise"
+        self.logger.mute()
+        self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
+        self.evaluation = dry_run.reduce_evaluation(self.evaluation)
+        self._set_up(dry_run.reduce_worker(self.worker))
+
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]
-        self.record.begin(self.round, self._checkpoint_state, config, Labels(name, group, kinds))
-        if schema := self.data.data.schema:
-            print(schema.summary(), flush=True)
+        self.record.begin(config, Labels(name, group, kinds))
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Defer signals to a safe point; however the run ends, checkpoint finished rounds and close the loggers."""
-        status = "failed"
-        self._signals = DeferredSignals()
-        try:
-            with limited_garbage_collection(), self._signals:
-                self._notify("on_fit_start")
-                yield
-            status = "success"
-        except BaseException as error:
-            self.record.ensure_checkpoint(self.round, self._checkpoint_state)
-            if isinstance(error, SystemExit) and self._signals.received:  # Lightning raises it on SIGTERM during a fit
-                raise self._interrupted(self._signals.received) from error
-            raise
-        finally:
-            self.record.writer.close()
-            self.engine.close()
-            self._notify("on_fit_end")
-            self.logger.finalize(status)
+    def _release(self) -> None:
+        self.engine.close()
+        self._notify("on_fit_end")
 
     def _finish(self) -> Figures:
         one = self.worker.modules.build_shared(self.state["model"]).backbone.cpu() if self.algorithm.one_model else None
         return self.record.finish(self.evaluation.target_accuracies, None if one is None else one.state_dict())
-
-    def _interrupted(self, signum: int) -> Interrupted:
-        done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"
-        rest = "nothing is kept" if self._dry_run_done else f"resume it with: fl-lightning fit --resume {self.run_dir}"
-        return Interrupted(signum, f"{done}; {rest}")

@@ -37,20 +37,21 @@ FEW_CLIENTS = 1000
 def has_few_clients(clients: int) -> bool:
     """Whether each client's metrics are logged by default; warn if there are too many clients."""
     if clients > FEW_CLIENTS:
-        fix = "Set log_clients: true to log them."
-        warnings.warn(
-            f"log_clients: metrics of single clients are not logged ({clients:,} clients). {fix}", stacklevel=2
-        )
+        message = f"log_clients: metrics of single clients are not logged ({clients:,} clients)."
+        warnings.warn(f"{message} Set log_clients: true to log them.", stacklevel=2)
     return clients <= FEW_CLIENTS
 
 
 def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
-    """Split a round's metrics into those of the run and those of single clients, `client_<id>/<name>`, by client."""
-    own: dict[int, Row] = {}
+    """Split a round's metrics into those of the run and, by client, those of single clients, `client_<id>/<name>`."""
+    shared: Row = {}
+    by_client: dict[int, Row] = {}
     for key, value in row.items():
         if match := CLIENT_SERIES.fullmatch(key):
-            own.setdefault(int(match[1]), {})[match[2]] = value
-    return {key: value for key, value in row.items() if not CLIENT_SERIES.fullmatch(key)}, own
+            by_client.setdefault(int(match[1]), {})[match[2]] = value
+        else:
+            shared[key] = value
+    return shared, by_client
 
 
 class MetricsCsv:
@@ -86,7 +87,7 @@ class MetricsCsv:
             digests: The value of `digests` after that round.
 
         Raises:
-            Damaged: They do not.
+            Damaged: Rows are missing or were changed.
         """
         rows = self._rows_until(round)
         if len(rows) < round:
@@ -122,9 +123,9 @@ class MetricsCsv:
         Raises:
             CheckpointError: Writing fails.
         """
-        shared, own = split_series(row)
+        shared, by_client = split_series(row)
         try:
-            self.clients.append(int(row["round"]), own)
+            self.clients.append(int(row["round"]), by_client)
             if shared.keys() <= set(self._columns):
                 with self.path.open("a", newline="") as file:
                     csv.DictWriter(file, self._columns, lineterminator="\n").writerow(shared)
@@ -219,7 +220,7 @@ class ClientsCsv:
                 yield cells
 
     def _copy(self, round: int) -> None:
-        """Rewrite the lines up to a round with the present columns."""
+        """Rewrite the lines up to a round with the current columns."""
         with replace_atomically(self.path, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
@@ -270,8 +271,8 @@ class WarningsTxt:
             round: The round.
             digest: The value of `digest` after that round.
         """
-        held = self._lines_until(round)
-        if len(held) < self.most and self._digest(held) != digest:  # a longer file drops old lines
+        lines = self._lines_until(round)
+        if len(lines) < self.most and self._digest(lines) != digest:  # a longer file drops old lines
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
     def rewind(self, round: int) -> None:
@@ -293,8 +294,8 @@ class WarningsTxt:
     @staticmethod
     def _round_of(line: bytes) -> int:
         """Return the round of a line; -1 for an incomplete line."""
-        of = re.match(rb"round ([0-9]{1,18}): .*\n$", line)
-        return int(of[1]) if of else -1
+        match = re.match(rb"round ([0-9]{1,18}): .*\n$", line)
+        return int(match[1]) if match else -1
 
     @staticmethod
     def _digest(lines: Iterable[bytes]) -> str:
@@ -332,7 +333,7 @@ def _flush(file: TextIO) -> None:
 
 
 class Loggers:
-    """The loggers of a run. Each call is passed to all of them. Empty, hence false, if there are none.
+    """The loggers of a run. Each call is passed to all of them. Without loggers, it is empty and therefore false.
 
     Args:
         given: A logger, a list of loggers, or False or None for none.

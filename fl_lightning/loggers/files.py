@@ -29,14 +29,14 @@ def require_package(package: str) -> None:
     """Check that the package of a logger is installed.
 
     Raises:
-        ConfigError: It is not; the message names the command that installs it.
+        ConfigError: It is not installed; the message names the command that installs it.
     """
     if find_spec(package) is None:
         raise ConfigError(f"logger: {package} is not installed. Run: pip install 'fl-lightning[{package}]'")
 
 
 def writes_to_run_folder(save_dir: str | None, **subfolders: Any) -> bool:
-    """Whether no other folder is given.
+    """Whether a logger writes to the run folder, because `save_dir` is not given.
 
     Raises:
         ConfigError: A subfolder is given without `save_dir`, or an untrusted config gives a folder.
@@ -44,9 +44,8 @@ def writes_to_run_folder(save_dir: str | None, **subfolders: Any) -> bool:
     require_trust("logger.save_dir", save_dir)
     for name, value in subfolders.items():
         if save_dir is None and value not in (None, "lightning_logs"):
-            raise ConfigError(
-                f"logger.{name}: it names a subfolder of logger.save_dir, which is not given. Give both or neither."
-            )
+            fix = "Give both or neither."
+            raise ConfigError(f"logger.{name}: it names a subfolder of logger.save_dir, which is not given. {fix}")
     return save_dir is None
 
 
@@ -83,7 +82,7 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
 
 
 class _AppendingWriter(ExperimentWriter):
-    """Continue an existing file, which Lightning would remove."""
+    """Lightning's writer of a CSV file, which continues an existing file instead of removing it."""
 
     def _check_log_dir_exists(self) -> None:
         if os.path.exists(self.metrics_file_path):
@@ -140,7 +139,7 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         )
 
     def begin(self, run: Beginning) -> None:
-        """Begin, or continue after the last finished round. Later steps that were logged are not shown."""
+        """Begin logging, or continue after the last finished round. TensorBoard hides steps of later rounds."""
         if self._in_run:
             self._root_dir, self._name, self._version = str(run.run_dir), "tensorboard", ""
             self._kwargs["purge_step"] = run.round + 1
@@ -240,7 +239,7 @@ def _run_id(run_dir: Path) -> str | None:
     place = run_dir / "mlflow" / "run_id"
     if not place.is_file():
         return None
-    found = place.read_text(encoding="utf-8", errors="replace").strip()
-    if not re.fullmatch("[0-9a-f]{32}", found):
+    run_id = place.read_text(encoding="utf-8", errors="replace").strip()
+    if not re.fullmatch("[0-9a-f]{32}", run_id):
         raise ConfigError(f"{place} is damaged. Restore it, or remove it to begin a new MLflow run.")
-    return found
+    return run_id

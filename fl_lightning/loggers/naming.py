@@ -30,17 +30,16 @@ def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mappin
         setting: The setting by dotted keys.
         stated: The setting in the config file.
     """
-    given = {
-        key: value for key, value in setting.items() if value is not None
-    }  # a key of a later version may default to null
-    digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:6]
-    called = "-".join(filter(None, (config, changes(setting, stated))))
-    name, group = (called[: LONGEST - len(end) - 1] + f"-{end}" for end in (f"seed{seed}", digest))
+    # without null values: a later version may have more keys, which are null by default
+    values = {key: value for key, value in setting.items() if value is not None}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
+    start = "-".join(filter(None, (config, changes(setting, stated))))
+    name, group = (start[: LONGEST - len(end) - 1] + f"-{end}" for end in (f"seed{seed}", digest))
     return name, group
 
 
 def changes(setting: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
-    """Return how a setting differs from the stated one: `tau=0.1,local_test=0.3`.
+    """Return how a setting differs from the one in the config file: `tau=0.1,local_test=0.3`.
 
     Keys are shortened to their last parts where these are unique.
     """

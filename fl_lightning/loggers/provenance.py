@@ -1,4 +1,4 @@
-"""Version and git commit of the package that carries out a run."""
+"""Version and git commit of the installed package, which loggers record."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import fl_lightning
 
 def source() -> dict[str, str]:
     """Return the package's `version` and, in a git checkout, the `commit`."""
-    found = {"version": fl_lightning.__version__}
-    if commit := commit_of(Path(fl_lightning.__file__).resolve().parents[1]):
-        found["commit"] = commit
-    return found
+    commit = commit_of(Path(fl_lightning.__file__).resolve().parents[1])
+    return {"version": fl_lightning.__version__} | ({"commit": commit} if commit else {})
 
 
 def commit_of(checkout: Path) -> str | None:
@@ -30,8 +28,8 @@ def commit_of(checkout: Path) -> str | None:
         common = git / "commondir"
         shared = git / common.read_text().strip() if common.is_file() else git
         head = (git / "HEAD").read_text().strip()
-        found = _commit_of_ref(head.removeprefix("ref: "), shared) if head.startswith("ref: ") else head
-        return found if found and re.fullmatch(r"[0-9a-f]{40,64}", found) else None
+        commit = _commit_of_ref(head.removeprefix("ref: "), shared) if head.startswith("ref: ") else head
+        return commit if commit and re.fullmatch(r"[0-9a-f]{40,64}", commit) else None
     return None
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases logger: a step per round, a config to filter by, and names that group seeds."""
+"""Weights & Biases logger: a step per round, config keys to filter by, and one group for all seeds."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if self.mode not in OFFLINE:
             require_trust("logger.offline", self.mode)
         self._swept = bool(os.environ.get("WANDB_SWEEP_ID"))  # a W&B sweep sets the run's id itself
-        words = [word.strip() for word in os.environ.get("WANDB_TAGS", "").split(",")]
+        default_tags = [word.strip() for word in os.environ.get("WANDB_TAGS", "").split(",")]
         self._wandb_init = {
             "id": None if self._swept else _option_or_variable(None, "RUN_ID"),
             "project": project if self._swept else _option_or_variable(project, "PROJECT"),
             "entity": entity if self._swept else _option_or_variable(entity, "ENTITY"),
             "name": _option_or_variable(name, "NAME"),
             "group": _option_or_variable(group, "RUN_GROUP"),
-            "tags": [word for word in words if word] if tags is None else tags,
+            "tags": [tag for tag in default_tags if tag] if tags is None else tags,
             "job_type": _option_or_variable(job_type, "JOB_TYPE") or "fit",
             "notes": _option_or_variable(notes, "NOTES"),
             "mode": self.mode,
@@ -115,7 +115,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         self._row_is_open = False  # whether a round's row is open
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Check the options as W&B would check them later, without a connection and without writing files.
+        """Check the options as W&B does when a run begins, without a connection and without writing files.
 
         Args:
             run_dir: The run folder, if it exists. The file in it that names the W&B run is checked too.
@@ -162,7 +162,10 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
     def begin(self, run: Beginning) -> None:
         """Begin or continue the W&B run. A new one gets a table of the partition."""
         if self.attach(run.run_dir, run.config, run.labels) and run.counts is not None:
-            self.log_counts("partition", run.counts, run.round)
+            columns = ["client", *(f"class {j}" for j in range(len(run.counts[0])))]
+            rows = [[client, *map(int, row)] for client, row in enumerate(run.counts)]
+            self.log_table("partition", columns, rows, step=run.round)
+            self.save()
 
     def attach(self, run_dir: Path, config: Mapping[str, Any], labels: Labels) -> bool:
         """Begin the W&B run of a run folder, or continue the one that the folder names.
@@ -183,26 +186,26 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         """
         note, of = read_note(run_dir), [*labels.tags, config.get("seed")]
         if note and note["of"] != of:
-            words = [" ".join(map(str, one)) for one in (note["of"], of)]
+            other, this = (" ".join(map(str, words)) for words in (note["of"], of))
             fix = "Restore the file, or remove it to begin a new W&B run."
-            raise ConfigError(f"{run_dir / NOTE} belongs to another run, {words[0]} and not {words[1]}. {fix}")
+            raise ConfigError(f"{run_dir / NOTE} belongs to another run, {other} and not {this}. {fix}")
         if not note and (run_dir / NOTE).parent.exists():
             warnings.warn(f"{run_dir / NOTE} not found: a new W&B run begins", stacklevel=2)
-        known = {"project": "fl-lightning", "name": labels.name, "group": labels.group, "of": of} | note
+        defaults = {"project": "fl-lightning", "name": labels.name, "group": labels.group, "of": of} | note
         options, online = self._wandb_init, note.get("online", False)
-        silent = [*(() if self._swept else ("id", "project", "entity")), *(() if online else ("name", "group"))]
-        options |= {key: options[key] or known.get(key) for key in silent}
+        keys = [*(() if self._swept else ("id", "project", "entity")), *(() if online else ("name", "group"))]
+        options |= {key: options[key] or defaults.get(key) for key in keys}
         if options["tags"] or not online:
             options["tags"] = list(dict.fromkeys([*options["tags"], *(tag[:LONGEST_TAG] for tag in labels.tags)]))
-        own = {key: value for key, value in config.items() if key != "logger"}  # W&B has fields for these
-        options |= {"dir": str(run_dir), "config": {**group_config(own), "fl_lightning": source()}}
+        rest = {key: value for key, value in config.items() if key != "logger"}  # W&B has fields for these
+        options |= {"dir": str(run_dir), "config": {**group_config(rest), "fl_lightning": source()}}
         self._project, self._save_dir = options["project"], options["dir"]  # Lightning's `name` and `save_dir`
         if self.mode != "disabled":
             with self._undo_on_failure(run_dir / "wandb"):
                 run = self.experiment
                 self._last_round = run.summary.get("round", -1) if note else -1
-                found = {"id": run.id, "project": run.project, "entity": run.entity}
-                content = known | found | {"online": online or self.mode not in OFFLINE}
+                actual = {"id": run.id, "project": run.project, "entity": run.entity}
+                content = defaults | actual | {"online": online or self.mode not in OFFLINE}
                 write_atomically(run_dir / NOTE, add_checksum(content))
         return not note
 
@@ -254,12 +257,6 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         """
         self.experiment.summary.update({name: value for name, value in summary.items() if value is not None})
 
-    def log_counts(self, key: str, counts: Sequence[Sequence[int]], step: int) -> None:
-        """Log the samples of each client and class as a table."""
-        columns = ["client", *(f"class {j}" for j in range(len(counts[0])))]
-        self.log_table(key, columns, [[k, *map(int, row)] for k, row in enumerate(counts)], step=step)
-        self.save()
-
     def log_files(self) -> None:
         """Log the artifacts that `log_model` asks for."""
         run_dir = Path(self._wandb_init["dir"])
@@ -268,10 +265,9 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if (model := run_dir / "final" / "model.pt").is_file():
             self._log_artifact("model", [model])
         elif self.log_model is True:
+            reason = "this method has no global model, hence no final/model.pt"
             fix = "Use `all` to log the checkpoints, which hold the clients' models."
-            warnings.warn(
-                f"logger.log_model: this method has no global model, hence no final/model.pt. {fix}", stacklevel=2
-            )
+            warnings.warn(f"logger.log_model: {reason}. {fix}", stacklevel=2)
         if self.log_model == "all":
             self._log_artifact("checkpoints", [run_dir / name for name in RESUME_FILES if (run_dir / name).exists()])
 
@@ -305,15 +301,15 @@ def _skip_launch() -> Iterator[None]:
     import wandb
 
     name = "_detect_and_apply_job_inputs"
-    look = getattr(wandb.Run, name, None)
-    if look is None or "wandb.sdk.launch" in sys.modules:
+    original = getattr(wandb.Run, name, None)
+    if original is None or "wandb.sdk.launch" in sys.modules:
         yield
         return
     setattr(wandb.Run, name, lambda run: None)
     try:
         yield
     finally:
-        setattr(wandb.Run, name, look)
+        setattr(wandb.Run, name, original)
 
 
 def read_note(run_dir: Path) -> dict[str, Any]:
@@ -334,12 +330,12 @@ def read_note(run_dir: Path) -> dict[str, Any]:
         content = place.read_text(encoding="utf-8")
         note = json.loads(content)
         note.pop("sha256")
-        sound = content == add_checksum(note)
+        is_valid = content == add_checksum(note)
     except OSError as error:
         raise ConfigError(f"{place} cannot be read: {one_line(error)}") from error
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
-        sound = False
-    if not sound:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(f"{place} is damaged. {fix}")
     return note
 
@@ -352,7 +348,7 @@ def add_checksum(note: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _name_key(key: str) -> Iterator[None]:
-    """Turn an error of W&B into one line that names the key."""
+    """Context in which an error of W&B becomes a `ConfigError` of one line that names the key."""
     try:
         yield
     except ValidationError as error:  # its text also refers to pydantic's manual

@@ -1,4 +1,4 @@
-"""Background writer."""
+"""Background thread that writes client states and checkpoints."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Checkpoint:
     Args:
         round: The last finished round.
         state: Nested dicts and lists of tensors, numbers and strings.
-        files: The files outside of the checkpoint that belong to it, and their checksums.
+        files: The client-state files that belong to it, and their checksums.
         fingerprint: The run's fingerprint.
     """
 
@@ -68,7 +68,7 @@ class CheckpointFolder:
         Args:
             round: The last finished round.
             state: Nested dicts and lists of tensors, numbers and strings.
-            files: Files on disk that belong to it: paths relative to the run folder, and their checksums.
+            files: Client-state files that belong to it: paths relative to the run folder, and their checksums.
             fingerprint: The run's fingerprint.
 
         Raises:
@@ -154,22 +154,22 @@ class CheckpointFolder:
         Raises:
             CheckpointError: There are checkpoints, but none can be used.
         """
-        rounds, wrong = self.rounds(), dict[int, CheckpointError]()
+        rounds, errors = self.rounds(), dict[int, CheckpointError]()
         for round in rounds:
             try:
-                found = self.read(round)
-                check(found)
+                checkpoint = self.read(round)
+                check(checkpoint)
             except Damaged as error:
-                wrong[round] = error
+                errors[round] = error
                 continue
-            for skipped in wrong.values():
+            for skipped in errors.values():
                 report(f"{skipped}; resuming from round {round}'s")
-            self._damaged.update(wrong)
-            return found
-        if wrong:
-            earlier = ". No earlier checkpoint is valid either" if len(wrong) > 1 else ""
+            self._damaged.update(errors)
+            return checkpoint
+        if errors:
+            earlier = ". No earlier checkpoint is valid either" if len(errors) > 1 else ""
             fix = "Restore the changed files, or start the run again."
-            raise CheckpointError(f"{wrong[rounds[0]]}{earlier}. {fix}")
+            raise CheckpointError(f"{errors[rounds[0]]}{earlier}. {fix}")
         return None
 
     def prune(self, keep: set[int]) -> None:
@@ -182,11 +182,11 @@ class CheckpointFolder:
             shutil.rmtree(leftover)
 
     def files(self, round: int) -> dict[str, str]:
-        """Return the files outside that a round's checkpoint names, and their checksums."""
+        """Return the client-state files that a round's checkpoint names, and their checksums."""
         return dict(self._manifest(round)["outside"])
 
     def named_files(self) -> set[str]:
-        """Return the files that any checkpoint with a readable manifest names."""
+        """Return the client-state files that all checkpoints name. Unreadable manifests are skipped."""
         names: set[str] = set()
         for round in self.rounds():
             with suppress(Exception):  # a damaged file can fail in as many ways as there are bytes
@@ -194,7 +194,7 @@ class CheckpointFolder:
         return names
 
     def _manifest(self, round: int) -> dict[str, Any]:
-        """Return the manifest of a round."""
+        """Read the manifest of a round and verify its checksum."""
         content = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
         if "seal" not in content:
             raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")

@@ -103,7 +103,7 @@ class ClientStore(Mapping[int, State]):
     # --- Checkpoints ---
 
     def snapshot(self) -> list[StoredState]:
-        """Return all present states, to be passed to `write`."""
+        """Return the current states, to be passed to `write`."""
         return list(self._stored.values())
 
     def write(self, snapshot: Iterable[StoredState]) -> dict[str, str]:
@@ -161,24 +161,24 @@ class ClientStore(Mapping[int, State]):
 class WithPeers(dict[str, Tensors]):
     """A shared state that reads the sections of peers on access; see `ClientStore.with_peers`."""
 
-    def __init__(self, state: State, publication: Callable[[int], Tensors]) -> None:
+    def __init__(self, state: State, read_public: Callable[[int], Tensors]) -> None:
         super().__init__(state)
-        self._publication = publication
+        self._read_public = read_public
 
     def __missing__(self, section: str) -> Tensors:
         peer = re.fullmatch(r"peer_(\d+)", section)
         if not peer:
             raise KeyError(section)
-        return self._publication(int(peer[1]))
+        return self._read_public(int(peer[1]))
 
 
 def client_id(file: str) -> int:
-    """Return the client id in a file name."""
+    """Return the client id in the name of a client-state file."""
     return int(Path(file).name.split("-")[1])
 
 
 def copy_to_cpu(state: State) -> State:
-    """Return a contiguous, sorted copy on the CPU, identical to what a file gives back."""
+    """Return a copy of a client state on the CPU, contiguous and sorted, as if it were read from a file."""
     return {
         section: {
             name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,20 +1,24 @@
-"""The limits of a dry run (`fit --fast`), which tries everything once in a temporary folder."""
+"""Limits of a dry run (`fit --fast`), which tries every part of a run in a temporary folder."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.data.truncation import truncate_dataset
+from fl_lightning.engines import Worker
+from fl_lightning.evaluation.evaluation import Evaluation
 
 ROUNDS, CLIENTS, BATCHES = 2, 2, 2
-"""Rounds, clients in each round, and most batches that a client trains on.
+"""Number of rounds, of clients in each round, and largest number of training batches of a client.
 
-A first round alone would show neither shared knowledge nor what clients keep.
+Shared knowledge and client state are used from the second round on.
 """
 
 
@@ -31,13 +35,24 @@ def temporary_run_dir(resume: bool) -> Iterator[Path]:
         yield Path(folder)
 
 
+def reduce_evaluation(evaluation: Evaluation) -> Evaluation:
+    """Return options of evaluation with few clients."""
+    return replace(evaluation, max_clients=min(evaluation.max_clients or CLIENTS, CLIENTS))
+
+
+def reduce_worker(worker: Worker) -> Worker:
+    """Return a worker with few samples and few training steps."""
+    samples = train_samples(worker.batch_size, worker.algorithm.validation)
+    return replace(worker, data=truncate_dataset(worker.data, samples), trainer=shorten_fit(worker.trainer))
+
+
 def train_samples(batch_size: int, validation: float) -> int:
-    """Return how many training samples a client needs for its batches and for the share that it holds back."""
+    """Return the number of training samples that a client needs for its batches and its validation split."""
     return math.ceil(BATCHES * batch_size / (1 - validation))
 
 
 def shorten_fit(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trainer's options with few steps; the number of epochs stays, since methods depend on it."""
+    """Return a trainer's options with few steps. The number of epochs stays, because methods depend on it."""
     steps, epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
     limits = {"max_steps": BATCHES if steps == -1 else min(steps, BATCHES), "limit_train_batches": BATCHES}
     return {**trainer, **limits, "max_epochs": 1 if epochs is None and steps == -1 else epochs}

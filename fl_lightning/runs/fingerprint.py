@@ -55,13 +55,12 @@ class Fingerprint:
         before, now = update_settings(self.config), update_settings(settings(config))
         if self.made_with["fl-lightning"] != fl_lightning.__version__:  # another version may have other keys
             before, now = ({key: each[key] for key in before.keys() & now.keys()} for each in (before, now))
-        changed = _changes(before, now)
+        changes = _changes(before, now)
         if refused := [
-            text for key, text in changed.items() if key not in MAY_CHANGE and not is_below(key, MAY_CHANGE)
+            text for key, text in changes.items() if key not in MAY_CHANGE and not is_below(key, MAY_CHANGE)
         ]:
-            raise ConfigError(
-                f"the config differs from the run's: {', '.join(refused)}. Set these back, or start a new run."
-            )
+            fix = "Set these back, or start a new run."
+            raise ConfigError(f"the config differs from the run's: {', '.join(refused)}. {fix}")
 
     def check_data(self, data: Mapping[str, str]) -> None:
         """Refuse to resume a run with other data than it began with.
@@ -71,10 +70,8 @@ class Fingerprint:
         """
         if parts := [part for part in self.data.keys() | data.keys() if self.data.get(part) != data.get(part)]:
             where = "scenario.dataset" if parts != ["partition"] else "scenario.partition"
-            raise ConfigError(
-                f"{where}: changed since the run began: {', '.join(sorted(parts))}. "
-                "Restore the data, or start a new run."
-            )
+            fix = "Restore the data, or start a new run."
+            raise ConfigError(f"{where}: changed since the run began: {', '.join(sorted(parts))}. {fix}")
 
     def warn_of_environment(self, now: Mapping[str, str]) -> None:
         """Warn of changes of the environment since the checkpoint, and of their effect on results."""
@@ -100,7 +97,7 @@ class Fingerprint:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with dotted keys and the values that a JSON round trip gives."""
+    """Return a config with dotted keys, and with values as JSON stores them."""
     return json.loads(json.dumps(flatten(dict(config)), default=str))
 
 

@@ -34,7 +34,7 @@ RUN_FILES = (
     "figures",
     "final",
 )
-"""Files and folders that show that a run has begun in a folder."""
+"""Files and folders that exist in a folder once a run has begun there."""
 
 WRITTEN_NAMES = (*RUN_FILES, "checkpoints", "wandb", "csv_logs", "tensorboard", "mlflow", LOCK, OWNER, SIGNATURE)
 """All names that a run writes in its folder."""
@@ -46,16 +46,20 @@ def new_run_dir(name: str) -> Path:
 
 
 @contextmanager
-def lock_run_dir(folder: Path) -> Iterator[None]:
+def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
     """Lock a folder, so that only one process writes to it. It is created if it does not exist.
 
     The operating system releases the lock when the process ends, also if it is killed.
+
+    Yields:
+        The folders that were created: the folder and its parents, or none.
 
     Raises:
         ConfigError: Another process holds the lock (the message names its id and its machine), or the folder cannot be
             written to.
     """
     lock = FileLock(folder / LOCK)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_special_files(folder)
@@ -72,7 +76,7 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
     try:
         write_atomically(folder / OWNER, f"process {os.getpid()} on {socket.gethostname()}")
         remove_partial_files(folder)
-        yield
+        yield created
     finally:
         lock.release()
 
@@ -90,7 +94,7 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def lock_owner(folder: Path) -> str:
-    """Return who holds a folder's lock: `process <id> on <machine>`, or `another process` if that is unknown."""
+    """Return the owner of a folder's lock: `process <id> on <machine>`, or `another process` if unknown."""
     for _ in range(10):  # the process that has just locked it may not have written its id yet
         with suppress(OSError, UnicodeDecodeError):
             if not _has_ended(owner := (folder / OWNER).read_text()):
@@ -100,13 +104,13 @@ def lock_owner(folder: Path) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether the owner is a process of this machine that has ended."""
-    found = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", owner)
-    if not found:
+    """Whether the owner is a process of this machine that has ended, or cannot be read."""
+    match = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", owner)
+    if not match:
         return True
     try:
-        if found[2] == socket.gethostname():
-            os.kill(int(found[1]), 0)
+        if match[2] == socket.gethostname():
+            os.kill(int(match[1]), 0)
     except ProcessLookupError:
         return True
     except PermissionError:  # it runs, as another user
@@ -118,7 +122,7 @@ def refuse_special_files(folder: Path) -> None:
     """Refuse a run folder with links, pipes or devices among the files that a run reads or writes.
 
     Raises:
-        ConfigError: There is one; the message names it.
+        ConfigError: The folder holds one; the message names it.
     """
     places = [folder, *(folder / name for name in WRITTEN_NAMES if name != "wandb")]  # W&B makes links of its own
     for place in filter(Path.is_dir, places):
@@ -140,12 +144,12 @@ def refuse_existing_run(folder: Path) -> None:
     """Refuse a folder for a new run if it already holds a run or part of one.
 
     Raises:
-        ConfigError: It does; the message names the first file found.
+        ConfigError: It holds a file of a run; the message names the first one.
     """
-    begun = [*map(folder.joinpath, RUN_FILES), *sorted((folder / "checkpoints").glob("round-*[1-9]*"))]
-    if there := [path for path in begun if os.path.lexists(path)]:
+    paths = [*map(folder.joinpath, RUN_FILES), *sorted((folder / "checkpoints").glob("round-*[1-9]*"))]
+    if existing := [path for path in paths if os.path.lexists(path)]:
         fix = "Resume it, or choose another folder."
-        raise ConfigError(f"run_dir: {folder} holds a run already, or part of one ({there[0].name}). {fix}")
+        raise ConfigError(f"run_dir: {folder} holds a run already, or part of one ({existing[0].name}). {fix}")
 
 
 def refuse_lost_checkpoints(folder: Path) -> None:
@@ -154,29 +158,20 @@ def refuse_lost_checkpoints(folder: Path) -> None:
     Raises:
         CheckpointError: The folder holds files of a run.
     """
-    if there := [name for name in RUN_FILES if os.path.lexists(folder / name)]:
+    if existing := [name for name in RUN_FILES if os.path.lexists(folder / name)]:
         fix = "Put checkpoints/ back, or start the run again in another folder."
-        raise CheckpointError(f"{folder} holds a run ({there[0]}), but no checkpoint to resume from. {fix}")
-
-
-def missing_folders(folder: Path) -> list[Path]:
-    """Return those of a folder and its parents that do not exist."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
+        raise CheckpointError(f"{folder} holds a run ({existing[0]}), but no checkpoint to resume from. {fix}")
 
 
 @contextmanager
-def remove_on_failure(made: Sequence[Path]) -> Iterator[None]:
-    """Remove a run folder if its start fails.
-
-    Args:
-        made: The result of `missing_folders`: the run folder, and its parents, which are removed if they are empty.
-    """
+def remove_on_failure(created: Sequence[Path]) -> Iterator[None]:
+    """Context in which a failure removes the run folder that `lock_run_dir` created, and its new parents if empty."""
     try:
         yield
     except BaseException:
-        for folder in made[:1]:
+        for folder in created[:1]:
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # another run is in it by now
-            for folder in made[1:]:
+            for folder in created[1:]:
                 folder.rmdir()
         raise

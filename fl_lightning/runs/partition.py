@@ -21,13 +21,16 @@ MAX_COLUMNS = 200
 
 
 def group_clients(counts: np.ndarray) -> np.ndarray:
-    """Return `(C, 200)` means over groups of clients, which are sorted by their largest class and its size."""
+    """Return the mean samples per class of 200 groups of similar clients, `(C, 200)`.
+
+    Clients are sorted by their largest class and its size, and cut into groups.
+    """
     order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
     return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MAX_COLUMNS)], axis=1)
 
 
 def write_counts(path: Path, data: FederatedData) -> None:
-    """Write client, split, a column per class (or `samples`) and, if the data have one, the client's name as CSV."""
+    """Write a row per split and client: a column per class (or `samples`) and the client's name, if any."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]

@@ -97,10 +97,10 @@ class Run:
         Raises:
             ConfigError: Several keys have this end; the message names them.
         """
-        found = _matching_keys(name, self.settings)
-        if len(found) > 1:
-            raise ConfigError(f"{name}: {self.run_dir} has {' and '.join(found)}. Give the whole key.")
-        return found[0] if found else name
+        keys = _matching_keys(name, self.settings)
+        if len(keys) > 1:
+            raise ConfigError(f"{name}: {self.run_dir} has {' and '.join(keys)}. Give the whole key.")
+        return keys[0] if keys else name
 
     def setting(self, name: str) -> Any:
         """Return a setting by its key or the end of its key; None if the run has no such key."""
@@ -136,10 +136,10 @@ def load(paths: Paths, where: Where = ()) -> Tables:
 
     runs = open_runs(paths, where)
     names: list[dict[str, Any]] = [{"run": str(run.run_dir)} for run in runs]
-    rounds = pd.DataFrame([own | row | own for own, run in zip(names, runs, strict=True) for row in run.rounds])
+    rounds = pd.DataFrame([name | row | name for name, run in zip(names, runs, strict=True) for row in run.rounds])
     clients = [_clients(run) for run in runs]
-    found = [table for table in clients if len(table)] or clients[:1]
-    return Tables(pd.DataFrame([_run_row(run) for run in runs]), rounds, pd.concat(found, ignore_index=True))
+    tables = [table for table in clients if len(table)] or clients[:1]
+    return Tables(pd.DataFrame([_run_row(run) for run in runs]), rounds, pd.concat(tables, ignore_index=True))
 
 
 def open_run_folder(folder: str | Path) -> Run:
@@ -158,9 +158,8 @@ def open_run_folder(folder: str | Path) -> Run:
     final = read_final(folder)
     if final and (final["rounds"] or 0) > len(rounds):
         raise DamagedRun(f"{folder}: it had {final['rounds']} rounds, metrics.csv has {len(rounds)}")
-    return Run(
-        folder, config, rounds, final if final and final["rounds"] == len(rounds) else None
-    )  # otherwise it was resumed later
+    finished = final and final["rounds"] == len(rounds)  # otherwise it was resumed with more rounds
+    return Run(folder, config, rounds, final if finished else None)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def read_final(folder: Path) -> Figures | None:
 
 
 def complete_rounds(rows: Iterable[Row]) -> list[Row]:
-    """Return the complete rows of a run's metrics, without lines that a kill cut off.
+    """Return a run's metrics without incomplete lines, as a killed run may leave.
 
     Raises:
         ValueError: They are not rounds 1 to n in order.
@@ -204,13 +203,13 @@ def find(paths: Paths) -> list[Path]:
     Raises:
         ConfigError: A path is not a folder.
     """
-    found: dict[Path, Path] = {}
+    folders: dict[Path, Path] = {}
     for path in _path_list(paths):
         if not path.is_dir():
             raise ConfigError(f"{path}: folder not found")
         for folder in _find_run_folders(path):
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
+            folders.setdefault(folder.resolve(), folder)
+    return list(folders.values())
 
 
 def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
@@ -255,11 +254,11 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
         ConfigError: No run has the setting, or the end fits several keys.
     """
     keys = {key for run in runs for key in run.settings}
-    found = sorted(_matching_keys(name, keys))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{option}: {name} may be {' or '.join(found)}. Give the whole key.")
+    matching = sorted(_matching_keys(name, keys))
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise ConfigError(f"{option}: {name} may be {' or '.join(matching)}. Give the whole key.")
     near = get_close_matches(name, {*keys, *(key.rpartition(".")[2] for key in keys)}, 1)
     raise ConfigError(f"{option}: no run has a setting {name!r}" + (f". Did you mean {near[0]}?" if near else ""))
 
@@ -323,8 +322,8 @@ def _clients(run: Run) -> pd.DataFrame:
         columns = _read(run.run_dir, "clients.csv", _client_columns, columns)
     except DamagedRun as error:
         warnings.warn(f"{error}; its clients are left out", stacklevel=3)
-    own = {"run": str(run.run_dir)}
-    return pd.DataFrame(own | columns | own).astype({"run": "str", "round": "int64", "client": "int64"})
+    name = {"run": str(run.run_dir)}
+    return pd.DataFrame(name | columns | name).astype({"run": "str", "round": "int64", "client": "int64"})
 
 
 def _client_columns(path: Path) -> dict[str, np.ndarray]:
@@ -347,12 +346,12 @@ def _matching_keys(name: str, keys: Collection[str]) -> list[str]:
 
 
 def _run_row(run: Run) -> dict[str, Any]:
-    own = {"run": str(run.run_dir), "finished": run.finished}
+    fixed = {"run": str(run.run_dir), "finished": run.finished}  # settings of these names do not replace them
     settings = {
         key: json.dumps(value, default=str, skipkeys=True) if isinstance(value, list | dict) else value
         for key, value in run.settings.items()
     }
-    return own | settings | own | run.summary
+    return fixed | settings | fixed | run.summary
 
 
 def _class_name(path: Any) -> str:

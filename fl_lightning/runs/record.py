@@ -1,15 +1,16 @@
-"""Writes a run folder and calls the loggers, in an order that survives a kill at any point."""
+"""Write a run folder and call the loggers, in an order that survives a kill at any point."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import yaml
@@ -25,7 +26,13 @@ from fl_lightning.runs.background_writer import Writer
 from fl_lightning.runs.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.runs.client_store import ClientStore, StoredState
 from fl_lightning.runs.fingerprint import Fingerprint, environment, settings
-from fl_lightning.runs.folder import refuse_lost_checkpoints, refuse_special_files
+from fl_lightning.runs.folder import (
+    lock_run_dir,
+    refuse_existing_run,
+    refuse_lost_checkpoints,
+    refuse_special_files,
+    remove_on_failure,
+)
 from fl_lightning.runs.partition import write_counts
 from fl_lightning.runs.reader import Figures
 from fl_lightning.runs.trust import sign
@@ -34,17 +41,31 @@ Keep = Callable[[list[int]], set[int]]
 """A function that is given the rounds that have a checkpoint, newest first, and returns those to keep."""
 
 
+class RecordedRun(Protocol):
+    """The part of a run that its record reads.
+
+    Attributes:
+        round: The last finished round.
+    """
+
+    round: int
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the content of a checkpoint: numbers, strings, and tensors that are never modified."""
+
+
 class Record:
     """Write everything that a run leaves: config, partition, metrics, warnings, checkpoints and final results.
 
     Args:
+        run: The run.
         run_dir: The run folder.
         client_store: Where client state is kept: in `memory`, or only on `disk`.
         logger: The run's loggers.
-        log_clients: Whether to log every client's metrics; None for: if there are at most 1,000 clients.
-        round: Returns the current round, which is written beside each warning.
+        log_clients: Whether to log every client's metrics. None means: if there are at most 1,000 clients.
 
     Attributes:
+        first_round: The last finished round when the run began or was resumed.
         csv: `metrics.csv` and `clients.csv`.
         warned: `warnings.txt`.
         memory: The clients' states and their files.
@@ -54,22 +75,47 @@ class Record:
 
     def __init__(
         self,
+        run: RecordedRun,
         run_dir: Path,
         client_store: Literal["memory", "disk"],
         logger: Loggers,
         log_clients: bool | None,
-        round: Callable[[], int],
     ) -> None:
-        self.run_dir, self.logger, self.log_clients = run_dir, logger, log_clients
+        self.run, self.run_dir, self.logger, self.log_clients = run, run_dir, logger, log_clients
         self.csv = MetricsCsv(run_dir / "metrics.csv")
-        self.warned = WarningsTxt(run_dir / "warnings.txt", round)
+        self.warned = WarningsTxt(run_dir / "warnings.txt", lambda: run.round + 1)
         self.writer = Writer()
         self.memory = ClientStore(run_dir, client_store, self.writer)
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
+        self.first_round = 0
         self._settings: dict[str, Any] = {}
         self._restored_from: Fingerprint | None = None
+        self._contexts = ExitStack()
+        self._created_folders: list[Path] | None = None  # by the lock; None before the folder is locked
 
     # --- Start or resume ---
+
+    @contextmanager
+    def open(self, resume: bool) -> Iterator[None]:
+        """Context of a run: record its warnings, and unlock its folder at the end.
+
+        Args:
+            resume: Lock the folder at once. For a new run, `begin` locks it after all checks.
+
+        Raises:
+            ConfigError: Another process uses the folder, or it holds a run already and `resume` is false.
+        """
+        self._created_folders = None
+        with self.warned, ExitStack() as self._contexts:
+            if resume:
+                self._lock()
+            else:
+                refuse_existing_run(self.run_dir)
+            yield
+
+    def _lock(self) -> list[Path]:
+        self._created_folders = self._contexts.enter_context(lock_run_dir(self.run_dir))
+        return self._created_folders
 
     def set_data(self, data: FederatedData, device: torch.device) -> None:
         """Set the data and the device of the run."""
@@ -88,14 +134,14 @@ class Record:
         """
         refuse_special_files(self.run_dir)
         checkpoints = self.checkpoints
-        saved = checkpoints.read(round) if round else checkpoints.read_newest(warnings.warn, self._check_rows)
+        saved = checkpoints.read(round) if round else checkpoints.read_newest(warnings.warn, self._check_metrics)
         if saved is None:
             refuse_lost_checkpoints(self.run_dir)
         else:
             saved.fingerprint.check_config(config)
         return saved
 
-    def _check_rows(self, saved: Checkpoint) -> None:
+    def _check_metrics(self, saved: Checkpoint) -> None:
         self.csv.check(saved.round, saved.fingerprint.rows)
 
     def restore(self, saved: Checkpoint) -> None:
@@ -110,46 +156,49 @@ class Record:
 
     # --- During the run ---
 
-    def begin(
-        self, round: int, state: Callable[[], dict[str, Any]], config: dict[str, Any] | None, labels: Labels
-    ) -> None:
-        """Start the loggers, and write the files that a run folder has from the start.
+    def begin(self, config: dict[str, Any] | None, labels: Labels) -> None:
+        """Lock the folder, start the loggers, and write the files that a run folder has from the start.
 
-        For a resumed run, warn of changes since its checkpoint.
+        Metrics and warnings after the last finished round are removed. For a resumed run, warn of changes since its
+        checkpoint. If a new run cannot begin, remove its folder.
 
         Args:
-            round: The last finished round. Metrics and warnings of later rounds are removed.
-            state: Returns the content of the first checkpoint. Not called for a resumed run.
             config: The resolved config, if there is one. A resumed run's own by default.
             labels: Names of the run for loggers.
 
         Raises:
-            ConfigError: The folder cannot be written to, or a logger fails.
+            ConfigError: The folder is in use or cannot be written to, or a logger fails.
             CheckpointError: The checkpoint cannot be written, or rounds are missing in the metrics.
         """
+        created = self._created_folders
+        if created is None:
+            created = self._lock()
+            refuse_existing_run(self.run_dir)
+        with remove_on_failure(created):
+            self._begin(config, labels)
+
+    def _begin(self, config: dict[str, Any] | None, labels: Labels) -> None:
+        round = self.first_round = self.run.round
         if self.log_clients is None:
             self.log_clients = has_few_clients(len(self._data.shards))
         self._settings = settings(config) if config else self._settings
-        self._warn_of_changes(round)
+        if before := self._restored_from:
+            before.warn_of_environment(environment(self._device))
+            before.warn_of_edits(self.run_dir / "config.yaml", self._settings)
+            self.warned.check(round, before.rows[self.warned.path.name])
         self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round)
         try:
-            self._write_beginning(round, state, config)
+            self._write_beginning(round, config)
         except BaseException as error:
             self.logger.finalize("failed")
             if isinstance(error, OSError):
                 raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
             raise
 
-    def _warn_of_changes(self, round: int) -> None:
-        if before := self._restored_from:
-            before.warn_of_environment(environment(self._device))
-            before.warn_of_edits(self.run_dir / "config.yaml", self._settings)
-            self.warned.check(round, before.rows[self.warned.path.name])
-
-    def _write_beginning(self, round: int, state: Callable[[], dict[str, Any]], config: dict[str, Any] | None) -> None:
+    def _write_beginning(self, round: int, config: dict[str, Any] | None) -> None:
         before = self._restored_from
         if not before:
-            self.checkpoint(round, state())  # from here on the run can be resumed
+            self.checkpoint()  # from here on the run can be resumed
             self.writer.wait()
         elif before.config != self._settings:
             self.checkpoints.replace_fingerprint(round, replace(before, config=self._settings))
@@ -173,12 +222,10 @@ class Record:
         self.csv.append(metrics)
         self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=int(metrics["round"]))
 
-    def checkpoint(self, round: int, state: dict[str, Any], keep: Keep | None = None) -> None:
-        """Write a checkpoint of a finished round in the background, after the previous one is on disk.
+    def checkpoint(self, keep: Keep | None = None) -> None:
+        """Write a checkpoint of the last finished round in the background, after the previous one is on disk.
 
         Args:
-            round: The round. Its metrics are on disk already.
-            state: Numbers, strings, and tensors that are not modified any more.
             keep: Returns which checkpoints to keep; all by default.
 
         Raises:
@@ -187,7 +234,8 @@ class Record:
         self.writer.wait()
         rows = self.csv.digests | {self.warned.path.name: self.warned.digest}
         fingerprint = Fingerprint(self._settings, self._digest, rows, environment(self._device))
-        self.writer.submit(partial(self._write, round, state, fingerprint, self.memory.snapshot(), keep))
+        content = self.run.round, self.run.checkpoint_state(), fingerprint, self.memory.snapshot()
+        self.writer.submit(partial(self._write, *content, keep))
 
     def _write(
         self, round: int, state: dict[str, Any], fingerprint: Fingerprint, clients: list[StoredState], keep: Keep | None
@@ -197,23 +245,39 @@ class Record:
             self.checkpoints.prune(keep(self.checkpoints.rounds()))
             self.memory.prune(self.checkpoints.named_files())
 
-    def ensure_checkpoint(self, round: int, state: Callable[[], dict[str, Any]]) -> None:
+    def ensure_checkpoint(self) -> None:
         """Write a checkpoint of the last finished round if its metrics are on disk and it has none.
-
-        Args:
-            round: The round.
-            state: Returns the content of the checkpoint. Not called if there is one already.
 
         Raises:
             CheckpointError: This checkpoint or an earlier one could not be written.
         """
         self.writer.wait()
+        round = self.run.round
         if len(self.csv.rows) == round and round not in {0, *self.checkpoints.rounds()}:
-            self.checkpoint(round, state())
+            self.checkpoint()
             self.writer.wait()
 
+    @contextmanager
+    def close_at_end(self, release: Callable[[], None]) -> Iterator[None]:
+        """Context of the rounds. Its end closes the loggers, and an error first writes a missing checkpoint.
+
+        Args:
+            release: Called when the checkpoint is on disk, before the loggers are closed.
+        """
+        status = "failed"
+        try:
+            yield
+            status = "success"
+        except BaseException:
+            self.ensure_checkpoint()
+            raise
+        finally:
+            self.writer.close()
+            release()
+            self.logger.finalize(status)
+
     def finish(self, targets: Sequence[float], model: Tensors | None) -> Figures:
-        """Write the final results, once everything else is on disk, and call the loggers.
+        """Write the summary and the global model when everything else is on disk, and call the loggers.
 
         Args:
             targets: The target accuracies of R_acc.

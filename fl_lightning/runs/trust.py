@@ -47,7 +47,7 @@ def run_config(
     trust: bool = False,
     without: Collection[str] = (),
 ) -> str:
-    """Return a run's own config as text that jsonargparse takes for `--config`.
+    """Return the config of a run folder as text for jsonargparse's option `--config`.
 
     Unless it is trusted, the gate applies from here on in the calling context. The file is read once, so what is parsed
     is what was verified.
@@ -94,10 +94,10 @@ def allow_local_modules(value: Any) -> None:
 
 
 def local_modules(value: Any) -> list[str]:
-    """Return the files of the modules in the working folder that the texts of a config name."""
+    """Return the files of the modules in the working folder that a config names."""
     here = os.getcwd()
-    found = ((_module_file(path, [here]), _module_file(path)) for path in _import_paths(value))
-    return sorted({os.path.realpath(file) for file, other in found if file and other in (None, file)})
+    files = ((_module_file(path, [here]), _module_file(path)) for path in _import_paths(value))
+    return sorted({os.path.realpath(file) for file, installed in files if file and installed in (None, file)})
 
 
 def _import_paths(value: Any) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _import_paths(value: Any) -> Iterator[str]:
 
 
 def _module_file(path: str, places: list[str] | None = None) -> str | None:
-    """Return the file of the package or module that an import path leads into; nothing is imported."""
+    """Return the file of the package or module that an import path names, without importing it."""
     root, *parts = re.split("[.:]", path)
     spec = PathFinder.find_spec(root, places)
     while spec and spec.origin is None and parts:  # a namespace package
@@ -143,9 +143,9 @@ def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
 def _reason_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) -> str | None:
     """Return why a run does not count as the user's own; None if it does."""
     try:
-        given, _ = _read_small_file(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
-        own = hmac.compare_digest(given.strip(), _signature(content, config, _load_key(make=False)).encode())
-        return None if own else "The run was signed by somebody else, its config was edited or its modules moved"
+        signature, _ = _read_small_file(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
+        valid = hmac.compare_digest(signature.strip(), _signature(content, config, _load_key(make=False)).encode())
+        return None if valid else "The run was signed by somebody else, its config was edited or its modules moved"
     except FileNotFoundError:
         return "The run is not signed as yours"
     except (OSError, ValueError, RuntimeError) as error:
@@ -187,6 +187,6 @@ def _create_key(path: Path) -> None:
 
 
 def _read_small_file(path: Path, most: int) -> tuple[bytes, os.stat_result]:
-    """Return a small file's content and status; links are not followed."""
+    """Return the content and the status of a small file, without following links."""
     with open_file(path, links=False) as file:
         return file.read(most + 1), os.fstat(file.fileno())

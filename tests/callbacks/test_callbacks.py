@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from experiments import experiment, same_bytes, untimed
+from experiments import ONE_EPOCH, experiment, same_bytes, untimed
 from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
 from rich.console import Console
 
@@ -13,25 +13,23 @@ from fl_lightning.core.errors import ConfigError
 
 
 def test_communication_meter_counts_all_messages_and_is_resumed(tmp_path):
-    run = experiment(tmp_path, rounds=2)
+    run = experiment(tmp_path, rounds=2, trainer=ONE_EPOCH)
     sizes = []
-    download, upload = run.algorithm.download, run.algorithm.upload
 
-    def sent(*args):
-        message = download(*args)
-        sizes.append(message.nbytes)
-        return message
+    def record_size(method):
+        def call(*args):
+            message = method(*args)
+            sizes.append(message.nbytes)
+            return message
 
-    def answered(*args):
-        message = upload(*args)
-        sizes.append(message.nbytes)
-        return message
+        return call
 
-    run.algorithm.download, run.algorithm.upload = sent, answered
+    run.algorithm.download = record_size(run.algorithm.download)
+    run.algorithm.upload = record_size(run.algorithm.upload)
     run.fit()
     assert run.csv.rows[-1]["comm/total_bytes"] == sum(sizes)
     assert sum(run.csv.rows[0][f"comm/{way}_bytes"] for way in ("up", "down")) == sum(sizes[:8])
-    rest = experiment(tmp_path, rounds=3)
+    rest = experiment(tmp_path, rounds=3, trainer=ONE_EPOCH)
     rest.fit(resume=True)
     assert rest.csv.rows[-1]["comm/total_bytes"] == sum(sizes) * 3 / 2
 
@@ -60,9 +58,9 @@ def test_two_callbacks_of_one_class_have_separate_states(tmp_path):
     def callbacks():
         return [EarlyStopping("global/acc", patience=9), EarlyStopping("global/loss", "min", patience=9)]
 
-    first = experiment(tmp_path, rounds=2, callbacks=callbacks())
+    first = experiment(tmp_path, rounds=1, trainer=ONE_EPOCH, callbacks=callbacks())
     first.fit()
-    again = experiment(tmp_path, rounds=2, callbacks=callbacks())
+    again = experiment(tmp_path, rounds=1, callbacks=callbacks())
     again.load()
     states = [[c.state_dict() for c in run.callbacks if isinstance(c, EarlyStopping)] for run in (first, again)]
     assert states[0] == states[1]
@@ -101,7 +99,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, mode, every, sco
             metrics["score"] = scores[run.round - 1]
 
     keeper = Checkpointing(every, keep_last=2, monitor="score", mode=mode)
-    run = experiment(tmp_path, rounds=len(scores), callbacks=[Scripted(), keeper])
+    run = experiment(tmp_path, rounds=len(scores), callbacks=[Scripted(), keeper], trainer=ONE_EPOCH)
     run.fit()
     assert run.checkpoints.rounds() == kept
 
@@ -115,44 +113,29 @@ def test_checkpoint_options_below_one_are_refused(key):
 def test_default_callbacks_are_added_unless_given(tmp_path):
     given = [Checkpointing(every=3), CommunicationMeter()]
     run = experiment(tmp_path, callbacks=given)
-    assert sum(isinstance(callback, Checkpointing) for callback in run.callbacks) == 1
-    assert sum(isinstance(callback, CommunicationMeter) for callback in run.callbacks) == 1
-    assert sum(isinstance(callback, RoundProgress) for callback in run.callbacks) == 1
+    for kind in (Checkpointing, CommunicationMeter, RoundProgress):
+        assert sum(isinstance(callback, kind) for callback in run.callbacks) == 1
     assert run.callbacks[-1] is given[0]
 
 
-def run_with_progress(terminal, tmp_path):
-    screen = io.StringIO()
-    progress = RoundProgress(Console(file=screen, force_terminal=terminal, width=120))
-    run = experiment(tmp_path, rounds=2)
-    run.callbacks = [progress, *(c for c in run.callbacks if not isinstance(c, RoundProgress))]
-    run.fit()
-    return screen.getvalue(), run
-
-
 def test_progress_is_one_line_per_round_without_a_terminal(tmp_path):
-    text, run = run_with_progress(False, tmp_path)
-    lines = text.splitlines()
+    screen = io.StringIO()
+    run = experiment(tmp_path, rounds=2, trainer=ONE_EPOCH, callbacks=[RoundProgress(Console(file=screen, width=120))])
+    run.fit()
+    lines = screen.getvalue().splitlines()
     assert len(lines) == 2
     for number, (line, row) in enumerate(zip(lines, run.csv.rows, strict=True), start=1):
         assert line.startswith(f"round {number}/2  global acc {row['global/acc']:.4f}  client acc")
     assert lines[-1].endswith("left 0 s")
 
 
-def test_progress_bars_on_a_terminal_are_removed_at_the_end(tmp_path):
-    text, run = run_with_progress(True, tmp_path)
-    assert "rounds" in text
-    assert "clients" in text
-    assert f"global acc {run.csv.rows[-1]['global/acc']:.4f}" in text
-    assert "\x1b[?25h" in text  # the cursor is back
-
-
 @pytest.mark.parametrize("width", [40, 200])
 def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width):
-    """Ctrl-C prints `^C` there; after a full line it would wrap, and a bar would remain."""
+    """Ctrl-C prints `^C` in the last line. After a full line it would wrap, and a bar would remain."""
     screen = io.StringIO()
     progress = RoundProgress(Console(file=screen, force_terminal=True, color_system=None, width=width))
-    run = SimpleNamespace(round=7, rounds=2000, engine=SimpleNamespace(note=""))
+    data = SimpleNamespace(data=SimpleNamespace(schema=None))
+    run = SimpleNamespace(round=7, rounds=2000, data=data, engine=SimpleNamespace(note=""))
     progress.on_fit_start(run)
     progress.on_round_start(run, range(12))
     progress.on_client_end(run, None)
@@ -161,6 +144,7 @@ def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width):
     progress._bars.refresh()
     drawn = screen.getvalue().rpartition("\x1b[2K")[2].split("\n")
     progress.on_fit_end(run)
+    assert "\x1b[?25h" in screen.getvalue()  # the cursor is visible again
     bars, clients, *note, below = [line.rstrip("\r") for line in drawn]
     assert re.fullmatch(r"rounds  [━╸╺ ]{8,}1234/2000 .*", bars)
     assert re.fullmatch(r"clients [━╸╺ ]{8,}1/12 +.*", clients)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, untested
+from experiments import ONE_EPOCH, experiment, untested
 from fl_lightning.callbacks import ConfusionMatrix
 from fl_lightning.callbacks.confusion_matrix import MOST_COUNTS, accuracy, confusion
 from matplotlib.image import imread
@@ -18,16 +18,6 @@ from fl_lightning.data import Shard
 from fl_lightning.evaluation.evaluation import Evaluation
 
 
-def run_and_load(run_dir, algorithm=None, figure=None, **options):
-    """Return a run with the callback, and its arrays after the last round."""
-    run = experiment(run_dir, algorithm, callbacks=[figure or ConfusionMatrix()], **options)
-    run.fit()
-    last = run_dir / "figures" / "confusion_matrix" / f"round-{run.round:06d}"
-    assert imread(last.with_suffix(".png")).std() > 0
-    with np.load(last.with_suffix(".npz"), allow_pickle=False) as arrays:
-        return run, dict(arrays)
-
-
 def expected(run, module, x, y):
     """Return the matrix of scikit-learn on all samples at once."""
     with torch.no_grad():
@@ -38,16 +28,23 @@ def expected(run, module, x, y):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, PeerFedPer, FedPer, Ditto, PerFedAvg])
 def test_matrices_equal_those_of_scikit_learn(tmp_path, algorithm):
-    run, arrays = run_and_load(tmp_path, algorithm(), evaluation=Evaluation(client_model="received"))
+    options = {"rounds": 1, "trainer": ONE_EPOCH, "evaluation": Evaluation(client_model="received")}
+    run = experiment(tmp_path, algorithm(), callbacks=[ConfusionMatrix()], **options)
+    run.fit()
+    last = tmp_path / "figures" / "confusion_matrix" / "round-000001"
+    assert imread(last.with_suffix(".png")).std() > 0
+    with np.load(last.with_suffix(".npz"), allow_pickle=False) as stored:
+        arrays = dict(stored)
     data = run.data.data
     if run.algorithm.one_model:
         module = run.worker.modules.build_shared(run.state["model"])
         np.testing.assert_array_equal(arrays["global"], expected(run, module, data.x_test, data.y_test))
         assert accuracy(arrays["global"]) == pytest.approx(run.csv.rows[-1]["global/acc"])
     assert ("global" in arrays) == run.algorithm.one_model
-    own = []
-    for client, shard in enumerate(run.data.shards):
-        own.append(expected(run, run.client_module(client), data.x_train[shard.test], data.y_train[shard.test]))
+    own = [
+        expected(run, run.client_module(client), data.x_train[shard.test], data.y_train[shard.test])
+        for client, shard in enumerate(run.data.shards)
+    ]
     accs = [matrix.trace() / matrix.sum() for matrix in own]
     worst = int(np.argmin(accs))
     assert arrays["client"] == worst
@@ -65,7 +62,7 @@ def test_counts_do_not_depend_on_the_batch_size():
         np.testing.assert_array_equal(confusion(torch.nn.Identity(), batches, 7), whole)
 
 
-def test_missing_test_samples_and_targets_that_are_no_classes_are_refused(tmp_path):
+def test_missing_test_samples_and_missing_classes_are_refused(tmp_path):
     figure = ConfusionMatrix()
     run = experiment(tmp_path, PeerFedPer(), callbacks=[figure])
     run._build()
@@ -78,7 +75,7 @@ def test_missing_test_samples_and_targets_that_are_no_classes_are_refused(tmp_pa
         figure.check(run)
 
 
-def test_the_worst_client_is_the_first_of_equal_evaluated_clients_with_test_samples(tmp_path):
+def test_worst_client_is_the_first_of_equal_clients_with_test_samples(tmp_path):
     figure = ConfusionMatrix()
     run = experiment(tmp_path, callbacks=[figure], evaluation=Evaluation(max_clients=3))
     run._build()
@@ -105,8 +102,8 @@ def matrices(classes, seed=0):
     return {"global": matrix, "worst": own, "client": np.array(7)}
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("classes", [2, MOST_COUNTS + 1, 100, 1000])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("classes", [MOST_COUNTS + 1, 2, 100, 1000])
 def test_labels_do_not_overlap_at_any_number_of_classes(classes):
     """Tick labels do not overlap, and titles stay inside the figure."""
     figure = ConfusionMatrix().draw(matrices(classes))

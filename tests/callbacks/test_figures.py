@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import client_series, experiment, in_float64
+from experiments import ONE_EPOCH, client_series, experiment, in_float64
 from fl_lightning.callbacks import (
     AggregationWeights,
     BytesByRound,
@@ -45,19 +45,15 @@ class Uploads(RoundCallback):
     def on_round_metrics(self, run, metrics):
         self.shared.append(run.state["model"])
 
-    def on_round_end(self, run, metrics):
-        pass
-
 
 def run_and_load(run_dir, figure, algorithm=None, **options):
-    """Return a run with one figure, its arrays after the last round, and the models that were sent."""
+    """Return a run of two rounds with one figure, its arrays after the last round, and the models that were sent."""
     seen = Uploads()
-    run = experiment(run_dir, algorithm, callbacks=[seen, figure], **options)
+    run = experiment(run_dir, algorithm, callbacks=[seen, figure], **{"rounds": 2, "trainer": ONE_EPOCH} | options)
     run.fit()
-    folder = run_dir / "figures" / figure.name
-    last = f"round-{run.round:06d}"
-    assert imread(folder / f"{last}.png").std() > 0
-    with np.load(folder / f"{last}.npz", allow_pickle=False) as arrays:
+    last = run_dir / "figures" / figure.name / f"round-{run.round:06d}"
+    assert imread(last.with_suffix(".png")).std() > 0
+    with np.load(last.with_suffix(".npz"), allow_pickle=False) as arrays:
         return run, dict(arrays), seen
 
 
@@ -85,13 +81,13 @@ def test_class_relations_equal_a_loop_over_the_shared_model(tmp_path):
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
 def test_row_norms_equal_a_loop_over_the_models(tmp_path, algorithm):
     run, arrays, seen = run_and_load(tmp_path, RowNorms(), algorithm())
-    clients = run.server.participants(3)
+    clients = run.server.participants(2)
     assert arrays["clients"].tolist() == clients
     gaps, p, estimate = [], [], []
     for row, client in enumerate(clients):
         np.testing.assert_array_equal(arrays["data"][row], run.data.class_counts()[client])
         for name, models in (("received", seen.starts), ("trained", seen.models)):
-            weight = models[3, client]["head.weight"]
+            weight = models[2, client]["head.weight"]
             np.testing.assert_allclose(arrays[name][row], [float(w.norm()) for w in weight], rtol=1e-6)
         share = arrays["data"][row] / arrays["data"][row].sum()
         norms = arrays["trained"][row] / arrays["trained"][row].sum()
@@ -108,35 +104,31 @@ def test_row_norms_equal_a_loop_over_the_models(tmp_path, algorithm):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("algorithm", [FedAvg, FedSKC])
-def test_knowledge_map_shows_samples_and_the_clients_classes(tmp_path, algorithm):
-    run, arrays, _ = run_and_load(tmp_path, KnowledgeMap(client=2, samples=60), algorithm(), clients_per_round=6)
-    assert arrays["client"] == 2
-    assert arrays["points"].shape == (60, 2)
-    assert set(arrays["labels"]) <= set(range(10))
-    assert len(set(arrays["labels"])) > 5
-    assert arrays["classes"].tolist() == np.flatnonzero(run.data.class_counts()[2]).tolist()
-    assert arrays["knowledge"].shape == (len(arrays["classes"]), 2)
-
-
-def test_knowledge_map_falls_back_to_the_first_participant(tmp_path):
+@pytest.mark.parametrize("participates", [False, True])
+def test_knowledge_map_shows_the_client_or_else_the_first_participant(tmp_path, participates):
     probe = experiment(tmp_path)
     probe.load()
-    resting = min({*range(6)} - {*probe.server.participants(1)})
-    run, arrays, _ = run_and_load(tmp_path, KnowledgeMap(client=resting, samples=20), rounds=1)
-    assert arrays["client"] == run.server.participants(1)[0]
+    first, *others = probe.server.participants(1)
+    client = others[0] if participates else min({*range(6)} - {first, *others})
+    run, arrays, _ = run_and_load(tmp_path, KnowledgeMap(client=client, samples=60), FedSKC(), rounds=1)
+    shown = client if participates else first
+    assert arrays["client"] == shown
+    assert arrays["points"].shape == (60, 2)
+    assert len(set(arrays["labels"])) > 5
+    assert arrays["classes"].tolist() == np.flatnonzero(run.data.class_counts()[shown]).tolist()
+    assert arrays["knowledge"].shape == (len(arrays["classes"]), 2)
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: UAPDFL(n_com=2)])
 def test_divergences_equal_a_loop_over_the_trained_models(tmp_path, algorithm):
-    figure = UnitDivergence(every=2, pairs=[(0, 1), (2, 3)])
-    run, arrays, seen = run_and_load(tmp_path, figure, algorithm(), rounds=4, clients_per_round=6)
+    figure = UnitDivergence(pairs=[(0, 1), (2, 3)])
+    run, arrays, seen = run_and_load(tmp_path, figure, algorithm(), clients_per_round=6)
     unit = torch.ones(1, *run.data.data.in_shape)
 
     def distribution(client):
         with torch.no_grad():
-            return run.worker.modules.build_shared(seen.models[4, client]).eval()(unit).softmax(dim=1)[0]
+            return run.worker.modules.build_shared(seen.models[2, client]).eval()(unit).softmax(dim=1)[0]
 
     units = [distribution(client) for client in range(6)]
     for i in range(6):
@@ -146,9 +138,9 @@ def test_divergences_equal_a_loop_over_the_trained_models(tmp_path, algorithm):
     pairs = [arrays["divergence"][i, j] for i in range(6) for j in range(6) if i != j]
     assert row["divergence/mean"] == pytest.approx(np.mean(pairs))
     assert row["divergence/2-3"] == pytest.approx(arrays["divergence"][2, 3])
-    assert arrays["rounds"].tolist() == [2, 4]
+    assert arrays["rounds"].tolist() == [1, 2]
     assert arrays["names"].tolist() == ["divergence/mean", "divergence/0-1", "divergence/2-3"]
-    np.testing.assert_allclose(arrays["values"][0], [run.csv.rows[i]["divergence/mean"] for i in (1, 3)])
+    np.testing.assert_allclose(arrays["values"][0], [row["divergence/mean"] for row in run.csv.rows])
 
 
 @pytest.mark.fast_cases(1)
@@ -156,16 +148,17 @@ def test_divergences_equal_a_loop_over_the_trained_models(tmp_path, algorithm):
 @in_float64
 def test_drift_equals_a_loop_over_the_updates(tmp_path, algorithm):
     run, arrays, seen = run_and_load(tmp_path, ClientDrift(), algorithm())
-    step = vector(seen.shared[3]) - vector(seen.shared[2])
-    for row, client in enumerate(run.server.participants(3)):
-        update = vector(seen.models[3, client]) - vector(seen.starts[3, client])
+    step = vector(seen.shared[2]) - vector(seen.shared[1])
+    for row, client in enumerate(run.server.participants(2)):
+        update = vector(seen.models[2, client]) - vector(seen.starts[2, client])
         cosine = float(update @ step / (update.norm() * step.norm()))
         assert arrays["distance"][row] == pytest.approx(float((update - step).norm()), rel=1e-6)
         assert arrays["cosine"][row] == pytest.approx(cosine, abs=1e-6)
-        assert client_series(tmp_path, 3)[f"client_{client}/drift_cosine"] == pytest.approx(cosine, abs=1e-6)
+        assert client_series(tmp_path, 2)[f"client_{client}/drift_cosine"] == pytest.approx(cosine, abs=1e-6)
     assert run.csv.rows[-1]["drift/distance_mean"] == pytest.approx(arrays["distance"].mean())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedSKC, FedSiamDA, lambda: FedAvg(aggregator=ClassWise())])
 @in_float64
 def test_aggregation_weights_reproduce_the_shared_model(tmp_path, algorithm):
@@ -188,9 +181,9 @@ def test_bytes_by_round_equal_the_communication_meter(tmp_path):
 
 def test_a_figure_is_measured_when_it_is_due(tmp_path, monkeypatch):
     monkeypatch.setattr("fl_lightning.callbacks.figures.to_png", lambda figure: b"")
-    experiment(tmp_path, callbacks=[RowNorms(every=2)], rounds=5).fit()
+    experiment(tmp_path, callbacks=[RowNorms(every=2)], rounds=3, trainer=ONE_EPOCH).fit()
     names = sorted(path.name for path in (tmp_path / "figures" / "row_norms").iterdir())
-    assert names == [f"round-00000{n}.{kind}" for n in (2, 4, 5) for kind in ("npz", "png")]
+    assert names == [f"round-00000{n}.{kind}" for n in (2, 3) for kind in ("npz", "png")]
     with pytest.raises(ConfigError, match=r"callbacks: RowNorms.every: 0 is below 1"):
         RowNorms(every=0)
     with pytest.raises(ConfigError, match=r"callbacks: KnowledgeMap.samples: 3 is below 10"):

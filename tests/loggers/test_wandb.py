@@ -70,22 +70,21 @@ def wandb_at(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory):
-    """Return a run of two rounds, and the outcome of the command."""
+def outcome_and_run(tmp_path_factory):
+    """Return the outcome of a run of two rounds with figures, and the run after it was moved and resumed."""
     run_dir = tmp_path_factory.mktemp("logged") / "tiny"
-    outcome = tiny(run_dir, "--rounds", "2", "--logger.notes", "a try", "--logger.tags", "[mine, FedSKC]", *WANDB)
-    return Logged(run_dir), outcome
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-    """Return a run with figures that was moved and resumed for a third round."""
-    run_dir = tmp_path_factory.mktemp("resumed") / "tiny"
-    tiny(run_dir, "--rounds", "2", *WANDB, *DRAWN)
+    options = ["--logger.notes", "a try", "--logger.tags", "[mine, FedSKC]"]
+    outcome = tiny(run_dir, "--rounds", "2", *WANDB, *DRAWN, *options)
     Logged(run_dir)
     moved = run_dir.rename(run_dir.parent / "elsewhere")
     assert run("fit", "--resume", moved, "--rounds", "3", "--log_clients", "false").code == 0
-    return Logged(moved)
+    return outcome, Logged(moved)
+
+
+@pytest.fixture(scope="module")
+def logged(outcome_and_run):
+    """Return the run, whose two parts are before and after the resume."""
+    return outcome_and_run[1]
 
 
 class Online:
@@ -109,61 +108,50 @@ class Online:
         self.closed += bool(commit)
 
 
-# --- What is in a run ------------------------------------------------------------------------------------------------
+# --- The content of a W&B run ---
 
 
-def test_run_folder_keeps_its_wandb_run(logged, resumed):
-    (first,), (before, after) = ([of_kind(part, "run")[0] for part in one.parts] for one in (logged[0], resumed))
-    assert before.run_id == after.run_id != first.run_id  # whose folders had one name, and one was moved
-    assert all(one.project == "fl-lightning" and one.resume for one in (first, before, after))
-    (ended,) = of_kind(logged[0].records, "exit")
-    assert ended.exit_code == 0
+def test_run_folder_keeps_its_wandb_run(logged):
+    before, after = of_kind(logged.records, "run")
+    assert before.run_id == after.run_id
+    assert before.project == after.project == "fl-lightning"
+    assert before.resume
+    assert after.resume
+    assert [ended.exit_code for ended in of_kind(logged.records, "exit")] == [0, 0]
 
 
-def test_name_group_and_tags_come_from_the_config(logged, resumed):
-    (one,) = of_kind(logged[0].records, "run")
-    assert one.display_name == "tiny-rounds=2-seed0"
-    assert one.run_group.startswith("tiny-rounds=2-")
-    assert list(one.tags) == ["mine", "FedSKC", "Digits", "Dirichlet"]
-    assert (one.job_type, one.notes) == ("fit", "a try")
-    before, after = of_kind(resumed.records, "run")
-    assert (before.display_name, before.run_group) == (one.display_name, one.run_group)
-    assert list(before.tags) == ["FedSKC", "Digits", "Dirichlet"]
+def test_name_group_and_tags_come_from_the_config(logged):
+    before, after = of_kind(logged.records, "run")
+    assert before.display_name == "tiny-rounds=2-seed0"
+    assert before.run_group.startswith("tiny-rounds=2-")
+    assert list(before.tags) == ["mine", "FedSKC", "Digits", "Dirichlet"]
+    assert (before.job_type, before.notes) == ("fit", "a try")
     for name in ("display_name", "run_group", "tags", "job_type", "project", "entity"):
         assert getattr(after, name) == getattr(before, name)
 
 
 def test_round_is_the_step_of_every_metric(logged):
-    defined = of_kind(logged[0].records, "metric")
+    defined = of_kind(logged.parts[0], "metric")
     assert [(metric.name, metric.glob_name, metric.step_metric) for metric in defined] == [
         ("round", "", ""),
         ("", "*", "round"),
     ]
-    assert b"global_step" not in logged[0].paths[0].read_bytes()
+    assert b"global_step" not in logged.paths[0].read_bytes()
 
 
-def test_each_round_is_one_row_with_its_images(logged, resumed):
+def test_each_round_is_one_row_with_its_images(logged):
     """The partition is logged before the first round."""
-    for found, rounds in ((logged[0].records, [0, 1, 2]), (resumed.records, [0, 1, 2, 3])):
-        actual = history(found)
-        assert [row["round"] for row in actual] == [row["_step"] for row in actual] == rounds
-        steps = [record.step.num for record in of_kind(found, "history")]
-        assert steps == rounds
-    captions = [row.get("figures/class_relations.captions") for row in history(resumed.records)]
-    assert captions == [None, ["round 1"], ["round 2"], ["round 3"]]
-    assert [row.get("figures/bytes.captions") for row in history(resumed.records)] == [
-        None,
-        None,
-        ["round 2"],
-        ["round 3"],
-    ]
+    actual = history(logged.records)
+    steps = [record.step.num for record in of_kind(logged.records, "history")]
+    assert steps == [row["round"] for row in actual] == [row["_step"] for row in actual] == [0, 1, 2, 3]
+    captions = [[row.get(f"{figure}.captions") for row in actual] for figure in FIGURES]
+    assert captions == [[None, ["round 1"], ["round 2"], ["round 3"]], [None, None, ["round 2"], ["round 3"]]]
 
 
 def test_history_equals_metrics_csv_and_clients_csv(logged):
-    actual = history(logged[0].records)[1:]
-    written = rows(logged[0].run_dir)
-    for row, expected in zip(actual, written, strict=True):
-        series = client_series(logged[0].run_dir, row["round"])
+    actual = history(logged.parts[0])[1:]
+    for row, expected in zip(actual, rows(logged.run_dir)[:2], strict=True):
+        series = client_series(logged.run_dir, row["round"])
         assert metrics(row) == {name: float(text) for name, text in expected.items() if text} | series
     names = actual[0].keys()
     assert {"global/acc", "global/loss", "client/acc_mean", "client/acc_std", "client/train_loss"} <= names
@@ -173,15 +161,14 @@ def test_history_equals_metrics_csv_and_clients_csv(logged):
 
 def test_config_is_logged_with_keys_to_filter_by(logged):
     """Each value of config.yaml is logged; `class_path` becomes `name`."""
-    config = config_of(logged[0].records)
+    config = config_of(logged.parts[1])
     assert config["algorithm"]["name"] == "FedSKC"
     assert config["algorithm"]["tau"] == 0.08
     assert config["scenario"]["partition"] == {"name": "Dirichlet", "alpha": 0.5, "min_samples": 20, "form": "class"}
-    written = yaml.safe_load((logged[0].run_dir / "config.yaml").read_text())
+    written = yaml.safe_load((logged.run_dir / "config.yaml").read_text())
     assert config.keys() == written.keys() - {"logger"} | {"_wandb", "fl_lightning"}
-    assert {key: config[key] for key, value in written.items() if not isinstance(value, dict)} == {
-        key: value for key, value in written.items() if not isinstance(value, dict)
-    }
+    plain = {key: value for key, value in written.items() if key != "callbacks" and not isinstance(value, dict)}
+    assert {key: config[key] for key in plain} == plain
     assert config["algorithm"] == {"name": "FedSKC", **written["algorithm"]["init_args"]}
     assert config["trainer"] == written["trainer"]
     assert config["fl_lightning"]["version"] == fl_lightning.__version__
@@ -211,47 +198,46 @@ def test_group_config_replaces_class_paths_by_names():
     assert group_config([{"a": one("A")}, 1]) == [{"a": {"name": "A"}}, 1]
 
 
-def test_partition_is_logged_as_a_table(logged, resumed):
-    (reference,) = [row["partition.path"] for row in history(logged[0].records) if "partition.path" in row]
-    table = json.loads((logged[0].paths[0].parent / "files" / reference).read_text())
+def test_partition_is_logged_as_a_table(logged):
+    (reference,) = [row["partition.path"] for row in history(logged.records) if "partition.path" in row]
+    table = json.loads((logged.paths[0].parent / "files" / reference).read_text())
     assert table["columns"] == ["client", *(f"class {label}" for label in range(10))]
-    lines = [line.split(",") for line in (logged[0].run_dir / "partition.csv").read_text().splitlines()]
+    lines = [line.split(",") for line in (logged.run_dir / "partition.csv").read_text().splitlines()]
     assert table["data"] == [[int(n) for n in (line[0], *line[2:])] for line in lines if line[1] == "train"]
-    assert sum("partition.path" in row for row in history(resumed.records)) == 1
 
 
-def test_summary_equals_the_summary_of_the_run(logged, resumed):
+def test_summary_equals_the_summary_of_the_run(logged):
     """It covers the rounds before a resume too, and has each metric's last value."""
-    for one in (logged[0], resumed):
-        actual, figures, written = summary_of(one.parts[-1]), summary(one.run_dir), rows(one.run_dir)
-        reached = {name: value for name, value in figures.items() if value is not None}
-        assert {name: actual[name] for name in reached} == reached
-        assert "R_0.9" not in actual
-        for name in ("global/acc", "client/acc_mean", "global/loss"):
-            assert actual[name] == float(written[-1][name])
-        for name in ("global/loss", "client/loss_mean", "client/train_loss"):
-            assert actual[f"{name}_best"] == min(float(row[name]) for row in written)
+    actual, written = summary_of(logged.parts[-1]), rows(logged.run_dir)
+    reached = {name: value for name, value in summary(logged.run_dir).items() if value is not None}
+    assert {name: actual[name] for name in reached} == reached
+    assert "R_0.9" not in actual
+    for name in ("global/acc", "client/acc_mean", "global/loss"):
+        assert actual[name] == float(written[-1][name])
+    for name in ("global/loss", "client/loss_mean", "client/train_loss"):
+        assert actual[f"{name}_best"] == min(float(row[name]) for row in written)
 
 
-def test_wandb_prints_nothing(logged):
-    _, (code, out, err) = logged
+def test_wandb_prints_nothing(outcome_and_run):
+    (code, out, err), logged = outcome_and_run
     assert (code, err) == (0, "")
     assert out.startswith("round 1/2")
     assert "WANDB_MODE" not in os.environ
     assert wandb.run is None
-    assert [one for one in of_kind(logged[0].records, "artifact") if one.type == "model"] == []
-    assert "wandb" not in out.replace(str(logged[0].run_dir), "").lower()
-    assert "lightning" not in out.lower()
+    assert [one for one in of_kind(logged.records, "artifact") if one.type == "model"] == []
+    out = out.replace(str(logged.run_dir.parent), "").lower()
+    assert "wandb" not in out
+    assert "lightning" not in out
 
 
-def test_resumed_run_continues_the_wandb_run(resumed):
-    actual = history(resumed.records)
+def test_resumed_run_continues_the_wandb_run(logged):
+    actual = history(logged.records)
     assert any(name.startswith("client_") for name in actual[2])
     assert not any(name.startswith("client_") for name in actual[3])  # resumed with log_clients: false
-    assert actual[3]["global/acc"] == float(rows(resumed.run_dir)[2]["global/acc"])
+    assert actual[3]["global/acc"] == float(rows(logged.run_dir)[2]["global/acc"])
     assert actual[3]["comm/total_bytes"] == 3 * actual[1]["comm/total_bytes"]
-    assert config_of(resumed.parts[1])["rounds"] == 3
-    assert [metric.step_metric for metric in of_kind(resumed.parts[1], "metric")] == ["", "round"]
+    assert config_of(logged.parts[1])["rounds"] == 3
+    assert [metric.step_metric for metric in of_kind(logged.parts[1], "metric")] == ["", "round"]
 
 
 @pytest.mark.thorough
@@ -273,7 +259,7 @@ def test_failed_run_is_marked_as_failed(tmp_path, monkeypatch):
     assert of_kind(logged.records, "run")[0].display_name == "own-algorithm=Diverging-seed0"
 
 
-# --- Steps -----------------------------------------------------------------------------------------------------------
+# --- Steps ---
 
 
 def attach_logger(run_dir, **options):
@@ -342,7 +328,7 @@ def test_partition_of_many_clients_is_not_logged(tmp_path, monkeypatch):
         assert len(online.rows) == tables
 
 
-# --- What is silent, and what is said --------------------------------------------------------------------------------
+# --- Options and defaults ---
 
 
 OPTIONS = {
@@ -361,10 +347,10 @@ def test_option_takes_precedence_over_environment_and_default(option, tmp_path, 
     attach_logger(tmp_path)
     monkeypatch.setenv(variable, "")
     attach_logger(tmp_path / "empty")
-    monkeypatch.setenv(variable, "from outside")
-    attach_logger(tmp_path / "outside")
-    attach_logger(tmp_path / "told", **{option: "told"})
-    assert [given[option] for given in online.given] == [default, default, "from outside", "told"]
+    monkeypatch.setenv(variable, "variable")
+    attach_logger(tmp_path / "variable")
+    attach_logger(tmp_path / "option", **{option: "option"})
+    assert [given[option] for given in online.given] == [default, default, "variable", "option"]
 
 
 @pytest.mark.parametrize(
@@ -476,7 +462,7 @@ def test_option_refused_by_wandb_gives_one_line(tmp_path):
     assert err.count("\n") == 1
 
 
-# --- Artifacts -------------------------------------------------------------------------------------------------------
+# --- Artifacts ---
 
 
 def files_of(artifact, folder):

@@ -9,10 +9,10 @@ from commands import contents
 from experiments import experiment
 from fl_lightning.callbacks import RoundCallback
 
-from fl_lightning import orchestrator
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers import collection as loggers
 from fl_lightning.loggers.collection import WarningsTxt
+from fl_lightning.runs import record
 from fl_lightning.runs.folder import refuse_existing_run
 
 
@@ -30,13 +30,10 @@ class Warner(RoundCallback):
 
 
 class Breaks(RoundCallback):
-    """End the run with an error after a round."""
-
-    def __init__(self, after):
-        self.after = after
+    """End the run with an error in round 3."""
 
     def on_round_start(self, run, participants):
-        if run.round == self.after:
+        if run.round == 2:
             raise RuntimeError("broken off")
 
 
@@ -73,23 +70,17 @@ def test_warnings_are_recorded_with_their_round_and_shown(tmp_path, shown):
 @pytest.mark.thorough
 def test_resumed_run_records_the_same_warnings(tmp_path, shown):
     class Once(Warner):
-        def on_fit_start(self, run):
-            pass
-
-        def on_fit_end(self, run):
-            pass
+        on_fit_start = on_fit_end = lambda self, run: None
 
     before = warnings.showwarning
     experiment(tmp_path / "whole", rounds=4, callbacks=[Once()]).fit()
     with pytest.raises(RuntimeError, match="broken off"):
-        experiment(tmp_path / "cut", rounds=4, callbacks=[Once(), Breaks(2)]).fit()
+        experiment(tmp_path / "cut", rounds=4, callbacks=[Once(), Breaks()]).fit()
     assert warnings.showwarning is before
-    with (tmp_path / "cut" / "warnings.txt").open(
-        "ab"
-    ) as file:  # of a round that will be computed again, and half a line
+    with (tmp_path / "cut" / "warnings.txt").open("ab") as file:  # a round that is computed again, and half a line
         file.write(b"round 4: of a round that is not over\nsomething else\nround 2: cut sh")
     experiment(tmp_path / "cut", rounds=4, callbacks=[Once()]).fit(resume=True)
-    # What was warned of when round 2 had ended was record_warnings as of round 3, which is computed again.
+    # A warning at the end of round 2 is recorded for round 3, which is computed again.
     expected = [line for line in lines(tmp_path / "whole") if not line.startswith("round 3")]
     assert lines(tmp_path / "cut") == expected
 
@@ -112,7 +103,7 @@ def test_damaged_checkpoint_is_recorded_in_the_resumed_round(tmp_path, shown):
 
 
 def test_refused_run_records_no_warnings_in_another_run(tmp_path, shown, monkeypatch):
-    experiment(tmp_path, rounds=1).fit()
+    (tmp_path / "metrics.csv").write_text("round\n1\n")
     before = contents(tmp_path)
     refused = experiment(tmp_path)
 
@@ -120,13 +111,14 @@ def test_refused_run_records_no_warnings_in_another_run(tmp_path, shown, monkeyp
         warnings.warn("looked at the data", stacklevel=2)
         refuse_existing_run(folder)
 
-    monkeypatch.setattr(orchestrator, "refuse_existing_run", refuse)
+    monkeypatch.setattr(record, "refuse_existing_run", refuse)
     with pytest.raises(ConfigError, match="holds a run already"):
         refused.fit()
     assert shown == ["looked at the data"]
     assert contents(tmp_path) == before
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("failing", ["open", "exists"])
 def test_full_disk_for_warnings_does_not_end_the_run(failing, tmp_path, shown, monkeypatch):
     works = getattr(Path, failing)

@@ -43,14 +43,14 @@ def flatten(value: Any) -> Any:
     return type(value), value
 
 
-def three(path: Path) -> CheckpointFolder:
+def three_checkpoints(path: Path) -> CheckpointFolder:
     checkpoints = CheckpointFolder(path)
     for round in (1, 2, 3):
         checkpoints.write(round, {"round": round, "w": torch.full((4,), float(round))})
     return checkpoints
 
 
-# --- Sound ---
+# --- Valid checkpoints ---
 
 
 def test_checkpoint_is_restored_bit_for_bit(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_rounds_are_sorted_numerically_newest_first(tmp_path: Path) -> None:
 
 
 def test_second_write_of_a_round_replaces_the_first(tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     checkpoints.write(2, {"again": 1})
     assert checkpoints.read(2).state == {"again": 1}
     assert checkpoints.rounds() == [3, 2, 1]
@@ -122,7 +122,7 @@ def test_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_folder_with_another_name_is_ignored_and_not_pruned(tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     shutil.copytree(tmp_path / "round-000003", tmp_path / "round-000003.bak")
     assert checkpoints.rounds() == [3, 2, 1]
     (tmp_path / ".writing-x" / "round-000004").mkdir(parents=True)  # as a killed process leaves it
@@ -132,12 +132,12 @@ def test_folder_with_another_name_is_ignored_and_not_pruned(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("keep", [set(), {3, 77}])
 def test_prune_keeps_the_given_rounds(keep: set[int], tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     checkpoints.prune(keep)
     assert set(checkpoints.rounds()) == keep & {1, 2, 3}
 
 
-# --- Damaged ---
+# --- Damaged checkpoints ---
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:
@@ -199,7 +199,7 @@ DAMAGES |= {f"manifest {text[:9]!r}": lambda folder, t=text: (folder / "manifest
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(damage: str, tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     DAMAGES[damage](tmp_path / "round-000003")
     reports: list[str] = []
     found = checkpoints.read_newest(reports.append)
@@ -212,7 +212,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(damag
 
 
 def test_a_run_without_valid_checkpoints_cannot_be_resumed(tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     for round, damage in zip((1, 2, 3), DAMAGES.values(), strict=False):
         damage(tmp_path / f"round-00000{round}")
     fix = "Restore the changed files, or start the run again."
@@ -222,7 +222,7 @@ def test_a_run_without_valid_checkpoints_cannot_be_resumed(tmp_path: Path) -> No
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     for round in (2, 3):
         (tmp_path / f"round-00000{round}" / "state.pt").unlink()
     found = checkpoints.read_newest(lambda _: None)
@@ -244,7 +244,7 @@ def test_checkpoint_that_does_not_fit_the_metrics_is_skipped(tmp_path: Path) -> 
             raise Damaged(f"metrics.csv holds 1 of rounds 1 to {found.round}")
 
     reports: list[str] = []
-    found = three(tmp_path).read_newest(reports.append, fits)
+    found = three_checkpoints(tmp_path).read_newest(reports.append, fits)
     assert found
     assert found.round == 1
     assert reports == [f"metrics.csv holds 1 of rounds 1 to {r}; resuming from round 1's" for r in (3, 2)]
@@ -252,7 +252,7 @@ def test_checkpoint_that_does_not_fit_the_metrics_is_skipped(tmp_path: Path) -> 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_checkpoint_without_read_permission_is_an_error(tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     (tmp_path / "round-000003" / "state.pt").chmod(0)
     with pytest.raises(CheckpointError, match=r"round-000003 cannot be read: .*Permission denied"):
         checkpoints.read_newest(fail)
@@ -277,14 +277,14 @@ def test_manifest_cannot_name_files_outside_the_run_folder(name: str, tmp_path: 
 
 
 def test_checkpoint_of_another_round_is_damaged(tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     (tmp_path / "round-000003").rename(tmp_path / "round-000009")
     with pytest.raises(CheckpointError, match=r"round-000009 is damaged"):
         checkpoints.read(9)
 
 
 def test_invalid_folder_names_and_links_are_no_checkpoints(tmp_path: Path) -> None:
-    checkpoints = three(tmp_path / "run")
+    checkpoints = three_checkpoints(tmp_path / "run")
     for name in ("round-1", "round-\N{SUPERSCRIPT TWO}", "round-0000007", "round-x"):
         (tmp_path / "run" / name).mkdir()
     shutil.move(tmp_path / "run" / "round-000002", tmp_path / "elsewhere")
@@ -295,7 +295,7 @@ def test_invalid_folder_names_and_links_are_no_checkpoints(tmp_path: Path) -> No
 
 def test_reading_a_missing_round_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="round-000009"):
-        three(tmp_path).read(9)
+        three_checkpoints(tmp_path).read(9)
 
 
 class Trap:
@@ -308,7 +308,7 @@ class Trap:
 
 @pytest.mark.parametrize("dump", [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))])
 def test_code_in_a_checkpoint_is_refused_and_not_executed(dump: Any, tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     folder = tmp_path / "round-000003"
     dump({"round": 3, "w": Trap(tmp_path / "sprung")}, folder / "state.pt")
     digest = f"sha256:{hashlib.sha256((folder / 'state.pt').read_bytes()).hexdigest()}"
@@ -332,7 +332,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 
 
 def test_full_disk_gives_one_line_and_damages_nothing(tmp_path: Path) -> None:
-    checkpoints = three(tmp_path)
+    checkpoints = three_checkpoints(tmp_path)
     with (
         files_no_larger_than(20_000),
         pytest.raises(CheckpointError, match=r"^cannot write checkpoint .*round-000004: ") as caught,

@@ -45,7 +45,7 @@ def test_missing_run_json_is_warned_of(tmp_path):
     assert wrong([LOST], fuzz(tmp_path, [LOST])) == []
 
 
-# --- What judges ---
+# --- The judge of the fuzzing ---
 
 
 @pytest.mark.thorough

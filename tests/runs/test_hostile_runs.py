@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("always")
 
 MARK = "import pathlib\npathlib.Path({mark!r}).write_text('executed')\nclass Net: pass\n"
 
-# --- The configs: a place, dotted, and what lies there ---
+# --- The configs: hostile values by dotted key ---
 
 CODE = {
     "module": "evil.Net",
@@ -66,17 +66,10 @@ CASES = {f"{place} {name}": {place: spec(text, **CALLED)} for place in CLASS_PLA
 CASES |= {f"module {name}": {"model": from_module(text, **CALLED)} for name, text in CODE.items()}
 CASES |= {f"any {name}": {"optimizer.init_args.fused": spec(text, **CALLED)} for name, text in CODE.items()}
 for _data in ("train", "test"):
-    CASES |= {
-        f"{_data} {name}": {
-            "scenario.dataset": spec("TorchDataset", **{"train": text, "test": text, _data: spec(text)})
-        }
-        for name, text in CODE.items()
-    }
-OUTSIDE = {
-    "absolute": "{root}/here/outside",
-    "link": "theirs/link",
-    "up": "theirs/../outside",
-}
+    for _name, _text in CODE.items():
+        _options = {"train": _text, "test": _text, _data: spec(_text)}
+        CASES[f"{_data} {_name}"] = {"scenario.dataset": spec("TorchDataset", **_options)}
+OUTSIDE = {"absolute": "{root}/here/outside", "link": "theirs/link", "up": "theirs/../outside"}
 for _name, _path in OUTSIDE.items():
     CASES |= {
         f"cache {_name}": {"scenario.dataset": spec("ImageFolder", path="images", size=8, cache=_path)},
@@ -136,7 +129,7 @@ def text_arguments():
 CASES |= dict(text_arguments())
 
 
-# --- What is watched ---
+# --- The audit hook ---
 
 EVENTS: list[tuple[str, str]] = []
 RUNS_CODE = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn", "socket.connect"}
@@ -150,13 +143,9 @@ def watch(event, args):
         return
     if event in RUNS_CODE or (event == "import" and args[0].startswith("evil")):
         EVENTS.append((event, str(args)))
-    elif (
-        event == "open"
-        and isinstance(args[0], str)
-        and isinstance(args[2], int)
-        and args[2] & (os.O_WRONLY | os.O_RDWR)
-    ):
-        note_write(event, args[0])
+    elif event == "open":
+        if isinstance(args[0], str) and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            note_write(event, args[0])
     elif event in WRITES:
         folder = f"/proc/self/fd/{args[-1]}" if isinstance(args[-1], int) and args[-1] >= 0 else ""  # of its `dir_fd`
         note_write(event, os.path.join(folder, os.fsdecode(args[0])))
@@ -262,7 +251,7 @@ def check_harmless(opener, settings, run_dir):
 
 
 def surrounding_files(root):
-    """Return the content of all files surrounding_files the run by path, without reading pipes."""
+    """Return the content of all files outside of the run by path, without reading pipes."""
     kept = ("here/theirs/", "here/out/", "config/")
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
@@ -276,13 +265,13 @@ SAMPLE = [(("test", "resume", "export")[i % 3], NAMED[i]) for i in range(0, len(
 SAMPLE += [(opener, NAMED[7 * i]) for i, opener in enumerate(["report", "compare", "watch", "load"])]
 
 
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("opener", "case"), SAMPLE)
 def test_hostile_run_is_harmless(opener, case, theirs):
     check_harmless(opener, CASES[case], theirs)
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("place", ["model.init_args.module", *CLASS_PLACES])
 def test_gate_checks_every_class_path(place, theirs, monkeypatch):
     """This fails if a new version of jsonargparse imports in another way."""

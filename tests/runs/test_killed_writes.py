@@ -25,14 +25,14 @@ METHODS = {
 RESUME = ["fit", "--resume", "run", "--rounds=2"]
 NEVER = 10**9
 
-# --- The other end: a process that does what is asked of it, one case after another ---
+# --- In a worker process, which runs one case after another ---
 
 
 class Harm:
     """Count the file operations of this process, and kill it or fill the disk at one of them."""
 
     changes = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
-    takes_room = ("open", "os.mkdir", "fsync")
+    uses_space = ("open", "os.mkdir", "fsync")
 
     def __init__(self):
         self.armed, self.count, self.at, self.how = False, 0, NEVER, ""
@@ -61,7 +61,7 @@ class Harm:
         self.count += 1
         if self.how == "kill" and self.count > self.at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "disk full" and self.count > self.at and event in self.takes_room:
+        if self.how == "disk full" and self.count > self.at and event in self.uses_space:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -103,7 +103,7 @@ def case(root, method, start, how, at):
         method: The method.
         start: `fit` or `resume`.
         how: `kill` or `disk full`.
-        at: The number of what it does to a file, from 0; or which part of all of that it has done, below 1.
+        at: The number of the file operation, from 0; or, as a float, the fraction of all file operations.
     """
     at = int(at * count(root, method, start)) if isinstance(at, float) else at
     with work_folder(root / method, f"{start}, {how} at {at}", start) as name:
@@ -161,7 +161,7 @@ def _check_resumed(words, whole):
     return f"{message}left behind: {litter}" if litter else ""
 
 
-# --- This end ---
+# --- The tests ---
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def assert_refused(code, err, pid):
     assert f"process {pid} on {socket.gethostname()}" in line
 
 
-# --- Commands in processes of their own, that have imported everything already ---
+# --- Commands in other processes ---
 
 
 class Command:
@@ -118,7 +118,7 @@ def run_together(*commands):
     return [(*command.end(), command.pid) for command in begun]
 
 
-# --- Beside an owner ---
+# --- While a folder has an owner ---
 
 
 @pytest.mark.thorough
@@ -130,7 +130,7 @@ def test_other_commands_may_read_but_not_write_a_run_in_progress(how, here, whol
     before = contents(Path("run"))
     for words in (RESUME, [*RESUME, "--rounds", "30"], FIT, [*FIT, "--seed", "1"]):
         outcome = run(*words)
-        if "--run_dir" in words:  # either says what is in the way
+        if "--run_dir" in words:  # refused for the run or for its owner
             assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
             assert "holds a run already" in outcome.err or f"process {owner.pid} on" in outcome.err
         else:
@@ -138,7 +138,7 @@ def test_other_commands_may_read_but_not_write_a_run_in_progress(how, here, whol
         assert contents(Path("run")) == before
     for words in (["test", "run"], ["watch", "run", "--once"], ["compare", "run", "--unfinished"]):
         assert run(*words).code == 0, words
-    if how is FIT:  # a page takes its time
+    if how is FIT:  # once is enough, since a report takes long
         assert run("report", "run", "--out", "report.html").code == 0
     assert contents(Path("run")) == before
     os.kill(owner.pid, signal.SIGCONT)
@@ -193,7 +193,7 @@ def test_folder_has_one_owner_within_one_process(tmp_path):
     assert len(beside.said) == 3 * 4
     held = f"process {os.getpid()} on {socket.gethostname()}"
     assert all(held in said or "holds a run already" in said for said in beside.said)
-    assert sum(held in said for said in beside.said) >= 3 * 2  # whoever resumes
+    assert sum(held in said for said in beside.said) >= 3 * 2  # each attempt to resume
     assert results_of(tmp_path / "run") == results_of(tmp_path / "whole")
     experiment(tmp_path / "run", rounds=4).fit(resume=True)
 

@@ -1,14 +1,13 @@
 """Runs that are interrupted or killed resume to the same bytes."""
 
 import os
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
-from experiments import experiment, same_bytes, untimed
+from experiments import ONE_EPOCH, experiment, same_bytes, untimed
 from fl_lightning.callbacks import EarlyStopping, RoundCallback
 from killed_runs import FIVE, command_line, survive_kills
 from methods import CLASSES
@@ -29,11 +28,11 @@ SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
     ids=[*FIVE, "local buffers"],
 )
 def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, method):
-    options = {"checkpoint_every": 2, "callbacks": [], "model": SIAMESE}
-    whole = experiment(tmp_path / "whole", method(), rounds=5, **options)
+    options = {"checkpoint_every": 2, "model": SIAMESE, "trainer": ONE_EPOCH}
+    whole = experiment(tmp_path / "whole", method(), rounds=4, **options)
     whole.fit()
     experiment(tmp_path / "parts", method(), rounds=3, **options).fit()
-    rest = experiment(tmp_path / "parts", method(), rounds=5, **options)
+    rest = experiment(tmp_path / "parts", method(), rounds=4, **options)
     rest.fit(resume=True)
     assert same_bytes(whole.state["model"], rest.state["model"])
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
@@ -41,33 +40,19 @@ def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, method):
     assert (tmp_path / "whole" / model).read_bytes() == (tmp_path / "parts" / model).read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore:callbacks. EarlyStopping.mode")  # the worst for the best, on purpose: it stops soon
+@pytest.mark.filterwarnings("ignore:callbacks. EarlyStopping.mode")  # the wrong mode, so that it stops soon
 def test_early_stopping_state_survives_a_resume(tmp_path):
-    def callbacks():
-        return [EarlyStopping(monitor="global/loss", mode="max", patience=4)]
+    def run(name, rounds, resume=False):
+        callbacks = [EarlyStopping(monitor="global/loss", mode="max", patience=4)]
+        run = experiment(tmp_path / name, rounds=rounds, callbacks=callbacks, trainer=ONE_EPOCH)
+        run.fit(resume=resume)
+        return run.round
 
-    whole = experiment(tmp_path / "whole", rounds=12, callbacks=callbacks())
-    whole.fit()
-    assert 4 < whole.round < 12
-    experiment(tmp_path / "parts", rounds=3, callbacks=callbacks()).fit()
-    rest = experiment(tmp_path / "parts", rounds=12, callbacks=callbacks())
-    rest.fit(resume=True)
-    assert rest.round == whole.round
-    over = experiment(tmp_path / "parts", rounds=12, callbacks=callbacks())
-    over.fit(resume=True)
-    assert over.round == whole.round
-
-
-def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path):
-    whole = experiment(tmp_path / "run", rounds=4)
-    whole.fit()
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    (tmp_path / "copy" / "checkpoints" / "round-000004" / "state.pt").write_bytes(b"")
-    again = experiment(tmp_path / "copy", rounds=4)
-    with pytest.warns(UserWarning, match=r"round-000004 is damaged: .*; resuming from round 3's"):
-        again.fit(resume=True)
-    assert same_bytes(whole.state["model"], again.state["model"])
-    assert untimed(whole.csv.rows) == untimed(again.csv.rows)
+    last = run("whole", 12)
+    assert 4 < last < 12
+    assert run("parts", 3) == 3
+    assert run("parts", 12, resume=True) == last
+    assert run("parts", 12, resume=True) == last  # of a run that is over
 
 
 class Interrupter(Engine):
@@ -88,10 +73,10 @@ class Interrupter(Engine):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_run_after_the_client_and_it_can_be_resumed(tmp_path, signum):
-    whole = experiment(tmp_path / "whole", FedSKC(), rounds=4)
+    options = {"rounds": 4, "checkpoint_every": 10, "trainer": ONE_EPOCH}
+    whole = experiment(tmp_path / "whole", FedSKC(), **options)
     whole.fit()
     handler = signal.getsignal(signum)
-    options = {"rounds": 4, "checkpoint_every": 10}
     stopped = experiment(tmp_path / "parts", FedSKC(), engine=Interrupter(3, signum), **options)
     with pytest.raises(
         Interrupted, match=rf"stopped by {signum.name} after round 2 of 4; resume it with: .*--resume"
@@ -116,16 +101,17 @@ class Kill(RoundCallback):
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # Python 3.12 warns of threads
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
-    whole = experiment(tmp_path / "whole", FedSKC(), rounds=4)
+    options = {"rounds": 4, "trainer": ONE_EPOCH}
+    whole = experiment(tmp_path / "whole", FedSKC(), **options)
     whole.fit()
     child = os.fork()
     if not child:
         try:
-            experiment(tmp_path / "killed", FedSKC(), rounds=4, callbacks=[Kill()]).fit()
+            experiment(tmp_path / "killed", FedSKC(), callbacks=[Kill()], **options).fit()
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    rest = experiment(tmp_path / "killed", FedSKC(), rounds=4)
+    rest = experiment(tmp_path / "killed", FedSKC(), **options)
     rest.fit(resume=True)
     assert same_bytes(whole.state["model"], rest.state["model"])
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)

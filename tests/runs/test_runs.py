@@ -122,14 +122,35 @@ CONFIGS = {
     "too large": ("# " + "x" * 2**20, "larger than it can be"),
 }
 
+METRICS = {
+    "an empty file": ("", "no round has finished yet"),
+    "no rounds": ("a,b\n1,2\n", "metrics.csv cannot be read: round 1 is missing"),
+    "a column twice": ("round,a,a\n1,2,3\n", "metrics.csv cannot be read: two columns have the same name"),
+    "a round left out": ("round,a\n1,2\n3,2\n", "round 2 is missing or out of order"),
+    "a line of words": ("round,a\n1,2\n2,x\n3,2\n", "round 2 is missing or out of order"),
+    "a line of fewer cells": ("round,a,b\n1,2,3\n2,3\n3,2,1\n", "round 2 is missing or out of order"),
+    "a quote that never ends": ('round,a\n1,"2\n' + "2,3\n" * 50_000, "field larger than field limit"),
+    "no text": (os.urandom(1000) + b"\n", "cannot be read|no round has finished"),
+}
+SUMMARIES = {
+    "no JSON": ("{", "Expecting property name"),
+    "no mapping": ('[["rounds", 3]]', "it is not the summary of a run"),
+    "words": ('{"rounds": 3, "global/acc_last": "high"}', "global/acc_last is not a number"),
+    "no rounds": ('{"global/acc_last": 1}', "it is not the summary of a run"),
+    "5,000 lists": ('{"rounds": 3, "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
+    "a huge number": (f'{{"rounds": 3, "a": {NUMBER}}}', "digits"),
+    "no UTF-8": (b"\xff", "can't decode"),
+}
+FILES = {"config.yaml": CONFIGS, "metrics.csv": METRICS, "final/summary.json": SUMMARIES}
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_unreadable_config_gives_the_reason(name, tmp_path):
-    text, why = CONFIGS[name]
-    folder = write_run(tmp_path / "run")
-    (folder / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+@pytest.mark.parametrize(("file", "case"), [(file, case) for file, cases in FILES.items() for case in cases])
+def test_unreadable_file_gives_the_reason(file, case, tmp_path):
+    text, why = FILES[file][case]
+    folder = write_run(tmp_path / "run", finished=file != "metrics.csv")
+    (folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     started = time.process_time()
-    with pytest.raises(DamagedRun, match=f"config.yaml cannot be read: .*{why}") as error:
+    with pytest.raises(DamagedRun, match=why if file == "metrics.csv" else f"{file} cannot be read: .*{why}") as error:
         open_run_folder(folder)
     assert time.process_time() - started < 5
     assert "\n" not in str(error.value)
@@ -148,31 +169,6 @@ def test_config_may_have_aliases_and_numbers_of_any_kind(tmp_path):
     assert (len(tables.clients), list(tables.clients)) == (0, ["run", "round", "client"])
 
 
-METRICS = {
-    "an empty file": ("", "no round has finished yet"),
-    "no rounds": ("a,b\n1,2\n", "metrics.csv cannot be read: round 1 is missing"),
-    "a column twice": ("round,a,a\n1,2,3\n", "metrics.csv cannot be read: two columns have the same name"),
-    "a round left out": ("round,a\n1,2\n3,2\n", "round 2 is missing or out of order"),
-    "a line of words": ("round,a\n1,2\n2,x\n3,2\n", "round 2 is missing or out of order"),
-    "a line of fewer cells": ("round,a,b\n1,2,3\n2,3\n3,2,1\n", "round 2 is missing or out of order"),
-    "a quote that never ends": ('round,a\n1,"2\n' + "2,3\n" * 50_000, "field larger than field limit"),
-    "no text": (os.urandom(1000) + b"\n", "cannot be read|no round has finished"),
-    "zeros": (b"round,a\n" + b"\0" * 1000 + b"\n1,2\n2", "cannot be read|no round"),
-}
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_unreadable_metrics_give_the_reason(name, tmp_path):
-    text, why = METRICS[name]
-    folder = write_run(tmp_path / "run", finished=False)
-    (folder / "metrics.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-    if name == "zeros" and sys.version_info >= (3, 11):  # csv takes them since then, and the line is none
-        assert open_run_folder(folder).rounds == [{"round": 1, "a": 2}]
-        return
-    with pytest.raises(DamagedRun, match=why):
-        open_run_folder(folder)
-
-
 def test_huge_numbers_and_nan_are_read(tmp_path):
     folder = write_run(tmp_path / "run", finished=False)
     (folder / "metrics.csv").write_text(f"round,a,b,c,d,run\n1,nan,-inf,{'9' * 400},{2**70},7\n")
@@ -182,26 +178,6 @@ def test_huge_numbers_and_nan_are_read(tmp_path):
     rounds = load(folder).rounds
     assert rounds.run.tolist() == [str(folder)]
     assert float(rounds.d[0]) == 2.0**70
-
-
-SUMMARIES = {
-    "no JSON": ("{", "Expecting property name"),
-    "no mapping": ('[["rounds", 3]]', "it is not the summary of a run"),
-    "words": ('{"rounds": 3, "global/acc_last": "high"}', "global/acc_last is not a number"),
-    "no rounds": ('{"global/acc_last": 1}', "it is not the summary of a run"),
-    "5,000 lists": ('{"rounds": 3, "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
-    "a huge number": (f'{{"rounds": 3, "a": {NUMBER}}}', "digits"),
-    "no UTF-8": (b"\xff", "can't decode"),
-}
-
-
-@pytest.mark.parametrize("name", SUMMARIES)
-def test_unreadable_summary_gives_the_reason(name, tmp_path):
-    text, why = SUMMARIES[name]
-    folder = write_run(tmp_path / "run")
-    (folder / "final" / "summary.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(DamagedRun, match=f"final/summary.json cannot be read: .*{why}"):
-        open_run_folder(folder)
 
 
 def test_finished_run_with_missing_rounds_is_damaged(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, contents, run, tiny
 
-pytestmark = pytest.mark.filterwarnings("always")  # what a command warns of is no error of it
+pytestmark = pytest.mark.filterwarnings("always")  # a command's warnings are not errors
 
 FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run"]
 RESUME = ["fit", "--resume", "run", "--rounds", "5"]
@@ -43,21 +43,22 @@ def _no_waiting():
     signal.signal(signal.SIGALRM, before)
 
 
-# --- Files of somebody's own ---
+# --- Files of the user ---
 
 
 OTHER_FILES = [
     "config.yaml",
+    "checkpoints/round-000007/state.pt",
+    "checkpoints/epoch-3.ckpt",
     "final/model.pt",
     "metrics.csv",
     "clients/client-000001-round-000001.safetensors",
-    "checkpoints/round-000007/state.pt",
-    "checkpoints/epoch-3.ckpt",
     "figures/plan.png",
     "log.txt",
 ]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", OTHER_FILES)
 def test_a_new_run_changes_no_other_files_in_its_folder(name, here):
     Path("run", name).parent.mkdir(parents=True)

@@ -85,9 +85,7 @@ def theirs(finished, here, tmp_path, monkeypatch):
     for place in (here / "evil.py", here / "theirs" / "evil.py", installed / "evil_installed.py"):
         place.write_text(mark)
     (here / "file.yaml").write_text("class_path: evil_installed.Net\n")
-    monkeypatch.setattr(
-        Fingerprint, "check_config", lambda *given: None
-    )  # who edits a config can also edit the fingerprint
+    monkeypatch.setattr(Fingerprint, "check_config", lambda *given: None)  # its author can also edit the fingerprint
     return here / "theirs"
 
 
@@ -113,7 +111,7 @@ def set_key(key, value):
     return change
 
 
-# --- What is refused -------------------------------------------------------------------------------------------------
+# --- What an untrusted run may not name ---
 
 PATHS = [
     "subprocess.Popen",
@@ -183,18 +181,16 @@ def check_is_refused(message, words, tmp_path):
     assert not {"evil", "evil_installed"} & sys.modules.keys()
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("words", [["test", "theirs"], ["fit", "--resume", "theirs"]], ids=["test", "resume"])
 @pytest.mark.parametrize("path", PATHS)
 def test_an_untrusted_run_names_only_known_objects(path, words, theirs, tmp_path):
     change_config(theirs, set_key("model.class_path", path))
-    message = (
-        f"theirs/config.yaml: model: {path} is not allowed in a file that is not known to be yours. The run is not"
-    )
-    check_is_refused(message, words, tmp_path)
+    message = f"model: {path} is not allowed in a file that is not known to be yours. The run is not"
+    check_is_refused(f"theirs/config.yaml: {message}", words, tmp_path)
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("place", "value"), PLACES)
 def test_an_untrusted_run_names_code_in_no_place(place, value, theirs, tmp_path):
     change_config(theirs, set_key(place, value))
@@ -211,6 +207,7 @@ def test_an_untrusted_run_names_code_in_no_place_of_a_resumed_fit(place, value, 
     check_is_refused("", ["fit", "--resume=theirs", "--rounds", "4"], tmp_path)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("key", KEYS)
 def test_untrusted_run_with_unknown_keys_is_refused(key, theirs, tmp_path):
     change_config(theirs, lambda config: config.update({key: "file.yaml"}))
@@ -257,7 +254,7 @@ def test_test_command_ignores_engine_logger_and_callbacks(theirs, tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
-# --- What is not -----------------------------------------------------------------------------------------------------
+# --- What an untrusted run may name ---
 
 
 def import_paths():
@@ -296,17 +293,23 @@ def test_shipped_configs_pass_the_gate(monkeypatch):
     assert len(named) > 50
 
 
-# --- The user's own --------------------------------------------------------------------------------------------------
+# --- The user's own runs ---
+
+
+def write_own_modules(folder):
+    (folder / "own.py").write_text(OWN)
+    (folder / "own_sibling.py").write_text("")
 
 
 @pytest.fixture
-def own(here):
-    """Return a run that names a class of a module in the working folder."""
-    (here / "own.py").write_text(OWN)
-    (here / "own_sibling.py").write_text("")
-    Path("tiny.yaml").write_text(TINY)
-    code, _, err = run("fit", "--config", "tiny.yaml", "--run_dir", "run", "--model", "own.Net")
-    assert (code, err) == (0, ""), err
+def own(finished, here, monkeypatch):
+    """Return a signed run that names a class of a module in the working folder."""
+    write_own_modules(here)
+    shutil.copytree(finished, here / "run")
+    config = change_config(here / "run", set_key("model.class_path", "own.Net"))
+    trust.sign(here / "run", (here / "run" / "config.yaml").read_text(), config)
+    for method in ("check_config", "warn_of_edits"):  # the checkpoints name another class
+        monkeypatch.setattr(Fingerprint, method, lambda *given: None)
     return here / "run"
 
 
@@ -338,8 +341,7 @@ def test_own_module_may_be_in_a_namespace_package(here):
 
 
 def test_config_may_name_modules_in_the_working_folder(here):
-    (here / "own.py").write_text(OWN)
-    (here / "own_sibling.py").write_text("")
+    write_own_modules(here)
     (here / "configs").mkdir()
     tiny(here / "configs" / "run", text=TINY.replace("class_path: MLP", "class_path: own.Net"))
     assert run("partition", "--config", "configs/run.yaml").code == 0
@@ -434,7 +436,7 @@ def make_pipe(key):
     os.mkfifo(key, 0o600)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -462,8 +464,7 @@ def test_special_or_large_signature_file_is_refused(damage, own, here):
 
 @pytest.mark.filterwarnings("always")
 def test_run_is_not_signed_without_a_home_folder(here, tmp_path, monkeypatch):
-    (here / "own.py").write_text(OWN)
-    (here / "own_sibling.py").write_text("")
+    write_own_modules(here)
     (tmp_path / "config").write_text("no folder")
     Path("tiny.yaml").write_text(TINY)
     code, _, err = run("fit", "--config", "tiny.yaml", "--run_dir", "run", "--model", "own.Net")
@@ -484,7 +485,7 @@ def test_concurrent_creation_gives_one_key(here, tmp_path):
         key_of(tmp_path).unlink()
 
 
-# --- Where modules are looked for ------------------------------------------------------------------------------------
+# --- Imports from the working folder ---
 
 
 @pytest.mark.parametrize(
@@ -495,7 +496,7 @@ def test_concurrent_creation_gives_one_key(here, tmp_path):
         ({"callbacks": ["Progress", {"x": ["spread.nets.Net"]}]}, True),
         ("spread.npz", False),
         ("own", False),
-        ("own.py", True),  # who can tell
+        ("own.py", True),  # it may be an import path
         ("nowhere.Net", False),
         ("torch.Net", False),
         (3, False),
@@ -580,8 +581,7 @@ def test_worker_processes_do_not_import_planted_modules(tmp_path):
 
 @pytest.mark.slow
 def test_worker_processes_find_own_modules(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "own_sibling.py").write_text("")
+    write_own_modules(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY.replace("class_path: MLP", "class_path: own.Net"))
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     script = ["-m", "fl_lightning"]
@@ -593,7 +593,7 @@ def test_worker_processes_find_own_modules(tmp_path):
     python(*script, "test", "run", cwd=tmp_path)
 
 
-# --- A model of anybody's --------------------------------------------------------------------------------------------
+# --- FromModule ---
 
 
 @pytest.mark.parametrize(
