@@ -1,10 +1,10 @@
-"""What each method adds to a client's local epoch: time against FedAvg's, side by side in one run.
+"""Measure the time of a local epoch of each method relative to FedAvg.
 
     python benchmarks/epoch_cost.py [--repeats 5] [--steps 20]
 
-Each method first runs a round, so that its knowledge is there; then one client's fit is timed, the methods taking
-turns.
-The second epoch of each fit counts: FedSiam-DA's history term is on by then.
+Each method first runs one round, so that its shared knowledge and client state exist. Then the fits of one client are
+timed, with the methods in alternation. The second epoch of a fit counts, because FedSiam-DA's history term is active
+from then on.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ BATCH = 64
 
 
 class Clock(L.Callback):
-    """Notes how long each epoch took."""
+    """Record the time of each epoch."""
 
     def __init__(self) -> None:
         self.epochs: list[float] = []
 
     def on_train_epoch_start(self, *args: Any) -> None:
-        """Start the clock."""
+        """Record the start."""
         self.started = time.perf_counter()
 
     def on_train_epoch_end(self, *args: Any) -> None:
-        """Stop it."""
+        """Record the time since the start of the epoch."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.epochs.append(time.perf_counter() - self.started)
 
 
 class OneRound(RoundCallback):
-    """Ends a run of two rounds after the first, so that the second can be looked into."""
+    """Stop a run after its first round, so that round 2 can be measured."""
 
     stops = False
 
     def on_round_end(self, *args: Any) -> None:
-        """Enough."""
+        """Stop the run."""
         self.stops = True
 
 
 def prepared(algorithm: Algorithm, data: Path, run_dir: Path) -> FederatedOrchestrator:
-    """A run after its first round; the siamese heads are there for all, so that the networks are the same."""
+    """Return a run after its first round. All methods have the siamese heads, so the networks are equal."""
     run = FederatedOrchestrator(
         Scenario(Arrays(str(data)), IID(), clients=2, local_test=0),
         partial(CNN4, head=Head(projection=256, prediction=256)),
@@ -88,7 +88,7 @@ def prepared(algorithm: Algorithm, data: Path, run_dir: Path) -> FederatedOrches
 
 
 def epoch(run: FederatedOrchestrator) -> float:
-    """Seconds of a client's second local epoch."""
+    """Return the seconds of a client's second local epoch."""
     module, data = run.starting_module(0).train(), run.data.data
     batches = Batches(data.x_train, data.y_train, run.data.shards[0].train, BATCH, seed=0)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

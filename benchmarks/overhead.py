@@ -1,10 +1,11 @@
-"""What the framework costs beside a hand-written loop: wall time for long and short client fits, and peak memory.
+"""Compare fl-lightning with a hand-written loop: the time of long and short client fits, and the peak memory.
 
     python benchmarks/overhead.py
 
-FedAvg by the command line's own path (config file, parser, orchestrator, Lightning, CSV, checkpoints; no W&B) against a
-plain PyTorch loop, in turn in one process, on synthetic data of the shape of digits and of Fashion-MNIST. The work of a
-client fit is set by its number of steps, found by timing the plain loop. Prints ratios; single times vary by machine.
+Both train FedAvg on synthetic data of the shape of digits and of Fashion-MNIST, in alternation in one process.
+fl-lightning runs through the code of the command line: config file, parser, orchestrator, Lightning, CSV and
+checkpoints, without W&B. The number of steps of a fit is chosen so that the loop takes a given time. The script prints
+ratios, because single times depend on the machine.
 """
 
 import argparse
@@ -33,7 +34,7 @@ ROUNDS = 3
 
 
 def write_data(path: Path, shape: tuple[int, ...], samples: int) -> None:
-    """Noise and labels, as many as the clients' steps need."""
+    """Write random inputs and labels."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(samples, *shape)).astype(np.float32)
     y = np.arange(samples) % 10
@@ -41,7 +42,7 @@ def write_data(path: Path, shape: tuple[int, ...], samples: int) -> None:
 
 
 def config(data: Path, run_dir: Path, batch_size: int, clients: int, rounds: int) -> dict:
-    """FedAvg on the data, every client in every round, one evaluation at the end."""
+    """Return a FedAvg config in which all clients participate and only the last round is evaluated."""
     return {
         "scenario": {
             "dataset": {"class_path": "Arrays", "init_args": {"path": str(data)}},
@@ -71,7 +72,7 @@ def framework(settings: dict) -> None:
 
 
 def plain(data: Path, batch_size: int, rounds: int) -> None:
-    """FedAvg as one would write it by hand."""
+    """Train FedAvg with a hand-written loop."""
     arrays = np.load(data)
     x, y = torch.from_numpy(arrays["x_train"]), torch.from_numpy(arrays["y_train"])
     shards = torch.randperm(len(y)).chunk(CLIENTS)
@@ -93,7 +94,7 @@ def plain(data: Path, batch_size: int, rounds: int) -> None:
 
 
 def step_time(shape: tuple[int, ...], batch_size: int) -> float:
-    """Seconds of one plain training step."""
+    """Return the median seconds of a training step in plain PyTorch."""
     model, x, y = CNN(in_shape=shape, num_classes=10), torch.randn(batch_size, *shape), torch.arange(batch_size) % 10
     times = []
     for _ in range(20):
@@ -104,7 +105,7 @@ def step_time(shape: tuple[int, ...], batch_size: int) -> float:
 
 
 def wall_ratio(name: str, work: float, repeats: int, folder: Path) -> None:
-    """Print framework over plain for client fits of `work` seconds; per-round cost only, start-up taken off."""
+    """Print the time of fl-lightning relative to the loop, for client fits of `work` seconds, without the start."""
     shape, batch_size = SHAPES[name]
     steps = max(1, round(work / step_time(shape, batch_size)))
     data = folder / f"{name}-{work}.npz"
@@ -133,7 +134,7 @@ def wall_ratio(name: str, work: float, repeats: int, folder: Path) -> None:
 
 
 def peak_memory(clients: int) -> None:
-    """Print this process's peak memory after two rounds of `clients` clients, one step each."""
+    """Print the peak memory of this process after two rounds with one training step per client."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(folder / "data.npz", (1, 28, 28), 6400)
@@ -142,7 +143,7 @@ def peak_memory(clients: int) -> None:
 
 
 def memory_ratio() -> None:
-    """Print peak memory with 100 clients a round over that with 10, each in a process of its own."""
+    """Print the peak memory with 100 clients per round relative to 10, each in its own process."""
     peaks = []
     for clients in (10, 100):
         command = [sys.executable, __file__, "--peak", str(clients)]

@@ -1,4 +1,4 @@
-"""Seconds that each partition takes to deal 1,000,000 samples of 10 or 100 classes out to 1,000 clients.
+"""Measure how long each partition takes to split 1,000,000 samples over 1,000 clients, with 10 and 100 classes.
 
 Run it with `python benchmarks/partition.py`.
 """

@@ -1,10 +1,11 @@
-"""What scoring the models that clients receive costs: a round of cwFedAVG beside one of FedAvg.
+"""Measure the evaluation of received models: compare a round of cwFedAVG with a round of FedAvg.
 
     python benchmarks/received.py
 
-1,000 clients, 50 a round, an MLP on noise of Fashion-MNIST's shape; after each round every client's next start is
-scored on its own test split (`evaluation.client_model: received`). Runs of a few rounds of the two methods take turns
-in one process, on one thread. Prints the median seconds of a round and their ratio; single times vary by machine.
+There are 1,000 clients, of which 50 train per round. The model is an MLP on random images of Fashion-MNIST's shape.
+After each round, the model that each client would receive is evaluated on the client's own test split
+(`evaluation.client_model: received`). Short runs of the two methods alternate in one process with one thread. The
+script prints the median seconds of a round and their ratio.
 """
 
 import argparse
@@ -27,27 +28,27 @@ METHODS = {"FedAvg": FedAvg, "cwFedAVG": CwFedAvg}
 
 
 class Silent(RoundProgress):
-    """No progress bars."""
+    """Show no progress."""
 
     def on_fit_start(self, run):
-        """Nothing to set up."""
+        """Show nothing."""
 
     def on_round_end(self, run, metrics):
-        """Nothing to show."""
+        """Show nothing."""
 
     def on_fit_end(self, run):
-        """Nothing to take down."""
+        """Show nothing."""
 
 
 def write_data(path: Path) -> None:
-    """Noise and labels, 60 samples a client."""
+    """Write random images and labels, 60 samples per client."""
     rng, n = np.random.default_rng(0), CLIENTS * SAMPLES
     x, y = rng.integers(0, 256, (n, 28, 28), dtype=np.uint8), np.arange(n) % 10
     np.savez(path, x_train=x, y_train=y, x_test=x[:1000], y_test=y[:1000])
 
 
 def rounds(method: str, data: Path, run_dir: Path, count: int) -> list[dict[str, float]]:
-    """The metrics of a short run, less its first round, in which much is made for the first time."""
+    """Return the metrics of a short run, without the first round, which fills caches."""
     run = FederatedOrchestrator(
         Scenario(Arrays(str(data)), IID(), CLIENTS, local_test=0.25),
         MLP,
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each method (default 5)")
     parser.add_argument("--rounds", type=int, default=2, help="timed rounds a run (default 2)")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # on shared cores threads wait for one another more than they work
+    torch.set_num_threads(1)  # on shared cores, several threads mostly wait for each other
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.npz"

@@ -1,6 +1,6 @@
-"""Measure a report of synthetic runs: the size of the page, the time and the peak memory.
+"""Measure `fl-lightning report` on synthetic runs: the size of the page, the time and the peak memory.
 
-python benchmarks/report.py [--runs 20] [--rounds 200] [--clients 100] [--folder KEPT]
+Run it with `python benchmarks/report.py [--runs 20] [--rounds 200] [--clients 100] [--folder KEPT]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.exit(code)
 
 
 def write_run(folder: Path, method: str, seed: int, rounds: int, clients: int) -> None:
-    """Write the folder of a finished run, with metrics of each client from callbacks and four images."""
+    """Write a run folder like that of `fit`, with metrics of callbacks for each client and four images."""
     random = np.random.default_rng([seed, METHODS.index(method)])
     (folder / "final").mkdir(parents=True)
     partition = {"class_path": "fl_lightning.data.Dirichlet", "init_args": {"alpha": 0.1}}
@@ -72,7 +72,7 @@ def write_run(folder: Path, method: str, seed: int, rounds: int, clients: int) -
 
 
 def write_csv(path: Path, columns: dict[str, np.ndarray]) -> None:
-    """Write columns to a file, numbers in the format of `fit`."""
+    """Write columns as a CSV file, with numbers in the format of `fit`."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)

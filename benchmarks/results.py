@@ -1,12 +1,16 @@
-"""Run every line of docs/results.md's tables and print them.
+"""Run all experiments of docs/results.md and print its tables.
 
     python benchmarks/results.py --data DATA_DIR --out runs/results --jobs 2
 
-Every method gets the learning rate that suits it by one rule: of those RATES with which none of its runs diverges, the
-one with the best figure on TUNING_SEED, in each setting anew. The figure is what the method is for (AIMS), a mean over
-the last five evaluated rounds where it is evaluated by round. SEEDS then tell how it does, each beside FedAvg with the
-same seed, so with the same split, start and participants. Runs are made by the code as it is: their folder is named by
-a digest of it, and what is there already is not run again. Each run has one thread, so that `--jobs` run side by side.
+Learning rates: for each method and each Dirichlet parameter, use the best of RATES, among those with which no run
+diverges. The criterion is the accuracy that the method is made for (AIMS) on TUNING_SEED; if it is evaluated by round,
+it is a mean over the last five evaluated rounds.
+
+Comparison: each method runs with SEEDS. A run is compared with FedAvg with the same seed, which has the same partition,
+initial weights and participants.
+
+The name of a run's folder contains a digest of the code. Runs that exist are not repeated. Each run has one thread, and
+`--jobs` runs are executed at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ METHODS = {
     "cwFedAVG + WDR": "--algorithm CwFedAvg",
     "UA-PDFL": "--algorithm UAPDFL --algorithm.mu 0.001",
 }
-BASELINES = {  # by what they are for: the global model, the models that clients are sent, those that they have trained
+BASELINES = {  # by the model that is evaluated: the global one, the one that a client receives, or the trained one
     "global": {
         "FedProx": "--algorithm FedProx",
         "SCAFFOLD": "--algorithm SCAFFOLD",
@@ -91,8 +95,8 @@ BASELINES = {  # by what they are for: the global model, the models that clients
         "DisPFL": "--algorithm DisPFL --algorithm.n_com 5",
     },
 }
-AIMS = {"cwFedAVG + WDR": "sent", "UA-PDFL": "trained"}  # of the five papers' other methods the global model
-AT_FIRST_ALPHA = [  # the finer questions, and the baselines, are asked once
+AIMS = {"cwFedAVG + WDR": "sent", "UA-PDFL": "trained"}  # the other methods of the five papers: "global"
+AT_FIRST_ALPHA = [  # these run only with the first Dirichlet parameter
     "FedSKC, LCL alone",
     "FedSKC, GDA alone",
     "FedSKC, GPR alone",
@@ -106,7 +110,7 @@ for aim, baselines in BASELINES.items():
     AT_FIRST_ALPHA += baselines
 ALPHAS = (0.1, 0.5)
 RATES = (0.02, 0.05, 0.1, 0.2)
-LARGER = {"APPLE": 10}  # times RATES: APPLE's steps are scaled down by its ratios, some 1/20 here
+LARGER = {"APPLE": 10}  # factor on RATES: APPLE multiplies its steps by its ratios, about 1/20 here
 TUNING_SEED = 100
 SEEDS = (0, 1, 2, 3)
 
@@ -120,20 +124,20 @@ DIGITS_SEEDS = tuple(range(8))
 
 
 class Point(NamedTuple):
-    """One run: its folder and the words of its command line."""
+    """The folder and the command line of a run."""
 
     folder: Path
     words: tuple[str, ...]
 
     @property
     def summary(self) -> dict[str, float] | None:
-        """Its figures, or None if it has not come to its end."""
+        """Return the final metrics, or None if the run has not ended."""
         file = self.folder / "final" / "summary.json"
         return json.loads(file.read_text()) if file.exists() else None
 
     @property
     def failure(self) -> Path:
-        """Where it is written why the run ended early, if it did."""
+        """Return the path of the file with the error of a failed run."""
         return self.folder / "failed.txt"
 
 
@@ -167,7 +171,7 @@ def run(point: Point) -> None:
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         code = fl_lightning_main(["fit", *point.words, "--run_dir", str(point.folder), *resume])
-    if code == 1:  # a loss went to NaN
+    if code == 1:  # a loss became NaN
         point.failure.write_text(errors.getvalue())
     elif code:
         raise RuntimeError(errors.getvalue())
@@ -181,7 +185,7 @@ def last_rounds(folder: Path, name: str) -> float:
 
 
 def as_sent(folder: Path) -> float | None:
-    """Mean accuracy of what the server would send each client now, on its own test split; None without a server."""
+    """Return the mean client accuracy of the models that the server would send next, or None without a server."""
     cached = folder / "as_sent.json"
     if not cached.exists():
         experiment = open_run(folder)
@@ -215,7 +219,7 @@ def methods(alpha: float) -> list[str]:
 
 
 def spread(values: list[float], sign: str = "") -> str:
-    """Mean and standard deviation of shares, in percent."""
+    """Format the mean and the standard deviation in percent."""
     scaled = [100 * value for value in values]
     return f"{mean(scaled):{sign}.1f} ± {stdev(scaled):.1f}" if len(scaled) > 1 else f"{mean(scaled):{sign}.1f}"
 
@@ -226,7 +230,7 @@ def measured(point: Point) -> dict[str, float | None]:
 
 
 def cells(points: list[Point], baselines: list[Point], names: tuple[str, ...]) -> list[str]:
-    """Mean ± deviation of each figure, and of its difference to the baseline with the same seed."""
+    """Return each metric as mean ± deviation, followed by its difference to the baseline with the same seed."""
     pairs = [(measured(a), measured(b)) for a, b in zip(points, baselines, strict=True)]
     row = []
     for name in names:
@@ -253,7 +257,7 @@ def fashion_table(out: Path, data: str, alpha: float) -> None:
         reached = ", ".join("-" if one["R_0.7"] is None else str(one["R_0.7"]) for one in summaries)
         found = cells(points(method), points("FedAvg"), ("global", "trained", "sent"))
         if AIMS.get(method, "global") != "global" and found[0]:
-            found[0] += " †"  # the learning rate was chosen for another column
+            found[0] += " †"  # the learning rate was chosen by another column
         rows.append([method, str(best_rate(out, data, method, alpha)), reached, f"{crossed / 1e6:.0f}", *found])
     figures = ("global %", "to FedAvg", "personal, trained", "to FedAvg", "personal, sent", "to FedAvg")
     print(f"\nDirichlet {alpha}:\n")
@@ -284,7 +288,7 @@ def main() -> None:
         list(pool.map(run, few + tuning))
         wanted = [(*one, seed) for seed in SEEDS for one in settings]
         while missing := [point for one in wanted if not (point := chosen(out, data, *one)).summary]:
-            list(pool.map(run, missing[: len(settings)]))  # a seed at a time: who diverges is given another rate
+            list(pool.map(run, missing[: len(settings)]))  # by seed: a method that diverges gets another rate
     digits_table(out)
     for alpha in ALPHAS:
         fashion_table(out, data, alpha)

@@ -1,11 +1,13 @@
-"""A round of FedSKC's own setting beside what the device's arithmetic allows.
+"""Compare the time of a FedSKC round with the arithmetic limit of the device.
 
     python benchmarks/rounds.py [--samples 50000] [--rounds 3]
 
-CIFAR-100's shape, ResNet-8, 8 of 20 clients a round, 10 epochs in batches of 64, synthetic images, augmented; on a GPU
-in bf16-mixed, elsewhere in 32-true. The limit is the time that the training steps' multiplications would take at the
-rate of a large matrix product in the same precision on the same device. Each way to run a round takes its turn, all
-over again for each repeat; a round's first run, in which kernels are chosen and compiled, does not count.
+The setting is that of the FedSKC paper: images of CIFAR-100's shape (synthetic, augmented), ResNet-8, 8 of 20 clients
+per round, 10 epochs, batches of 64. The precision is bf16-mixed on a GPU and 32-true elsewhere.
+
+The limit is the time that the multiplications of the training steps would take at the speed of a large matrix product,
+with the same precision and device. The variants run in alternation. The first round of a run is not measured, because
+it selects and compiles kernels.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ WAYS = {
 
 
 class Images(Arrays):
-    """Arrays whose training batches are cropped and flipped, as CIFAR-100's are."""
+    """A dataset from arrays with random crops and flips, like CIFAR-100."""
 
     def load(self) -> LoadedData:
-        """Read the file."""
+        """Load the arrays and add the augmentation."""
         data = super().load()
         data.augment = CropFlip()
         return data
@@ -56,7 +58,7 @@ def write_data(path: Path, samples: int) -> None:
 
 
 def prepared(data: Path, run_dir: Path, rounds: int, precision: str, options: dict[str, bool]) -> FederatedOrchestrator:
-    """The run, evaluated at its end only."""
+    """Build a run that is evaluated only after its last round."""
     return FederatedOrchestrator(
         Scenario(Images(str(data)), Dirichlet(0.2), CLIENTS, local_test=0.0),
         ResNet8,
@@ -75,7 +77,7 @@ def prepared(data: Path, run_dir: Path, rounds: int, precision: str, options: di
 
 
 def round_time(run: FederatedOrchestrator) -> tuple[float, float]:
-    """Median seconds of a round after the first, and training steps a round."""
+    """Return the median seconds and the mean training steps of a round, without the first."""
     run.fit()
     steps = [
         sum(-(-len(run.data.shards[client].train) // BATCH) for client in run.server.participants(round)) * EPOCHS
@@ -86,7 +88,7 @@ def round_time(run: FederatedOrchestrator) -> tuple[float, float]:
 
 
 def step_flops() -> float:
-    """Floating-point operations of one training step, forwards and backwards."""
+    """Return the floating-point operations of a training step: forward and backward pass."""
     module = ClientModule(ResNet8(in_shape=(3, 32, 32), num_classes=CLASSES))
     with FlopCounterMode(display=False) as counter:
         module.training_step((torch.zeros(BATCH, 3, 32, 32), torch.zeros(BATCH, dtype=torch.int64)), 0).backward()
@@ -94,13 +96,13 @@ def step_flops() -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large matrix product."""
+    """Return the floating-point operations per second of a large matrix product."""
     n = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=device, dtype=dtype)
     times = []
     for _ in range(10):
         started = time.perf_counter()
-        (a @ b)[0, 0].item()  # reading a number waits for the device
+        (a @ b)[0, 0].item()  # reading a value waits for the device
         times.append(time.perf_counter() - started)
     return 2 * n**3 / min(times)
 

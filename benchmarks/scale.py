@@ -1,12 +1,14 @@
-"""Whether a round's time and the run's memory depend on how many clients there are, or only on how many take part.
+"""Measure how the time of a round and the memory depend on the total number of clients.
 
     python benchmarks/scale.py
 
-FedAvg, an MLP on noise of the digits' shape: 10 to 100,000 clients of 20 samples each, of whom 50 (or all 10) take
-part in a round with two steps each. The data are the same 2,000,000 samples for every number of clients, most of them
-nobody's but for the largest. Each size runs in a process of its own, on one thread, all sizes in turn and all over
-again for each repeat. A round lasts from its start to the next one's, evaluation, logs and checkpoint and all. Prints
-medians, and ratios to 100 clients; single times vary by machine.
+FedAvg trains an MLP on random images of the digits' shape. There are 10 to 100,000 clients with 20 samples each. In
+each round, 50 clients (all 10 if there are only 10) train for two steps. The dataset has 2,000,000 samples for every
+number of clients, so most samples are unused except with 100,000 clients.
+
+Each size runs in its own process with one thread, and the sizes run in alternation. The time of a round is that from
+its start to the start of the next one, with evaluation, logs and checkpoint. The script prints medians, and ratios to
+100 clients.
 """
 
 import argparse
@@ -35,45 +37,45 @@ BASE, COHORT, SAMPLES = 100, 50, 2_000_000
 
 
 class Few(IID):
-    """As many samples for each client, however many there are."""
+    """An IID partition with a fixed number of samples per client. The other samples are unused."""
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deal some of the samples out."""
+        """Split the first `EACH * clients` samples."""
         return super().split(labels[: EACH * clients], clients, rng)
 
 
 class Clock(RoundProgress):
-    """Notes when rounds begin, and shows nothing."""
+    """Record when rounds begin. Show no progress."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
 
     def on_fit_start(self, run):
-        """Nothing to set up."""
+        """Show nothing."""
 
     def on_round_start(self, run, participants):
-        """A round begins."""
+        """Record the time."""
         self.starts.append(time.perf_counter())
 
     def on_client_end(self, run, result):
-        """Nothing to show."""
+        """Show nothing."""
 
     def on_round_end(self, run, metrics):
-        """Nothing to show."""
+        """Show nothing."""
 
     def on_fit_end(self, run):
-        """Nothing to take down."""
+        """Show nothing."""
 
 
 def write_data(path: Path) -> None:
-    """Noise and labels."""
+    """Write random images and labels."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (SAMPLES, 8, 8), dtype=np.uint8), np.arange(SAMPLES) % 10
     np.savez(path, x_train=x, y_train=y, x_test=x[:1000], y_test=y[:1000])
 
 
 def measure(clients: int, data: Path, rounds: int) -> None:
-    """Run one size; the last line says what it took."""
+    """Run one size in this process. Print the measurements as JSON in the last line."""
     torch.set_num_threads(1)
     clock, cohort = Clock(), min(COHORT, clients)
     with tempfile.TemporaryDirectory() as folder:
@@ -91,13 +93,13 @@ def measure(clients: int, data: Path, rounds: int) -> None:
         started = time.perf_counter()
         run.fit()
         checkpoint = sum(file.stat().st_size for file in run.checkpoints.path.glob(f"*{run.round:06d}/*"))
-    per_client = statistics.median(np.diff(clock.starts)[1:]) / cohort  # in the first, much is made for the first time
+    per_client = statistics.median(np.diff(clock.starts)[1:]) / cohort  # without the first round, which fills caches
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"start": clock.starts[0] - started, "fit": per_client, "peak": peak, "checkpoint": checkpoint}))
 
 
 def measured(clients: int, data: Path, rounds: int) -> dict[str, float]:
-    """One size's figures, from a process of its own."""
+    """Return the measurements of one size from a new process."""
     command = [sys.executable, __file__, "--clients", str(clients), "--data", str(data), "--rounds", str(rounds)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])

@@ -1,10 +1,12 @@
-"""How soon the command line answers, and how soon `fit` has its first round behind it.
+"""Measure how long the commands take to answer, and how long `fit` takes until the end of its first round.
 
     python benchmarks/startup.py [--repeats 10] [--against OTHER/bin/python]
 
-Medians (least - most) of new processes, in turn: seconds on the wall, and of the processor, which a busy machine alters
-less. With --against, the fl-lightning of another environment takes turns with this one's. The rounds are timed to the
-line that tells of the first one, by way of /proc, so on Linux; all else to the process's end.
+Prints the median (min - max) of the wall time and of the CPU time of new processes. CPU time depends less on other jobs
+of the machine. `--against` measures the fl-lightning of another environment in alternation with this one.
+
+`fit` is measured until it prints the line of round 1. Its CPU time is read from /proc, so this needs Linux. All other
+commands are measured until they end.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ COMMANDS = {
 
 
 def timed(python: str, name: str, folder: Path) -> tuple[float, float]:
-    """Seconds on the wall and of the processor that a command takes."""
+    """Return the wall time and the CPU time of a command in seconds."""
     asked = {
         "_ARGCOMPLETE": "1",
         "_ARGCOMPLETE_SHELL": "bash",
@@ -61,18 +63,18 @@ def timed(python: str, name: str, folder: Path) -> tuple[float, float]:
         return seconds, worked
     process.stdout.read()
     _, _, usage = os.wait4(process.pid, 0)
-    process.returncode = 0  # it is waited for already
+    process.returncode = 0  # `os.wait4` has already waited for it
     return time.monotonic() - started, usage.ru_utime + usage.ru_stime
 
 
 def of_processor(pid: int) -> float:
-    """Seconds that a process has worked so far."""
+    """Return the CPU time of a running process in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def told(figures: list[float]) -> str:
-    """Median, least and most."""
+    """Format the median, minimum and maximum."""
     return f"{statistics.median(figures):.2f} ({min(figures):.2f} - {max(figures):.2f})"
 
 
@@ -90,7 +92,7 @@ def main() -> None:
             for place, python in pythons.items():
                 with tempfile.TemporaryDirectory() as folder:
                     one = timed(python, name, Path(folder))
-                if turn:  # the first one finds files that are not in memory yet
+                if turn:  # the first turn reads files that are not in the page cache yet
                     figures[place].append(one)
         for place, found in figures.items():
             wall, worked = zip(*found, strict=True)

@@ -1,12 +1,18 @@
-"""What 1,000 clients with a ResNet-18 each cost with `client_store: disk`: memory, and bytes written a round.
+"""Measure the memory and the written bytes of 1,000 clients with a ResNet-18 each and `client_store: disk`.
 
     python benchmarks/store.py
 
-Each client has 4 samples of 8x8 pixels and trains one step: the time is that of carrying, mixing and writing models. 50
-of 1,000 take part in a round; a checkpoint is written after each. Each method runs in a process of its own. Prints, for
-each round, its seconds and what the process wrote (`wchar` in /proc/self/io); and the largest memory of the whole run:
-the process's own (`RssAnon`, looked at every 20 ms) and all that was resident (`VmHWM`), mapped files included, which
-the system takes back when it needs the room. Linux only; takes some 15 minutes and 10 GB of disk, which it frees.
+Each client has 4 samples of 8x8 pixels and trains for one step. So the time is spent on copying, mixing and writing
+models. 50 of the 1,000 clients participate in a round, and each round ends with a checkpoint. Each method runs in its
+own process.
+
+For each round, the script prints the seconds and the bytes that the process wrote (`wchar` in /proc/self/io). For the
+whole run it prints the peak of two kinds of memory:
+
+- `RssAnon`: the memory of the process, sampled every 20 ms;
+- `VmHWM`: all resident memory. It includes mapped files, which the system can release at any time.
+
+The script needs Linux. It takes about 15 minutes and 10 GB of disk, which it frees.
 """
 
 import argparse
@@ -32,50 +38,50 @@ METHODS = {
 
 
 class Silent(RoundProgress):
-    """No progress bars."""
+    """Show no progress."""
 
     def on_fit_start(self, run):
-        """Nothing to set up."""
+        """Show nothing."""
 
     def on_round_end(self, run, metrics):
-        """Nothing to show."""
+        """Show nothing."""
 
     def on_fit_end(self, run):
-        """Nothing to take down."""
+        """Show nothing."""
 
 
 class Written(RoundCallback):
-    """Prints what each round, its checkpoint included, has written."""
+    """Print the seconds and the written bytes of each round, with its checkpoint."""
 
     def __init__(self) -> None:
         self.before, self.started = 0, 0.0
 
     def on_round_start(self, run, participants):
-        """Report the round before, and begin to count."""
+        """Report the previous round and reset the counters."""
         run.record.writer.wait()
         self.on_fit_end(run)
         self.before, self.started = written(), time.perf_counter()
 
     def on_fit_end(self, run):
-        """Report the last round, whose checkpoint is on disk."""
+        """Report the last round. Its checkpoint is on disk."""
         if run.round:
             seconds, gigabytes = time.perf_counter() - self.started, (written() - self.before) / 1e9
             print(f"  round {run.round}: {seconds:.0f} s, {gigabytes:.2f} GB written", flush=True)
 
 
 def written() -> int:
-    """Bytes that this process has written so far."""
+    """Return the bytes that this process has written so far."""
     return field("/proc/self/io", "wchar")
 
 
 def field(file: str, name: str) -> int:
-    """A number in one of /proc's files."""
+    """Return a number from a file in /proc."""
     line = next(line for line in Path(file).read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1])
 
 
 def watch(peak: list[int]) -> None:
-    """Note the largest RssAnon, in KiB, for as long as the process lives."""
+    """Record the peak of RssAnon in KiB until the process ends."""
     while True:
         peak[0] = max(peak[0], field("/proc/self/status", "RssAnon"))
         time.sleep(0.02)

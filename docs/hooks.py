@@ -1,4 +1,4 @@
-"""Make the pages of the site that are not in this folder: README, CONTRIBUTING, CHANGELOG, examples, the reference.
+"""Generate pages of the site: README, CONTRIBUTING, CHANGELOG, the examples and the reference.
 
 MkDocs calls the functions `on_...`, and mkdocstrings loads `Callbacks`.
 """
@@ -19,13 +19,13 @@ import fl_lightning
 from fl_lightning.core.public_names import public_classes
 
 ROOT = Path(__file__).parent.parent
-WHOLE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
-PLACES = WHOLE | EXAMPLES  # the page of each file of the repository
+PAGES = ROOT_PAGES | EXAMPLES  # the page of each file of the repository
 
 ROOMS = tuple(f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".cli"))
-"""Packages of which the reference shows only modules with public names, and those in `ALSO`."""
-ALSO = {"fl_lightning.core.state_dicts", "fl_lightning.evaluation.summary"}
+"""Packages with a reference page that has only the modules with public names, and the modules in `EXTRA_MODULES`."""
+EXTRA_MODULES = {"fl_lightning.core.state_dicts", "fl_lightning.evaluation.summary"}
 PACKAGES = (
     *ROOMS,
     "fl_lightning.algorithms",
@@ -38,7 +38,7 @@ PACKAGES = (
     "fl_lightning.engines",
     "fl_lightning.callbacks",
 )
-AFTER_THE_GUIDE = "---\nsearch:\n  boost: 0.3\n---\n\n"  # a search lists the guide before these pages
+LOW_SEARCH_RANK = "---\nsearch:\n  boost: 0.3\n---\n\n"  # a search lists the guide before these pages
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
@@ -65,10 +65,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    made = {target: (ROOT / source).read_text() for source, target in WHOLE.items()}
-    quiet = {target: listing(ROOT / source) for source, target in EXAMPLES.items()} | reference()
-    made |= {target: AFTER_THE_GUIDE + content for target, content in quiet.items()}
-    for target, content in made.items():
+    contents = {target: (ROOT / source).read_text() for source, target in ROOT_PAGES.items()}
+    low_ranked = {target: file_page(ROOT / source) for source, target in EXAMPLES.items()} | reference()
+    contents |= {target: LOW_SEARCH_RANK + content for target, content in low_ranked.items()}
+    for target, content in contents.items():
         files.append(File.generated(config, target, content=content))
     return files
 
@@ -78,17 +78,17 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     here = page.file.src_uri
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]  # the home page would be its only entry
-    home = next((source for source, target in PLACES.items() if target == here), f"docs/{here}")
+    home = next((source for source, target in PAGES.items() if target == here), f"docs/{here}")
 
-    def moved(link: re.Match[str]) -> str:
+    def rewrite_link(link: re.Match[str]) -> str:
         source = posixpath.normpath(posixpath.join(posixpath.dirname(home), link[1]))
-        target = PLACES.get(source) or posixpath.relpath(source, "docs")
+        target = PAGES.get(source) or posixpath.relpath(source, "docs")
         return posixpath.relpath(target, posixpath.dirname(here) or ".")
 
-    return "".join(part if FENCE.match(part) else LINK.sub(moved, part) for part in FENCE.split(markdown))
+    return "".join(part if FENCE.match(part) else LINK.sub(rewrite_link, part) for part in FENCE.split(markdown))
 
 
-def listing(path: Path) -> str:
+def file_page(path: Path) -> str:
     """Return a page that shows a file."""
     language = {".py": "python", ".yaml": "yaml"}[path.suffix]
     return f"# {path.parent.name}/{path.name}\n\n```{language}\n{path.read_text()}```\n"
@@ -103,7 +103,7 @@ def reference() -> dict[str, str]:
     for package, names in scanned_exports().items():
         loader.modules_collection[package].exports = names
     exported = {name: find_object(loader, name) for name in sorted(fl_lightning.__all__, key=str.lower)}
-    homes = ALSO | {thing.canonical_path.rpartition(".")[0] for thing in exported.values()}
+    homes = EXTRA_MODULES | {thing.canonical_path.rpartition(".")[0] for thing in exported.values()}
     shown = {
         name: sorted(
             one

@@ -53,7 +53,7 @@ def page(paper: str) -> str:
             "",
             "| config | experiment |",
             "|---|---|",
-            *(f"| `{path.name}` | {' '.join(remarks(path)[:1])} |" for path in configs),
+            *(f"| `{path.name}` | {' '.join(leading_comments(path)[:1])} |" for path in configs),
             *sections,
         ]
     )
@@ -61,8 +61,8 @@ def page(paper: str) -> str:
 
 def section(path: Path) -> str:
     """Return the section of a table: its description, the command, the paper's numbers and claims."""
-    table, (what, *more) = read_table(str(path)), remarks(path)
-    claims = [f"- {claim.better} > {claim.than}{where(table, claim.columns)}" for claim in table.claims]
+    table, (what, *more) = read_table(str(path)), leading_comments(path)
+    claims = [f"- {claim.better} > {claim.than}{describe_columns(table, claim.columns)}" for claim in table.claims]
     unit = "percent" if table.unit == "percent" else "rounds (fewer are better)"
     described = f"The paper's numbers, in {unit}. We compare `{table.metric}` over {len(table.seeds)} seeds with them."
     return "\n".join(
@@ -77,13 +77,13 @@ def section(path: Path) -> str:
             f"fl-lightning reproduce {table.name}",
             "```",
             "",
-            *([described, "", *numbers(table)] if table.paper_values else ["The paper prints no numbers."]),
+            *([described, "", *number_table(table)] if table.paper_values else ["The paper prints no numbers."]),
             *(["", "Claims:", "", *claims] if claims else []),
         ]
     )
 
 
-def numbers(table: PaperTable) -> list[str]:
+def number_table(table: PaperTable) -> list[str]:
     """Return the paper's numbers as a Markdown table."""
     lines = [f"| | {' | '.join(table.columns)} |", "|---" * (len(table.columns) + 1) + "|"]
     for row in table.rows:
@@ -99,12 +99,12 @@ def cell(value: PaperValue | None) -> str:
     return f"{value.mean:g}" if value.std is None else f"{value.mean:g}\xa0±\xa0{value.std:g}"
 
 
-def where(table: PaperTable, columns: tuple[str, ...]) -> str:
+def describe_columns(table: PaperTable, columns: tuple[str, ...]) -> str:
     """Return the columns of a claim; empty if it is about all columns."""
     return "" if set(columns) == set(table.columns) else f", in {'; '.join(columns)}"
 
 
-def remarks(path: Path) -> list[str]:
+def leading_comments(path: Path) -> list[str]:
     """Return the comment lines at the start of a file."""
     lines = path.read_text().splitlines()
     end = next(number for number, line in enumerate(lines) if not line.startswith("#"))

@@ -20,7 +20,7 @@ BYTES = re.compile(r"Bytes a round, each participant(?P<bound>, at most)?: down 
 def bytes_of(kind: type[Algorithm]) -> tuple[str, str]:
     """Return the bytes sent down and up, from the docstring."""
     found = BYTES.search(" ".join((inspect.getdoc(kind) or "").split()))
-    assert found, f"{kind.__name__} does not say what travels"
+    assert found, f"{kind.__name__}: the docstring has no line about the bytes of a round"
     bound = "at most " if found["bound"] else ""
     return tuple(way if way == "`0`" else bound + way for way in (found["down"], found["up"]))  # type: ignore[return-value]
 
@@ -45,13 +45,13 @@ def options(kind: type[Algorithm]) -> str:
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if name != "self" and not (name in COMMON and parameter.default in (None, "average")):
             text = described[name].replace("||", "‖").replace("|", "\\|")
-            lines.append(f"| `{name}` | {shown(parameter.default)} | {text} |")
+            lines.append(f"| `{name}` | {format_default(parameter.default)} | {text} |")
     down, up = bytes_of(kind)
-    travels = f"Bytes a round, each participant: down {down}, up {up}."
-    return "\n".join([*lines, "", travels]) if len(lines) > 2 else travels
+    traffic = f"Bytes a round, each participant: down {down}, up {up}."
+    return "\n".join([*lines, "", traffic]) if len(lines) > 2 else traffic
 
 
-def shown(default: Any) -> str:
+def format_default(default: Any) -> str:
     """Return a default value as YAML."""
     if default is None or isinstance(default, bool):
         return f"`{str(default).lower().replace('none', 'null')}`"

@@ -1,11 +1,11 @@
-"""FairProx, an example method: a proximal term, and larger weights for clients with a larger loss."""
+"""Define FairProx, an example method: a proximal term, and larger weights for clients with a larger loss."""
 
 from fl_lightning import Aggregator, Algorithm, LossTerm, Message
 from fl_lightning.core.state_dicts import weighted_mean
 
 
 class ProximalTerm(LossTerm):
-    """mu/2 · ||w - w_received||²."""
+    """Add mu/2 · ||w - w_received||² to the loss."""
 
     def __init__(self, mu: float) -> None:
         super().__init__()

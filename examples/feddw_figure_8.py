@@ -1,8 +1,8 @@
 """Redraw FedDW's Fig. 8: do the outputs and the classification weights of a model agree about the classes?
 
-There are three runs: FedAvg on IID data, FedAvg on non-IID data, FedDW on the same non-IID data. The figure shows the
-soft-label (SL) matrix and the class-relation (CR) matrix of each final model. In the paper they agree with IID data,
-differ with non-IID data, and agree again with FedDW.
+There are three runs: FedAvg on IID data, FedAvg on non-IID data, and FedDW on the same non-IID data. The figure shows
+the soft-label (SL) matrix and the class-relation (CR) matrix of each final model. In the paper, the two matrices agree
+on IID data, differ on non-IID data, and agree again with FedDW.
 
     python examples/feddw_figure_8.py [--data FOLDER_OF_FASHION_MNIST] [--out feddw_figure_8.png]
 """
@@ -48,32 +48,32 @@ def final_matrices(
             callbacks=[Checkpointing(every=rounds)],
             run_dir=f"{folder}/run",
         )
-        done = run.fit()
-        return ClassRelations().measure(run), done.summary["global/acc_last"]
+        result = run.fit()
+        return ClassRelations().measure(run), result.summary["global/acc_last"]
 
 
 def main(data: str | None = None, out: str | None = None, rounds: int = 10, mu: float = 10.0) -> dict[str, float]:
-    """Run, print and draw all three. Return the distance between SL and CR of each run."""
-    uneven = Dirichlet(0.1, min_samples=20)
+    """Train, print and draw the three runs. Return the distance between SL and CR of each run."""
+    non_iid = Dirichlet(0.1, min_samples=20)
     runs = {
         "FedAvg, IID": (FedAvg(), IID()),
-        "FedAvg, non-IID": (FedAvg(), uneven),
-        "FedDW, non-IID": (FedDW(mu), uneven),
+        "FedAvg, non-IID": (FedAvg(), non_iid),
+        "FedDW, non-IID": (FedDW(mu), non_iid),
     }
-    shown, distances = {}, {}
+    images, distances = {}, {}
     for name, (algorithm, partition) in runs.items():
         matrices, accuracy = final_matrices(algorithm, partition, data, rounds)
         distances[name] = float(matrices["distance"])
         print(f"{name}: distance of SL and CR {distances[name]:.5f}, test accuracy {accuracy:.3f}")
-        shown |= {f"{name}: SL": matrices["sl"], f"{name}: CR": matrices["cr"]}
+        images |= {f"{name}: SL": matrices["sl"], f"{name}: CR": matrices["cr"]}
     if out:
-        write_png(heat_maps(shown, rows="class"), Path(out))
+        write_png(heat_maps(images, rows="class"), Path(out))
     return distances
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="Folder of Fashion-MNIST; the 8x8 digits without it.")
+    parser.add_argument("--data", help="Folder of Fashion-MNIST. By default the 8x8 digits are used.")
     parser.add_argument("--out", default="feddw_figure_8.png")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--mu", type=float, default=10.0)

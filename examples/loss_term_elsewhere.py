@@ -1,6 +1,6 @@
 """Use FedSKC's contrastive loss (LCL) in any LightningModule.
 
-python examples/loss_term_elsewhere.py
+Run it with `python examples/loss_term_elsewhere.py`.
 """
 
 import lightning as L
@@ -30,12 +30,12 @@ class Classifier(L.LightningModule):
         return F.cross_entropy(logits, y) + self.lcl(Step(logits=logits, targets=y))
 
     def configure_optimizers(self):
-        """Return SGD."""
+        """Return the SGD optimizer."""
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
 def main() -> float:
-    """Train with one-hot targets as the shared knowledge. Return the test accuracy."""
+    """Train with one-hot vectors as shared knowledge. Return the test accuracy."""
     L.seed_everything(0, verbose=False)
     digits = Digits().load()
     module = Classifier(class_logits=10 * torch.eye(10))

@@ -1,4 +1,4 @@
-"""Train a FedSKC client with a plain Lightning Trainer, without a server and an orchestrator.
+"""Train a FedSKC client with a plain Lightning Trainer, without a server or an orchestrator.
 
 The client trains, computes its knowledge of each class, and trains again with this knowledge as contrastive targets.
 
@@ -17,7 +17,7 @@ from fl_lightning.models import MLP
 
 
 def trainer() -> L.Trainer:
-    """Return a trainer of ten epochs on the CPU that writes no files."""
+    """Return a trainer for ten epochs on the CPU that writes no files."""
     return L.Trainer(
         max_epochs=10,
         accelerator="cpu",

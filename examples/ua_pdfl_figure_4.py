@@ -1,7 +1,8 @@
 """Redraw UA-PDFL's Fig. 4: does a model's output for a constant input reveal its training classes?
 
-Clients 1 and 2 hold samples of classes 0 and 1, client 3 of classes 2 and 3. Each trains its own MLP to 90 % on
-held-out samples. The script computes the divergence of their unit representations. Paper: Div(1,2) 0.02, Div(1,3) 0.61.
+Clients 1 and 2 have samples of classes 0 and 1, and client 3 of classes 2 and 3. Each trains its own MLP to an accuracy
+of 90 % on held-out samples. The script computes the divergence of their unit representations. The paper reports
+Div(1,2) = 0.02 and Div(1,3) = 0.61.
 
     python examples/ua_pdfl_figure_4.py [--data FOLDER_OF_FASHION_MNIST] [--out ua_pdfl_figure_4.png]
 """
@@ -21,7 +22,7 @@ from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon, symmet
 from fl_lightning.data import Digits, FashionMNIST
 from fl_lightning.models import MLP
 
-HELD = {1: (0, 1), 2: (0, 1), 3: (2, 3)}
+CLASSES = {1: (0, 1), 2: (0, 1), 3: (2, 3)}
 
 
 def train(x: Tensor, y: Tensor, seed: int, init: int) -> torch.nn.Module:
@@ -42,15 +43,15 @@ def train(x: Tensor, y: Tensor, seed: int, init: int) -> torch.nn.Module:
 
 
 def representations(x: Tensor, y: Tensor, seed: int) -> dict[int, Tensor]:
-    """Return the clients' unit representations for one draw of the data. All start from the same weights."""
+    """Return the unit representation of each client for one seed. All clients start from the same weights."""
     generator = torch.Generator().manual_seed(seed)
-    taken: dict[int, Tensor] = {}
-    for client, classes in HELD.items():
+    split: dict[int, Tensor] = {}
+    for client, classes in CLASSES.items():
         members = torch.isin(y, torch.tensor(classes)).nonzero()[:, 0]
         members = members[torch.randperm(len(members), generator=generator)]
-        taken[client] = members[: len(members) // 2] if client != 2 else members[~torch.isin(members, taken[1])]
+        split[client] = members[: len(members) // 2] if client != 2 else members[~torch.isin(members, split[1])]
     units = {}
-    for client, samples in taken.items():
+    for client, samples in split.items():
         model = train(x[samples[:500]], y[samples[:500]], seed * 10 + client, init=seed)
         with torch.no_grad():
             units[client] = unit_representation(model(unit_input(x)))
@@ -58,32 +59,32 @@ def representations(x: Tensor, y: Tensor, seed: int) -> dict[int, Tensor]:
 
 
 def main(data: str | None = None, out: str | None = None, seeds: int = 10) -> dict[str, np.ndarray]:
-    """Print and draw both divergences over several seeds. Return `(seeds, 2)` for each."""
+    """Print and draw two kinds of divergence over several seeds. Return an array `(seeds, 2)` for each kind."""
     loaded = (FashionMNIST(data_dir=data) if data else Digits()).load()
     x, y = loaded.prepare(loaded.x_train), loaded.y_train
     kinds = {"Jensen-Shannon": jensen_shannon, "symmetric KL (Eq. 6 as printed)": symmetric_kl}
-    drawn = [representations(x, y, seed) for seed in range(seeds)]
-    found = {}
+    unit_outputs = [representations(x, y, seed) for seed in range(seeds)]
+    divergences = {}
     for name, kind in kinds.items():
-        found[name] = np.array([[kind(units[1], units[2]), kind(units[1], units[3])] for units in drawn])
-    figure, places = panels(2)
-    for axes, (name, values) in zip(places, found.items(), strict=True):
-        held = int((values[:, 0] < values[:, 1]).sum())
+        divergences[name] = np.array([[kind(units[1], units[2]), kind(units[1], units[3])] for units in unit_outputs])
+    figure, panel_axes = panels(2)
+    for axes, (name, values) in zip(panel_axes, divergences.items(), strict=True):
+        ordered = int((values[:, 0] < values[:, 1]).sum())
         mean, std = values.mean(axis=0), values.std(axis=0)
         print(
             f"{name}: Div(1,2) {mean[0]:.3f} ± {std[0]:.3f}, Div(1,3) {mean[1]:.3f} ± {std[1]:.3f}; "
-            f"Div(1,2) < Div(1,3) with {held} of {seeds} seeds"
+            f"Div(1,2) < Div(1,3) with {ordered} of {seeds} seeds"
         )
         axes.boxplot(values)
         axes.set_xticks([1, 2], ["Div(1,2)", "Div(1,3)"])
         axes.set_title(name, fontsize=9)
     if out:
         write_png(figure, Path(out))
-    return found
+    return divergences
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="Folder of Fashion-MNIST; the 8x8 digits without it.")
+    parser.add_argument("--data", help="Folder of Fashion-MNIST. By default the 8x8 digits are used.")
     parser.add_argument("--out", default="ua_pdfl_figure_4.png")
     main(**vars(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""Every shipped config parses, says what it is, and holds no key that is not there."""
+"""Each included config parses, describes itself, and has only keys that exist."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from fl_lightning.core.config import config_path, flatten, shipped
 
 CONFIGS = [Path(config_path(name)) for name in shipped("configs")]
 
-# What the papers say of all of a method's experiments, by the keys of the resolved config.
+# The settings that a paper has in all of its experiments, by keys of the resolved config.
 PAPERS = {
     "FedSKC": {
         "rounds": 200,
@@ -78,7 +78,7 @@ PAPERS = {
     },
 }
 
-# Every dataset, and setting, of each paper's tables.
+# The datasets in the tables of each paper, by method and setting.
 EXPERIMENTS = {
     "fedskc": ("cifar10", "cifar100", "cifar10_lt", "cifar100_lt", "emnist", "fc100"),
     "feddw_practical": ("mnist", "cifar10", "cifar100", "imdb"),
@@ -90,12 +90,12 @@ EXPERIMENTS = {
     "ua_pdfl": ("cifar10", "cifar100", "svhn", "pathmnist"),
 }
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """A working folder that holds no config, so that names are those of the package."""
+def empty_folder(tmp_path, monkeypatch):
+    """Change to an empty folder, so that names of configs refer to the package."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -109,18 +109,19 @@ parser = cache(experiment_parser)
 
 @cache
 def resolved(name, overrides=""):
-    """The config as `fit` takes it."""
+    """Return the complete config of `fit`."""
     given = parser().parse_args(["--config", config_path(name), *shlex.split(overrides)])
     return plain_config(given, parser())
 
 
 def keys(config):
-    """The resolved config by dotted keys as on the command line; the key of a class has its path."""
+    """Return the resolved config by dotted keys, with the path of a class under the key of the class."""
     found = flatten(resolved(config))
     return found | dict(class_paths(resolved(config)))
 
 
 def class_paths(value, prefix=""):
+    """Yield the dotted key and the path of each class in a config."""
     if isinstance(value, dict):
         if "class_path" in value:
             yield prefix, value["class_path"]
@@ -128,23 +129,23 @@ def class_paths(value, prefix=""):
             yield from class_paths(inner, prefix if name == "init_args" else f"{prefix}.{name}".lstrip("."))
 
 
-def other_rows(config):
-    """Overrides that a config's comments name: `# --key value: which row of the paper that is.`"""
+def options_in_comments(config):
+    """Return the options in comments such as `# --key value: Table 1, row 2.`"""
     return re.findall(r"^# (--.+?): .+[.]$", config.read_text(), re.M)
 
 
 def plain(name):
-    """A method's name without case and hyphens."""
+    """Return the name of a method in lower case and without hyphens."""
     return re.sub(r"[-_]", "", name).lower()
 
 
 def class_name(value):
-    """The class in either way of writing it: `MLP`, or `class_path: MLP`."""
+    """Return the name of a class that is written as `MLP` or as `class_path: MLP`."""
     return (value["class_path"] if isinstance(value, dict) else value).rpartition(".")[2]
 
 
 def leaves(value, path=()):
-    """Every key that holds a value, with the value; a bare class name is a class path without arguments."""
+    """Yield the path and the value of each key of a config that has no keys below it."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
@@ -155,16 +156,12 @@ def leaves(value, path=()):
         yield path, value
 
 
-def test_some_are_shipped():
-    assert {"digits_fedavg.yaml", "digits_fedskc.yaml"} <= {path.name for path in CONFIGS}
-
-
 @pytest.mark.parametrize(("method", "datasets"), EXPERIMENTS.items(), ids=EXPERIMENTS)
-def test_each_data_set_of_a_paper_has_one(method, datasets):
+def test_each_dataset_of_a_paper_has_a_config(method, datasets):
     assert {f"{dataset}_{method}.yaml" for dataset in datasets} <= {path.name for path in CONFIGS}
 
 
-def test_each_method_has_a_twin_on_digits():
+def test_each_method_has_a_config_on_digits():
     methods = {class_name(yaml.safe_load(path.read_text())["algorithm"]) for path in CONFIGS}
     on_digits = [path for path in CONFIGS if path.name.startswith("digits_")]
     assert methods >= PAPERS.keys()
@@ -172,24 +169,24 @@ def test_each_method_has_a_twin_on_digits():
 
 
 @pytest.mark.parametrize("name", ["digits_fedavg.yaml", "cifar100_feddw_practical.yaml"])
-def test_it_is_printed_as_it_is_taken(name, capsys):
+def test_print_config_prints_the_resolved_config(name, capsys):
     with pytest.raises(SystemExit) as end:
         main(["fit", "--config", name, "--print_config"])
     assert end.value.code in (0, None)
     out, err = capsys.readouterr()
     assert err == ""
-    printed = use_recorded_paths(yaml.safe_load(out))  # which names what the top has by its shortest path
+    printed = use_recorded_paths(yaml.safe_load(out))  # the printed config has short class paths
     assert {key: value for key, value in printed.items() if key in resolved(name)} == resolved(name)
 
 
 @pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("name", [path.name for path in CONFIGS if not path.name.startswith("digits_")])
-def test_it_has_the_papers_own_numbers(name):
-    """FedAvg's configs are of several papers' settings, and no paper's of the five."""
+def test_a_config_has_the_numbers_of_its_paper(name):
+    """Configs of FedAvg have the settings of various papers and are not checked."""
     method = class_name(resolved(name)["algorithm"])
     paper = PAPERS[method] if method != "FedAvg" else {}
-    taken = keys(name)
-    assert {key: taken.get(key, "missing") for key in paper} == paper
+    resolved_keys = keys(name)
+    assert {key: resolved_keys.get(key, "missing") for key in paper} == paper
 
 
 @pytest.mark.parametrize(
@@ -201,52 +198,56 @@ def test_it_has_the_papers_own_numbers(name):
     ],
 )
 def test_feddw_settings_differ_as_in_the_paper(config, alpha, per_round, rounds, batch):
-    taken = keys(config)
-    assert taken["scenario.partition.alpha"] == alpha
-    assert (taken["clients_per_round"], taken["rounds"], taken["batch_size"]) == (per_round, rounds, batch)
-    assert taken["algorithm.mu"] == (10 if config.startswith("cifar100") else 0.1)
-    assert taken["model.head.mapping"] == ([128, 128] if config.startswith("imdb") else [256, 128])
+    resolved_keys = keys(config)
+    assert resolved_keys["scenario.partition.alpha"] == alpha
+    assert (resolved_keys["clients_per_round"], resolved_keys["rounds"], resolved_keys["batch_size"]) == (
+        per_round,
+        rounds,
+        batch,
+    )
+    assert resolved_keys["algorithm.mu"] == (10 if config.startswith("cifar100") else 0.1)
+    assert resolved_keys["model.head.mapping"] == ([128, 128] if config.startswith("imdb") else [256, 128])
 
 
 @pytest.mark.parametrize("overrides", ["", "--scenario.partition Pathological"])
-def test_cwfedavgs_fedavg_differs_in_the_method_alone(overrides):
+def test_fedavg_on_agnews_differs_from_cwfedavg_only_in_the_method(overrides):
     one, other = (resolved(f"agnews_{method}.yaml", overrides) for method in ("fedavg", "cwfedavg"))
     assert one["evaluation"]["client_model"] == "received"
     assert {key for key in one if one[key] != other[key]} == {"algorithm"}
 
 
 @pytest.mark.fast_cases(15)
-def test_what_a_comment_calls_another_row_is_an_override(config):
-    """It parses, and it changes something."""
-    assert len(other_rows(config)) == config.read_text().count("# --")
-    for override in other_rows(config):
+def test_the_options_in_comments_change_the_config(config):
+    """Each option parses and changes the config."""
+    assert len(options_in_comments(config)) == config.read_text().count("# --")
+    for override in options_in_comments(config):
         assert resolved(config.name, override) != resolved(config.name), override
 
 
 @pytest.mark.fast_cases(34)
-def test_it_parses_and_each_of_its_keys_counts(config):
-    """What the file says is what the run gets: no key is dropped, renamed or overruled by a default."""
-    written, taken = yaml.safe_load(config.read_text()), resolved(config.name)
-    written.pop("baselines", None)  # they count where --algorithm names one: test_baselines.py
+def test_a_config_parses_and_all_its_keys_are_used(config):
+    """No key of the file is dropped, renamed or replaced by a default."""
+    written, resolved_keys = yaml.safe_load(config.read_text()), resolved(config.name)
+    written.pop("baselines", None)  # used only with --algorithm: test_baselines.py
     for path, value in leaves(written):
-        found = taken
+        found = resolved_keys
         for key in path:
-            there = range(len(found)) if isinstance(found, list) else found
-            assert key in there, f"{path} is not in the resolved config"
+            available = range(len(found)) if isinstance(found, list) else found
+            assert key in available, f"{path} is not in the resolved config"
             found = found[key]
         if isinstance(found, dict) or path[-1] == "class_path":
             found, value = class_name(found), class_name(value)
         assert found == value, path
 
 
-def test_its_first_line_describes_it(config):
+def test_the_first_line_describes_the_config(config):
     first = config.read_text().splitlines()[0]
     assert re.fullmatch(r"# \S.{20,}[.]", first)
     assert plain(class_name(yaml.safe_load(config.read_text())["algorithm"])) in plain(first.split(" on ")[0])
 
 
-def test_its_name_is_of_the_dataset_and_the_algorithm(config):
-    """A long tail is `_lt`; a setting may follow the method's name, which is told without case and underscores."""
+def test_the_file_name_has_the_dataset_and_the_method(config):
+    """The name has `_lt` for a long tail, and may end in a setting. Case and underscores do not matter."""
     written = yaml.safe_load(config.read_text())
     dataset = class_name(written["scenario"]["dataset"]).lower() + ("_lt" if "long_tail" in written["scenario"] else "")
     method = re.fullmatch(rf"{dataset}_(.+?)(_practical|_pathological)?", config.stem)
@@ -254,8 +255,8 @@ def test_its_name_is_of_the_dataset_and_the_algorithm(config):
     assert plain(method[1]) == plain(class_name(written["algorithm"]))
 
 
-def test_its_experiment_is_all_in_the_file(config):
-    """Seed, data and method are said or default; nothing ties the config to one machine or one run."""
+def test_a_config_is_complete_and_independent_of_the_machine(config):
+    """The file has all main keys, no key of a single run and no absolute path."""
     written = yaml.safe_load(config.read_text())
     assert {"scenario", "model", "algorithm", "rounds"} <= written.keys()
     assert not {"run_dir", "resume", "config"} & written.keys()

@@ -1,4 +1,4 @@
-"""Commands in the README and the docs run; keys and files they name exist."""
+"""The commands and configs in the README and the docs run, and the files that they name exist."""
 
 import importlib.util
 import re
@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 def blocks(language):
     for page in PAGES:
-        if page.name == "your-data.md":  # whose snippets need the files of those before: test_your_data
+        if page.name == "your-data.md":  # tests/data/test_your_data.py runs it, because its snippets share files
             continue
         for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S):
             yield page.name, block
@@ -67,7 +67,7 @@ def test_the_files_that_the_design_names_exist():
     assert not [path for path in paths if not ((ROOT / "fl_lightning" / path).exists() or (ROOT / path).exists())]
 
 
-def test_the_reference_is_that_of_the_docstrings():
+def test_the_reference_matches_the_docstrings():
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)

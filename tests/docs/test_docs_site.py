@@ -39,7 +39,7 @@ def anchors(page):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def work_dir(tmp_path, monkeypatch):
     """Change to an empty folder, and forget the modules in it afterwards."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -58,7 +58,7 @@ def test_links_and_anchors_are_valid(page):
             assert not anchor or anchor in anchors(to), target
 
 
-def test_the_commands_of_getting_started_run(here, capsys):
+def test_the_commands_of_getting_started_run(work_dir, capsys):
     """All commands of getting-started.md run, in one folder and in their order."""
     blocks = FENCE.findall((ROOT / "docs" / "getting-started.md").read_text())
     commands = 0
@@ -99,7 +99,7 @@ def session(page, monkeypatch):
     """Write a page's files and run its commands in the working folder, in their order."""
     monkeypatch.syspath_prepend(Path.cwd())
     for language, title, text in FENCE.findall((ROOT / "docs" / page).read_text()):
-        for path in Path().glob("*.py"):  # a file grows by each snippet of its name
+        for path in Path().glob("*.py"):  # a later snippet with the same title extends the file
             monkeypatch.delitem(sys.modules, path.stem, raising=False)
         importlib.invalidate_caches()
         if title:
@@ -117,7 +117,7 @@ def columns():
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
-def test_your_algorithm_page_runs(here, monkeypatch, capsys):
+def test_your_algorithm_page_runs(work_dir, monkeypatch, capsys):
     session("your-algorithm.md", monkeypatch)
     counts = Counter(name for header in columns() for name in header if name.startswith("client/train_"))
     assert counts["client/train_loss"] == 5
@@ -129,14 +129,14 @@ def test_your_algorithm_page_runs(here, monkeypatch, capsys):
     names = [name for name in tests if name.startswith("test_")]
     assert len(names) == 5
     for name in names:
-        arguments = [here / name] if "tmp_path" in tests[name].__code__.co_varnames else []
+        arguments = [work_dir / name] if "tmp_path" in tests[name].__code__.co_varnames else []
         tests[name](*arguments)
     capsys.readouterr()
 
 
 @pytest.mark.thorough
-def test_your_metric_page_runs(here, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(here)
+def test_your_metric_page_runs(work_dir, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(work_dir)
     snippets = FENCE.findall((ROOT / "docs" / "your-metric.md").read_text())
     for _, title, text in snippets:
         if title.endswith(".py"):
@@ -179,7 +179,7 @@ def test_options_in_coming_from_exist():
 
 
 class Read(HTMLParser):
-    """The text of an HTML page, and how many of each element it has."""
+    """Parse an HTML page: its text, the number of each element, the ids and the fetched addresses."""
 
     ELEMENTS = ("h1", "h2", "h3", "ul", "ol", "li", "table", "tr", "td", "pre", "code", "em", "strong", "img")
     FETCH = ("script", "link", "img", "iframe", "source", "audio", "video", "object", "embed")
@@ -192,11 +192,11 @@ class Read(HTMLParser):
         self.text = re.sub(r"[\s¶]+", " ", self.text).strip()
 
     def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
+        values = dict(attributes)
         self.inside = self.inside or tag == self.within
-        self.ids.add(given.get("id"))
+        self.ids.add(values.get("id"))
         if tag in self.FETCH:
-            self.fetched += [given[name] for name in ("src", "href", "data") if name in given]
+            self.fetched += [values[name] for name in ("src", "href", "data") if name in values]
         if self.inside and tag in self.ELEMENTS:
             self.counts[tag] += 1
 
@@ -230,14 +230,15 @@ def built(site, page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_reads_in_the_site_as_on_a_code_host(site, page):
     """Dialects of Markdown differ, for example in what is a list."""
-    there, site_page = Read(MarkdownIt("commonmark").enable("table").render(page.read_text())), built(site, page)
-    assert site_page.counts == there.counts
-    assert site_page.text == there.text
+    code_host_page = Read(MarkdownIt("commonmark").enable("table").render(page.read_text()))
+    site_page = built(site, page)
+    assert site_page.counts == code_host_page.counts
+    assert site_page.text == code_host_page.text
     assert set(anchors(page)) <= site_page.ids
 
 
 @pytest.mark.thorough
-def test_a_browser_fetches_nothing_from_elsewhere(site):
+def test_a_browser_fetches_nothing_from_the_network(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 35
     for page in pages:
@@ -247,7 +248,7 @@ def test_a_browser_fetches_nothing_from_elsewhere(site):
 
 
 @pytest.mark.thorough
-def test_the_reference_has_all_that_can_be_imported(site):
+def test_the_reference_has_all_exported_names(site):
     start = (site / "api" / "index.html").read_text()
     for name in fl_lightning.__all__:
         target = re.search(rf'href="([^"#]+)(#[^"]+)?"[^>]*><code>{name}</code>', start)
@@ -281,13 +282,13 @@ def test_links_are_rewritten_for_the_site(page, link, moved):
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
     snippet = f"```text\n[a]({link})\n```"
-    there = SimpleNamespace(file=SimpleNamespace(src_uri=page), is_homepage=False)
-    made = hooks.on_page_markdown(f"[a]({link})\n\n{snippet}\n\n[b]({link})\n", there)
+    site_page = SimpleNamespace(file=SimpleNamespace(src_uri=page), is_homepage=False)
+    made = hooks.on_page_markdown(f"[a]({link})\n\n{snippet}\n\n[b]({link})\n", site_page)
     assert made == f"[a]({moved})\n\n{snippet}\n\n[b]({moved})\n"
 
 
 @pytest.mark.thorough
-def test_an_example_is_shown_whole(site):
+def test_the_page_of_an_example_has_its_whole_file(site):
     for path in (ROOT / "examples").glob("*.*"):
         html = (site / "examples" / path.name / "index.html").read_text()
         shown = Read(re.search(r"<code>.*?</code>", html, re.DOTALL)[0]).text
@@ -321,12 +322,12 @@ def test_a_papers_page_has_its_table(site, path):
     else:
         assert not cells
     first = path.read_text().splitlines()[0].removeprefix("# ")
-    told = Read(f"<h2>{section}").text
-    assert first in told
+    section_text = Read(f"<h2>{section}").text
+    assert first in section_text
     for claim in table.get("claims", []):
         columns = claim.get("columns", table["columns"])
         where = "" if set(columns) == set(table["columns"]) else f", in {'; '.join(columns)}"
-        assert f"{claim['better']} > {claim['than']}{where} " in f"{told} "
+        assert f"{claim['better']} > {claim['than']}{where} " in f"{section_text} "
 
 
 def test_the_navigation_has_every_page():

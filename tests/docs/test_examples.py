@@ -1,4 +1,4 @@
-"""The examples do what they say."""
+"""The examples run, and their results are those that their docstrings promise."""
 
 import importlib.util
 import subprocess
@@ -31,24 +31,24 @@ def test_an_example_learns_the_digits(name, capsys):
     assert "test accuracy 0.9" in capsys.readouterr().out
 
 
-def test_the_unit_representation_tells_classes_apart(capsys, tmp_path):
-    found = load("ua_pdfl_figure_4").main(seeds=2, out=str(tmp_path / "figure.png"))
-    for values in found.values():
+def test_unit_representations_differ_between_classes(capsys, tmp_path):
+    results = load("ua_pdfl_figure_4").main(seeds=2, out=str(tmp_path / "figure.png"))
+    for values in results.values():
         assert values[:, 0].mean() < values[:, 1].mean()
     assert "Div(1,2) < Div(1,3)" in capsys.readouterr().out
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
-def test_the_regularizer_brings_the_estimate_to_the_class_shares(capsys, tmp_path):
-    found = load("cwfedavg_figure_2").main(out=str(tmp_path / "figure.png"))
-    assert found["with WDR"]["gap"] < found["without WDR"]["gap"]
-    assert found["with WDR"]["correlation"] > found["without WDR"]["correlation"]
+def test_the_regularizer_moves_the_estimate_to_the_class_shares(capsys, tmp_path):
+    results = load("cwfedavg_figure_2").main(out=str(tmp_path / "figure.png"))
+    assert results["with WDR"]["gap"] < results["without WDR"]["gap"]
+    assert results["with WDR"]["correlation"] > results["without WDR"]["correlation"]
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 @pytest.mark.thorough
-def test_outputs_and_classification_weights_are_compared(capsys, tmp_path):
+def test_the_figure_compares_outputs_and_classification_weights(capsys, tmp_path):
     distances = load("feddw_figure_8").main(rounds=1, out=str(tmp_path / "figure.png"))
     assert list(distances) == ["FedAvg, IID", "FedAvg, non-IID", "FedDW, non-IID"]
     assert all(distance > 0 for distance in distances.values())
@@ -71,7 +71,7 @@ def test_the_custom_algorithm_is_short():
     assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) <= 40
 
 
-def test_the_custom_algorithm_weighs_by_loss(tmp_path):
+def test_the_custom_algorithm_weights_clients_by_loss(tmp_path):
     run = experiment(tmp_path, load("custom_algorithm").FairProx(mu=0.2), rounds=1)
     run.fit()
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The snippets of docs/notebook.md, cell by cell in one namespace, as a notebook runs them."""
+"""The snippets of docs/notebook.md run in one namespace, like the cells of a notebook."""
 
 import ast
 import re
@@ -11,8 +11,8 @@ import torch
 PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"
 
 
-def shown(cell, namespace):
-    """Run a cell; the value of its last line, if that is an expression, as a notebook shows it."""
+def run_cell(cell, namespace):
+    """Run a cell. Return the value of its last line if this is an expression."""
     body = ast.parse(cell).body
     last = ast.Expression(body.pop().value) if isinstance(body[-1], ast.Expr) else None
     exec(compile(ast.Module(body, []), str(PAGE), "exec"), namespace)
@@ -21,16 +21,16 @@ def shown(cell, namespace):
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*non-interactive:UserWarning")
-def test_the_cells_run_in_their_order(tmp_path, monkeypatch):
+def test_the_cells_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     matplotlib.use("Agg")
     namespace = {}
     cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    accuracy, history, tried, table, clients, _, right, _ = [shown(cell, namespace) for cell in cells]
+    accuracy, history, dry_run, table, clients, _, client_accuracy, _ = [run_cell(cell, namespace) for cell in cells]
     assert accuracy == namespace["run"].csv.rows[-1]["global/acc"]
     assert history["global/acc"].tolist()[-1] == accuracy
     assert len(history) == 4
-    assert (len(tried.rounds), tried.run_dir.exists()) == (2, False)
+    assert (len(dry_run.rounds), dry_run.run_dir.exists()) == (2, False)
     assert table["algorithm"].tolist() == ["FedAvg", "FedAvg", "FedProx", "FedProx"]
     assert table["seed"].tolist() == [0, 1, 0, 1]
     assert table["finished"].all()
@@ -38,7 +38,7 @@ def test_the_cells_run_in_their_order(tmp_path, monkeypatch):
     rounds = namespace["tables"].rounds
     assert rounds.groupby("run").size().tolist() == [4] * 4
     assert len(clients) == 8
-    assert right == pytest.approx(accuracy, abs=1e-6)
+    assert client_accuracy == pytest.approx(accuracy, abs=1e-6)
     assert Path("curves.png").stat().st_size > 1000
     line = namespace["axes"].lines[0]
     fedavg = rounds[rounds.run.str.contains("FedAvg")].groupby("round")["global/acc"].mean()

@@ -1,4 +1,4 @@
-"""The wheel, in an environment of its own."""
+"""The wheel works in a new environment."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A fresh environment with the wheel in it; the dependencies are this environment's own, by path."""
+    """Return a new environment with the wheel. It finds the dependencies in the current environment by path."""
     folder = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "data.npz")
     at_top = shutil.ignore_patterns("runs", "build", "dist")
@@ -33,7 +33,7 @@ def environment(tmp_path_factory):
     subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
     query = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
     own = Path(subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip())
-    # A path in a .pth file is searched after `own`, and its .pth files (an editable install's) are not read.
+    # Python searches the path in a .pth file after `own`, and ignores .pth files (editable installs) there.
     (own / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return folder / "env", own
 
@@ -46,7 +46,7 @@ def run(environment, *command, cwd):
     ).stdout
 
 
-def test_the_top_level_folders_are_in_it(environment, tmp_path):
+def test_the_wheel_has_the_top_level_folders(environment, tmp_path):
     _, own = environment
     code = "import fl_lightning as f, fl_lightning.{0} as m; print(f.__file__); print(m.__file__)"
     for name in ("callbacks", "configs", "papers", "sweeps"):
@@ -61,7 +61,7 @@ def test_the_top_level_folders_are_in_it(environment, tmp_path):
     assert "FedSKC" in run(environment, "fl-lightning", "list", "algorithms", cwd=tmp_path)
 
 
-def test_an_experiment_runs_from_it(environment, tmp_path):
+def test_an_experiment_runs_from_the_wheel(environment, tmp_path):
     reduced = ["--rounds", "1", "--trainer.max_epochs", "1", "--logger", "null", "--run_dir", "run"]
     table = run(environment, "fl-lightning", "fit", "--config", "digits_fedskc.yaml", *reduced, cwd=tmp_path)
     assert "global acc" in table
