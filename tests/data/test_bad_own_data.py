@@ -473,20 +473,6 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(builtins, "__import__", importing)
 
 
-@pytest.mark.parametrize(("column", "key"), [("clinic", "client"), ("town", "features")])
-def test_a_nul_character_in_a_client_id_or_category_is_refused(
-    column: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("pyarrow")
-    monkeypatch.chdir(tmp_path)
-    pd.DataFrame(table() | {column: ["a", "a\0"] * 20}).to_parquet("t.parquet")  # read_csv may stop at a NUL
-    expected = (
-        f"column '{column}' holds 'a\\x00' in row 2 of t.parquet, which has a NUL character. Remove the character"
-    )
-    message = refusal(lambda: Table("t.parquet", "label", features=["age", "town"], client="clinic"))
-    assert message == f"scenario.dataset.{key}: {expected}"
-
-
 # --- Texts ---
 
 

@@ -150,10 +150,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "too few labels": (of_first("y", list.pop), f"{FIRST} has 12 x and 11 y, but num_samples is 12"),
     "no labels": (changed(lambda content: content["user_data"]["f0000_00"].pop("y")), "not a readable LEAF file ('y')"),
     "two files": (rename_second("f0014_02"), "user 'f0014_02' (appears twice)"),
-    "NUL": (
-        rename_second("f0000_00\0"),
-        r"user 'f0000_00\x00' (has a NUL character in its name. Remove the character)",
-    ),
     "one small image": (of_first("x", put(3, [0.5] * 783)), FIRST),
     "small images": (rows_of([0.5]), ROWS),
     "text": (rows_of(["1"] * 784), ROWS),

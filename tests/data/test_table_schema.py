@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from commands import contents, run, summary, tiny
 
 from fl_lightning import ClientModule, Table, TableSchema, open_run
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data.datasets import check
 
 TEXT = """
 rounds: 4
@@ -189,12 +187,6 @@ def test_a_missing_column_is_named():
 def test_json_that_is_not_a_schema_is_refused(text):
     with pytest.raises(ConfigError, match="schema: not the JSON of a table's schema"):
         TableSchema.from_json(text)
-
-
-def test_a_dataset_with_another_kind_of_schema_is_refused():
-    data = Table("train.csv", "ill").load()
-    with pytest.raises(ValueError, match="schema is of type dict, not TableSchema"):
-        check(replace(data, schema={}))
 
 
 def test_an_existing_schema_file_is_not_overwritten(tmp_path):
