@@ -82,6 +82,13 @@ def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remov
         raise column_error(column, key, f"has no value in {rows}, first in {place}. {fix}")
 
 
+def refuse_nul(column: pd.Series, key: str) -> None:
+    """Refuse a column with a NUL character in a text."""
+    for row, text in enumerate(column):
+        if isinstance(text, str) and "\0" in text:  # NumPy drops it at the end: two texts become one
+            raise column_error(column, key, ", which has a NUL character. Remove the character", row)
+
+
 def refuse_not_finite(column: pd.Series, key: str) -> None:
     """Refuse a column with numbers that are not finite in `float32`, the network's input type."""
     finite = finite_in_float32(column)
@@ -153,6 +160,7 @@ def client_ids(column: pd.Series) -> np.ndarray:
     values = column.to_numpy(object)
     if not all(isinstance(value, str) for value in values):
         raise column_error(column, "client", f"is {column.dtype}. Client ids are integers or text")
+    refuse_nul(column, "client")
     return values.astype(np.str_)
 
 

@@ -70,6 +70,8 @@ class _LeafDataset(FileDataset):
                     with naming_file(path, f"LEAF file: user {user!r}"):
                         if user in x:
                             raise ValueError("appears twice")
+                        if "\0" in user:  # NumPy drops it at the end: two users become one
+                            raise ValueError("has a NUL character in its name. Remove the character")
                         x[user] = self._inputs(samples["x"])
                         y.append(self._labels(samples["y"]))
         if not sum(map(len, y)):

@@ -29,6 +29,7 @@ from fl_lightning.data.custom_data import (
     read_labels,
     refuse_missing,
     refuse_not_finite,
+    refuse_nul,
     row_location,
     token_ids,
 )
@@ -206,6 +207,7 @@ class Table(_FileTable):
             return self._standardize(described, column, train)
         if column.name not in self.categorical:
             check_categories(column)
+        refuse_nul(column, "features")
         import pandas as pd
 
         known = pd.Series(column.to_numpy(object if is_numeric(column) else str)[:train]).unique().tolist()

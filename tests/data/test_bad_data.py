@@ -22,6 +22,7 @@ from layouts import (
     write_cifar,
     write_emnist,
     write_femnist,
+    write_image_folder,
     write_imdb_csv,
     write_imdb_folder,
     write_mnist,
@@ -648,20 +649,61 @@ class MyData(Dataset):
     def load(self):
         x, y = torch.zeros(20, 1, 4, 4), torch.full((20,), 255)
         return LoadedData(x, y, x, y, 10, Normalize())
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, n: int = 20):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)), i % 3
 """
 FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
 DATASET = [*FIT, "--scenario.dataset"]
+ITEMS = [*DATASET, "TorchDataset"]
+ITEMS += [word for split in ("train", "test") for word in (f"--scenario.dataset.{split}", "own_data.Items")]
 PARTITION = ["partition", "--config", "one.yaml", "--out"]
 SPLIT = [*FIT, "--scenario.partition=PredefinedSplit"]
 COMMANDS = {
-    "label out of range": ([*DATASET, "own_data.MyData"], "scenario.dataset: MyData: y_train holds label 255, which"),
-    "pipe": ([*DATASET, "Arrays", "--scenario.dataset.path", "pipe.npz"], "pipe.npz: is a pipe, it needs to be a file"),
-    "local_test": ([*FIT, "--scenario.local_test", ".nan"], "scenario.local_test: nan is outside [0, 1)"),
-    "split without path": (SPLIT, "scenario.partition"),
-    "suffix of a split": ([*SPLIT, "--scenario.partition.path=a.yaml"], "path: a.yaml is neither .npz nor .json"),
-    "partition into a run": ([*PARTITION, "done"], "--out: done is the folder of a run. Choose another folder."),
-    "partition into a long name": ([*PARTITION, "x" * 256], "--out: xxx"),
-    "partition into no name": ([*PARTITION, "a\0b"], "--out: "),
+    # A refused command, its message, and the corrected command.
+    "label out of range": (
+        [*DATASET, "own_data.MyData"],
+        "scenario.dataset: MyData: y_train holds label 255, which",
+        FIT,
+    ),
+    "a torch dataset": (
+        [*DATASET, "own_data.Items"],
+        "own_data.Items is a Dataset of torch's; use TorchDataset, with scenario.dataset.train own_data.Items and",
+        ITEMS,
+    ),
+    "a known torch dataset": (
+        [*DATASET, "torchvision.datasets.ImageFolder"],
+        "torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same files, or ",
+        [*DATASET, "ImageFolder", "--scenario.dataset.path", "mine", "--scenario.dataset.size", "[4, 5]"],
+    ),
+    "no dataset": (
+        [*DATASET, "torch.nn.Linear"],
+        "scenario.dataset: torch.nn.Linear is no Dataset. See `fl-lightning list datasets`.",
+        FIT,
+    ),
+    "an unknown argument": (
+        [*ITEMS, "--scenario.dataset.train.m", "1"],
+        "Items has no key 'm'",
+        [*ITEMS, "--scenario.dataset.train.n", "9"],
+    ),
+    "pipe": (
+        [*DATASET, "Arrays", "--scenario.dataset.path", "pipe.npz"],
+        "pipe.npz: is a pipe, it needs to be a file",
+        FIT,
+    ),
+    "local_test": ([*FIT, "--scenario.local_test", ".nan"], "scenario.local_test: nan is outside [0, 1)", FIT),
+    "split without path": (SPLIT, "scenario.partition", FIT),
+    "suffix of a split": ([*SPLIT, "--scenario.partition.path=a.yaml"], "path: a.yaml is neither .npz nor .json", FIT),
+    "partition into a run": ([*PARTITION, "done"], "--out: done is the folder of a run. Choose another folder.", FIT),
+    "partition into a long name": ([*PARTITION, "x" * 256], "--out: xxx", FIT),
+    "partition into no name": ([*PARTITION, "a\0b"], "--out: ", FIT),
 }
 
 
@@ -676,9 +718,11 @@ def test_a_refused_command_writes_one_line_and_no_file(
     monkeypatch.delitem(sys.modules, "own_data", raising=False)
     Path("one.yaml").write_text(ONE_ROUND)
     Path("own_data.py").write_text(OWN_DATA)
+    write_image_folder(Path("mine"))
     os.mkfifo("pipe.npz")
     Path("done").mkdir()
     Path("done/metrics.csv").write_text("round\n")
-    words, message = COMMANDS[name]
-    check_refused_command(words, [message])
-    assert run(*FIT).code == 0
+    refused, message, corrected = COMMANDS[name]
+    check_refused_command(refused, [message])
+    code, _, err = run(*corrected)
+    assert code == 0, err

@@ -3,7 +3,6 @@
 import builtins
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from commands import run
 from layouts import (
     Pairs,
     save_arrays,
@@ -26,7 +24,7 @@ from layouts import (
     write_text_table,
 )
 from PIL import Image
-from refusals import NO_FILES, ONE_ROUND, check_refused_command, empty, halve, refusal, replace_by, time_limit  # noqa: F401
+from refusals import NO_FILES, empty, halve, refusal, replace_by, time_limit  # noqa: F401
 
 from fl_lightning.core import files
 from fl_lightning.data import Arrays, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_folder
@@ -447,6 +445,18 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(builtins, "__import__", importing)
 
 
+@pytest.mark.parametrize(("column", "key"), [("clinic", "client"), ("town", "features")])
+def test_a_nul_character_in_a_client_id_or_category_is_refused(
+    column: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    pd.DataFrame(table() | {column: ["a", "a\0"] * 20}).to_parquet("t.parquet")  # read_csv may stop at a NUL
+    what = f"column '{column}' holds 'a\\x00' in row 2 of t.parquet, which has a NUL character. Remove the character"
+    message = refusal(lambda: Table("t.parquet", "label", features=["age", "town"], client="clinic"))
+    assert message == f"scenario.dataset.{key}: {what}"
+
+
 # --- Texts ---
 
 
@@ -671,62 +681,3 @@ def test_an_exception_in_a_torch_dataset_names_its_key() -> None:
     what = "RuntimeError: not there. Use --debug for the traceback"
     assert refusal(lambda: TorchDataset(Pairs(), Pairs(x=raise_error))) == f"scenario.dataset.test: {what}"
     assert refusal(lambda: TorchDataset(raise_error, Pairs())) == f"scenario.dataset.train: {what}"
-
-
-# --- On the command line ---
-
-MY_DATA = """
-import torch
-
-class Mine(torch.utils.data.Dataset):
-    def __init__(self, n: int = 20):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, i):
-        return torch.full((4,), float(i)), i % 3
-"""
-FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
-DATASET = "--scenario.dataset"
-MINE = [DATASET, "TorchDataset", f"{DATASET}.test", "own_torch.Mine", f"{DATASET}.train", "own_torch.Mine"]
-COMMANDS = {
-    # A refused command, its message, and the corrected command.
-    "a known torch dataset": (
-        [DATASET, "torchvision.datasets.ImageFolder"],
-        ["torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same files, or "],
-        [DATASET, "ImageFolder", f"{DATASET}.path", "mine", f"{DATASET}.size", "[4, 5]"],
-    ),
-    "a torch dataset": (
-        [DATASET, "own_torch.Mine"],
-        ["own_torch.Mine is a Dataset of torch's; use TorchDataset, with scenario.dataset.train own_torch.Mine and"],
-        MINE,
-    ),
-    "no dataset": (
-        [DATASET, "torch.nn.Linear"],
-        ["scenario.dataset: torch.nn.Linear is no Dataset. See `fl-lightning list datasets`."],
-        [DATASET, "Digits"],
-    ),
-    "an unknown argument": (
-        [*MINE, f"{DATASET}.train.m", "1"],
-        ["Mine has no key 'm'"],
-        [*MINE, f"{DATASET}.train.n", "9"],
-    ),
-}
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_refused_command_writes_one_line_and_no_file(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, "own_torch", raising=False)
-    Path("one.yaml").write_text(ONE_ROUND)
-    Path("own_torch.py").write_text(MY_DATA)
-    write_image_folder(Path("mine"))
-    words, messages, corrected = COMMANDS[name]
-    check_refused_command([*FIT, *words], messages)
-    code, _, err = run(*FIT, *corrected)
-    assert code == 0, err

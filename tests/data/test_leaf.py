@@ -117,10 +117,12 @@ def put(index: int, value: Any) -> Callable[[list[Any]], None]:
     return lambda values: values.__setitem__(index, value)
 
 
-def rename_second(content: dict[str, Any]) -> None:
-    """Give the second user the name of a user of the next file."""
-    content["user_data"]["f0014_02"] = content["user_data"][content["users"][1]]
-    content["users"][1] = "f0014_02"
+def rename_second(name: str) -> Callable[[Path], None]:
+    def rename(content: dict[str, Any]) -> None:
+        content["user_data"][name] = content["user_data"][content["users"][1]]
+        content["users"][1] = name
+
+    return changed(rename)
 
 
 FIRST = "user 'f0000_00'"
@@ -145,7 +147,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "too few labels": (of_first("y", list.pop), f"{FIRST} has 12 x and 11 y, but num_samples is 12"),
     "no labels": (changed(lambda content: content["user_data"]["f0000_00"].pop("y")), "not a readable LEAF file ('y')"),
-    "two files": (changed(rename_second), "user 'f0014_02' (appears twice)"),
+    "NUL": (rename_second("f0000_00\0"), r"user 'f0000_00\x00' (has a NUL character in its name. Remove the char"),
+    "two files": (rename_second("f0014_02"), "user 'f0014_02' (appears twice)"),
     "one small image": (of_first("x", put(3, [0.5] * 783)), FIRST),
     "small images": (rows_of([0.5]), ROWS),
     "text": (rows_of(["1"] * 784), ROWS),
