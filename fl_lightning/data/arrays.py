@@ -62,18 +62,18 @@ class Arrays(Dataset):
         try:
             if os.path.isdir(path):
                 fix = "Write it with numpy.save"
-                return self._mapped(path)
+                return self._map_folder(path)
             if check_exists(path):
                 return read_npz(path, NAMES, CLIENTS)
         except BadFile as error:
             raise ConfigError(f"scenario.dataset.path: {error}. {fix}") from error
         raise self._error("no such file")
 
-    def _mapped(self, folder: Path) -> dict[str, np.ndarray]:
-        there = [name for name in (*NAMES, *CLIENTS) if check_exists(folder / f"{name}.npy")]
-        if missing := [f"{name}.npy" for name in NAMES if name not in there]:
+    def _map_folder(self, folder: Path) -> dict[str, np.ndarray]:
+        present = [name for name in (*NAMES, *CLIENTS) if check_exists(folder / f"{name}.npy")]
+        if missing := [f"{name}.npy" for name in NAMES if name not in present]:
             raise BadFile(folder, f"is a folder, it needs to be a file, or to contain {', '.join(missing)}")
-        return {name: read_mapped(folder / f"{name}.npy") for name in there}
+        return {name: read_mapped(folder / f"{name}.npy") for name in present}
 
     def _labels(self, name: str, values: np.ndarray) -> Tensor:
         if np.issubdtype(values.dtype, np.floating):
@@ -87,14 +87,14 @@ class Arrays(Dataset):
             raise self._error(str(error)) from error
 
     def _outputs(self, *labels: Tensor) -> int:
-        found, samples = count_outputs(*labels), sum(map(len, labels))
+        outputs, samples = count_outputs(*labels), sum(map(len, labels))
         if labels[0].is_floating_point() or labels[0].ndim > 1:
             if self.num_classes is not None:
                 raise ConfigError("scenario.dataset.num_classes: the labels are not classes. Leave it out")
-        elif self.num_classes is None and found > samples:
+        elif self.num_classes is None and outputs > samples:
             fix = "Number classes from 0, or set scenario.dataset.num_classes"
-            raise self._error(f"label {found - 1} in {samples} samples is too large. {fix}")
-        return self.num_classes or found
+            raise self._error(f"label {outputs - 1} in {samples} samples is too large. {fix}")
+        return self.num_classes or outputs
 
     def _inputs(self, name: str, values: np.ndarray) -> Tensor:
         if values.dtype != np.uint8 and not np.issubdtype(values.dtype, np.floating):

@@ -1,4 +1,4 @@
-"""Base class and helpers of custom data: labels of any kind, clients, texts, and a share that is held out.
+"""Base class and helpers of custom datasets: labels, client ids, texts and held-out test samples.
 
 The functions raise a `ConfigError` that names the option, the column and the row.
 """
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 KEY = "scenario.dataset"
 FEW = 20
-"""Up to so many different integers are classes, however few samples there are. Also columns named in a message."""
+"""This many different integers are always taken for classes. Also the most columns that a message names."""
 
 
 def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
-    """Return the path of an existing file, or of an existing folder."""
+    """Check that a file, or a folder, exists and return its path."""
     try:
         if check_exists(Path(path), folder):
             return Path(path)
@@ -44,19 +44,20 @@ def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
 
 
 def find_column(name: str, columns: Sequence[str], key: str) -> str:
-    """Return a column's name if it is among `columns`."""
+    """Check that a column is among `columns` and return its name. The error suggests a similar name."""
     if name in columns:
         return name
     nearest = get_close_matches(name, columns, 1)
-    some = f"{', '.join(columns[:FEW])}{', ...' if len(columns) > FEW else ''}"
-    hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Columns: {some}"
+    first = f"{', '.join(columns[:FEW])}{', ...' if len(columns) > FEW else ''}"
+    hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Columns: {first}"
     raise ConfigError(f"{KEY}.{key}: column {one_line(repr(name))} not found. {one_line(hint)}")
 
 
 def column_error(column: pd.Series, key: str, what: str, row: int | None = None) -> ConfigError:
-    """Return an error about a column, or about its value at position `row`. The message ends with `what`.
+    """Return the error for a wrong column, or for its wrong value at position `row`.
 
-    The column's index holds the file, or the split, and the number of the row. `key` is the option that names it.
+    `key` is the option that names the column, and the message ends with `what`. The column's index holds the file, or
+    the split, and the number of each row.
     """
     name = f"{KEY}.{key}: column {column.name!r}"
     if row is None:
@@ -82,14 +83,14 @@ def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remov
 
 
 def refuse_nul(column: pd.Series, key: str) -> None:
-    """Refuse a column of texts with a NUL character: NumPy drops it at a text's end, so that two texts become one."""
+    """Refuse a column with a NUL character in a text."""
     for row, text in enumerate(column):
-        if isinstance(text, str) and "\0" in text:
+        if isinstance(text, str) and "\0" in text:  # NumPy drops it at the end: two texts become one
             raise column_error(column, key, ", which has a NUL character. Remove the character", row)
 
 
 def refuse_not_finite(column: pd.Series, key: str) -> None:
-    """Refuse a column of numbers that are not all finite in `float32`, the network's input type."""
+    """Refuse a column with numbers that are not finite in `float32`, the network's input type."""
     finite = finite_in_float32(column)
     if not finite.all():
         fix = ", which is not finite in float32. Correct the number, or remove the row"
@@ -97,10 +98,10 @@ def refuse_not_finite(column: pd.Series, key: str) -> None:
 
 
 def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tensor, int]:
-    """Return labels in the form of `LoadedData`, and the number of the network's outputs.
+    """Convert label columns to the labels of `LoadedData`, and return them with the network's number of outputs.
 
-    One column is classes, several of 0 and 1 are multi-label targets. With `regression`, or if it is None and a column
-    is floating-point, they are numbers to predict.
+    One column holds classes; several columns of 0 and 1 are multi-label targets. Labels are numbers to predict if
+    `regression` is true, or if it is None and a column is floating-point.
     """
     for column in columns:
         refuse_missing(column, "label")
@@ -125,15 +126,15 @@ def _numbers(column: pd.Series) -> np.ndarray:
 
 
 def _flags(column: pd.Series) -> np.ndarray:
-    if not (known := column.isin([0, 1])).all():
-        value = one_line(repr(column[~known].tolist()[0]))
+    if not (is_flag := column.isin([0, 1])).all():
+        value = one_line(repr(column[~is_flag].tolist()[0]))
         fix = "Several label columns need to hold 0 and 1, or numbers with scenario.dataset.regression true"
         raise column_error(column, "label", f"holds {value}. {fix}")
     return column.to_numpy().astype(np.uint8)
 
 
 def _classes(column: pd.Series) -> tuple[Tensor, int]:
-    """Return the class of each row and their number; classes are sorted by value."""
+    """Return the class of each row and the number of classes, which are sorted by value."""
     try:
         values, codes = np.unique(column.to_numpy(object), return_inverse=True)
     except TypeError as error:
@@ -144,15 +145,15 @@ def _classes(column: pd.Series) -> tuple[Tensor, int]:
 
 
 def _refuse_many_classes(column: pd.Series) -> None:
-    different = column.nunique()
-    if column.dtype.kind in "iu" and different > max(FEW, len(column) // 2):
+    count = column.nunique()
+    if column.dtype.kind in "iu" and count > max(FEW, len(column) // 2):
         fix = "Set it to true if they are numbers to predict, to false if they are classes"
-        what = f"holds {different:,} different integers in {len(column):,} rows. {fix}"
+        what = f"holds {count:,} different integers in {len(column):,} rows. {fix}"
         raise column_error(column, "regression", what)
 
 
 def client_ids(column: pd.Series) -> np.ndarray:
-    """Return the client of each sample as `LoadedData` needs it: integers or text."""
+    """Convert a column to the client ids of `LoadedData`, integers or text."""
     refuse_missing(column, "client")
     if column.dtype.kind in "iu":
         return column.to_numpy()
@@ -164,7 +165,7 @@ def client_ids(column: pd.Series) -> np.ndarray:
 
 
 def token_ids(column: pd.Series, train: int, length: int, vocab_size: int) -> Tensor:
-    """Return the token ids of a column of texts. A text without a word, such as emoji, is one unknown token."""
+    """Convert a column of texts to token ids. A text without a word, such as emoji, is one unknown token."""
     refuse_missing(column, "text")
     texts = column.to_numpy(object)
     for row, text in enumerate(texts):
@@ -187,8 +188,8 @@ def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.nd
         mask = stratified_sample(strata, share, rng)
     else:
         mask = np.zeros(len(y), dtype=bool)
-        for own in indices_by_class(np.unique(client, return_inverse=True)[1]):
-            mask[own] = stratified_sample(strata[own], share, rng)
+        for rows in indices_by_class(np.unique(client, return_inverse=True)[1]):
+            mask[rows] = stratified_sample(strata[rows], share, rng)
     if not mask.any():
         of = "" if client is None else " of each client's"
         raise ConfigError(f"{KEY}.test_share: {share} of {len(y):,} samples{of} is less than one. Raise it")
@@ -200,7 +201,7 @@ class Samples:
     """Labelled samples of custom data, before the inputs are read.
 
     Attributes:
-        source: What the inputs are read from.
+        source: The argument from which `_inputs` reads the inputs.
         y: Labels of all samples.
         outputs: Number of the network's outputs.
         client: The client of each sample; None if the data do not say.
@@ -231,7 +232,7 @@ class CustomDataset(Dataset):
 
     @abstractmethod
     def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
-        """Return all inputs in the given order, training inputs first, and fields of `LoadedData` such as `prepare`."""
+        """Read the inputs in this order, and return them with fields of `LoadedData` such as `prepare`."""
 
     def load(self) -> LoadedData:
         """Read the labels, choose the test samples and read the inputs. The two splits share memory."""

@@ -1,4 +1,4 @@
-"""Base classes of datasets. A loaded dataset is a few tensors, of which batches are cut by index."""
+"""Base classes of datasets, and the tensors of a loaded dataset."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Dataset(ABC):
         """
 
     def checked(self, objective: Objective | None = None) -> LoadedData:
-        """Load the data and check that it is as `LoadedData` describes. Scenarios call this instead of `load`.
+        """Load the data and check them. Scenarios call this instead of `load`.
 
         Args:
             objective: The learning task; the dataset's own, or inferred from the labels, if None.
@@ -96,7 +96,7 @@ class Dataset(ABC):
         Raises:
             ConfigError: The data cannot be loaded, or do not match `LoadedData`.
         """
-        with blaming_class(self.error_prefix):
+        with naming_class(self.error_prefix):
             data = self.load()
         try:
             check(data, objective or self.objective)
@@ -111,8 +111,8 @@ class Dataset(ABC):
 
 
 @contextmanager
-def blaming_class(who: str) -> Iterator[None]:
-    """Turn an unexpected exception of a class, possibly the user's, into an error that names the class."""
+def naming_class(who: str) -> Iterator[None]:
+    """Convert unexpected exceptions in the block to errors that name a class, which is possibly the user's."""
     try:
         yield
     except FLError:
@@ -122,19 +122,17 @@ def blaming_class(who: str) -> Iterator[None]:
 
 
 def check(data: LoadedData, objective: Objective | None = None) -> None:
-    """Check that a dataset is as `LoadedData` describes; raise a `ValueError` that describes the first problem.
+    """Check that loaded data are as `LoadedData` describes. Reads all labels, and all inputs that are not `uint8`.
 
-    Reads all labels, and all inputs that are not `uint8`.
+    Raises:
+        ValueError: Describes the first problem.
     """
     if not isinstance(data, LoadedData):
         raise ValueError(f"load() returned {type(data).__name__}, not LoadedData")
     if not isinstance(data.num_classes, int | np.integer) or isinstance(data.num_classes, bool):
         raise ValueError(f"num_classes is {one_line(repr(data.num_classes))}, not an integer")
-    for name in ("prepare", "cut", "evaluate"):
-        if not callable(getattr(data, name)) and (name, data.evaluate) != ("evaluate", None):
-            raise ValueError(f"{name} is of type {type(getattr(data, name)).__name__}, which cannot be called")
-    if not isinstance(data.schema, TableSchema | None):
-        raise ValueError(f"schema is of type {type(data.schema).__name__}, not TableSchema")
+    if not callable(data.prepare):
+        raise ValueError(f"prepare is of type {type(data.prepare).__name__}, which cannot be called")
     for name in ("x_train", "y_train", "x_test", "y_test"):
         values = getattr(data, name)
         if not isinstance(values, Tensor):
@@ -177,9 +175,8 @@ def _check_clients(data: LoadedData) -> None:
         if data.client_train is None:
             raise ValueError("client_test is given, but client_train is missing")
         kinds = {data.client_train.dtype.kind, data.client_test.dtype.kind}
-        if ("U" in kinds and len(kinds) > 1) or np.result_type(data.client_train, data.client_test).kind == "f":
-            # int64 and uint64 would be compared as floats
-            raise ValueError("client_train and client_test need ids of one dtype")
+        if "U" in kinds and len(kinds) > 1:
+            raise ValueError("client_train and client_test need ids of one type, integers or text")
 
 
 def _check_inputs(name: str, x: Tensor) -> None:
@@ -206,7 +203,7 @@ def count_outputs(*labels: Tensor) -> int:
 
 
 class FileDataset(Dataset):
-    """Base class of datasets that are read from files in the layout of their authors.
+    """Base class of datasets in files, in the layout in which their authors publish them.
 
     Args:
         data_dir: Folder that contains the dataset's file or folder.
@@ -226,7 +223,7 @@ class FileDataset(Dataset):
 
     @abstractmethod
     def _paths(self) -> Iterable[str]:
-        """Return the required files below `data_dir`; folders end in a slash."""
+        """Return the paths of the required files and folders below `data_dir`; those of folders end in a slash."""
 
     def _fetch(self) -> None:
         """Download the missing files, if the dataset is `fetchable`."""

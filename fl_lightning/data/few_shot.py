@@ -142,7 +142,7 @@ class EpisodeBatches(Batches):
     def __init__(self, x: Tensor, y: Tensor, index: Tensor, task: FewShot, seed: int) -> None:
         super().__init__(x, y, index, batch_size=task.ways * (task.shots + task.queries))
         self.task, self.rng = task, np.random.default_rng(seed)
-        self.members = [own for own in indices_by_class(y[index].cpu().numpy()) if len(own) > task.shots]
+        self.members = [rows for rows in indices_by_class(y[index].cpu().numpy()) if len(rows) > task.shots]
         if len(self.members) < 2:
             raise ConfigError(
                 f"scenario.partition: a client has {len(self.members)} class(es) with more than {task.shots} samples, "
@@ -187,7 +187,7 @@ def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
 
 
 def members_by_class(labels: Tensor, task: FewShot) -> list[np.ndarray]:
-    """Return the indices of each class's samples in a test set, for drawing episodes."""
+    """Return the indices of each class's test samples. Refuse a test set that is too small for episodes."""
     members = indices_by_class(labels.cpu().numpy())
     if len(members) < task.ways or min(map(len, members)) <= task.shots:
         raise ConfigError(
@@ -199,10 +199,10 @@ def members_by_class(labels: Tensor, task: FewShot) -> list[np.ndarray]:
 
 def _episode_score(features: Tensor, episode: list[np.ndarray], task: FewShot) -> Tensor:
     ways = torch.arange(len(episode))
-    support = torch.from_numpy(np.concatenate([own[: task.shots] for own in episode]))
-    queries = torch.from_numpy(np.concatenate([own[task.shots :] for own in episode]))
+    support = torch.from_numpy(np.concatenate([rows[: task.shots] for rows in episode]))
+    queries = torch.from_numpy(np.concatenate([rows[task.shots :] for rows in episode]))
     labels = ways.repeat_interleave(task.shots).to(features.device)
-    targets = ways.repeat_interleave(torch.tensor([len(own) - task.shots for own in episode])).to(features.device)
+    targets = ways.repeat_interleave(torch.tensor([len(rows) - task.shots for rows in episode])).to(features.device)
     logits = prototype_logits(features[queries], features[support], labels, task.ways)
     return torch.stack([(logits.argmax(dim=1) == targets).float().mean(), F.cross_entropy(logits, targets)])
 
@@ -213,7 +213,7 @@ def mean_and_interval(values: Tensor) -> tuple[float, float]:
 
 
 def few_shot_score(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], task: FewShot) -> Score:
-    """Score an encoder on episodes of the test set, in its present mode and on its device."""
+    """Score an encoder on episodes of the test set, without changing its mode or device."""
     with torch.no_grad():
         features, labels = zip(*((encoder(x).float(), y) for x, y in batches), strict=True)
     accuracies, losses = episode_scores(torch.cat(features), torch.cat(labels), task).T

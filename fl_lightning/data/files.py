@@ -1,4 +1,4 @@
-"""Read data files. Errors name the file; pipes and devices are not opened, and pickled objects are refused."""
+"""Read data files. Pipes and devices are not opened, and pickled objects are refused."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ KINDS = {
 
 
 class BadFile(Exception):
-    """A file that cannot be used, and why."""
+    """Error about a file that cannot be used. The message names the file and the reason."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{one_line(str(path))}: {why}")
 
 
 def check_exists(path: Path, folder: bool = False) -> bool:
-    """Return whether a regular file, or a folder, exists. It is not opened: opening a pipe may block forever."""
+    """Return whether a file, or a folder, exists; raise a `BadFile` if the path is something else, such as a pipe."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def check_exists(path: Path, folder: bool = False) -> bool:
 
 @contextmanager
 def naming_file(path: Path, what: str) -> Iterator[None]:
-    """Turn every exception inside into a `BadFile` that names a file, and `what` it should be."""
+    """Convert exceptions in the block to `BadFile` errors that name the file, and `what` it should be."""
     try:
         yield
     except BadFile:
@@ -67,7 +67,7 @@ def naming_file(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. Exceptions inside become a `BadFile`, as in `naming_file`."""
+    """Open a regular file for reading. Exceptions in the block become `BadFile` errors, as in `naming_file`."""
     if not check_exists(path):
         raise BadFile(path, "no such file")
     with naming_file(path, what), path.open("rb") as file:
@@ -75,26 +75,26 @@ def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
 
 
 def read_published(path: Path, md5: str, what: str) -> bytes:
-    """Return the bytes of a file whose checksum its authors, or torchvision, have published."""
+    """Read a file and check that its MD5 checksum is the published one."""
     with open_file(path, what) as file:
         content = file.read()
-    if (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
-        raise BadFile(path, f"is damaged, or another file: its MD5 checksum is {found}, not {md5} of the {what}")
+    if (actual := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
+        raise BadFile(path, f"is damaged, or another file: its MD5 checksum is {actual}, not {md5} of the {what}")
     return content
 
 
 def read_idx(path: Path, rank: int) -> np.ndarray:
     """Return the content of an idx file (MNIST's format) of unsigned bytes and `rank` dimensions."""
     with open_file(path, "idx file") as file:
-        start, found = struct.unpack(">3sB", file.read(4))
+        start, dimensions = struct.unpack(">3sB", file.read(4))
         if start != b"\0\0\x08":  # unsigned bytes
             raise ValueError("it does not begin as one of unsigned bytes does")
-        if found != rank:
-            raise ValueError(f"its dimensions are {found}, not {rank}")
+        if dimensions != rank:
+            raise ValueError(f"its dimensions are {dimensions}, not {rank}")
         shape = struct.unpack(f">{rank}I", file.read(4 * rank))
-        size, due = os.fstat(file.fileno()).st_size, file.tell() + math.prod(shape)
-        if size != due:
-            raise ValueError(f"its size is {size:,} bytes, by its header it is {due:,}")
+        size, expected = os.fstat(file.fileno()).st_size, file.tell() + math.prod(shape)
+        if size != expected:
+            raise ValueError(f"its size is {size:,} bytes, by its header it is {expected:,}")
         return np.fromfile(file, np.uint8).reshape(shape)
 
 
@@ -123,7 +123,7 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Return whether a file ends with the SHA-256 checksum of its name and of all that comes before."""
+    """Return whether a file ends with the SHA-256 checksum of its name and of the bytes before the checksum."""
     digest, end = hashlib.sha256(path.name.encode()), b""
     with open_file(path, "file") as file:
         while block := file.read(1 << 20):
@@ -134,11 +134,9 @@ def has_valid_checksum(path: Path) -> bool:
 
 
 def whole_numbers(values: np.ndarray, name: str) -> Tensor:
-    """Return integers of any type and shape as `int64`."""
+    """Convert integers of any type and shape to `int64`."""
     if not np.issubdtype(values.dtype, np.integer):
         raise ValueError(f"{name} needs one whole number per sample, got {values.dtype} of shape {values.shape}")
-    if values.size and values.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} holds label {values.max()}, which is too large for int64")
     return torch.from_numpy(values.astype(np.int64))
 
 
@@ -151,7 +149,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, whose mappings must not have a key twice."""
+    """Return the content of a JSON file. A key that occurs twice in a mapping is refused."""
     with open_file(path, "JSON file") as file:
         return json.load(file, object_pairs_hook=_without_duplicates)
 
@@ -169,11 +167,11 @@ def files_in(folder: Path) -> list[Path]:
     if not check_exists(folder, folder=True):
         raise BadFile(folder, "no such folder")
     with naming_file(folder, "folder"), os.scandir(folder) as entries:
-        shown = (entry for entry in entries if not entry.name.startswith("."))  # .DS_Store and the like
-        plain = {Path(entry.path): entry.is_file(follow_symlinks=False) for entry in shown}
-    for path in plain:
-        if not plain[path] and not check_exists(path):  # slower: follows links
+        visible = (entry for entry in entries if not entry.name.startswith("."))  # .DS_Store and the like
+        is_file = {Path(entry.path): entry.is_file(follow_symlinks=False) for entry in visible}
+    for path in is_file:
+        if not is_file[path] and not check_exists(path):  # slower: follows links
             raise BadFile(path, "is a link to nothing")
-    if not plain:
+    if not is_file:
         raise BadFile(folder, "contains no files")
-    return sorted(plain)
+    return sorted(is_file)

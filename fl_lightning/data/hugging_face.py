@@ -127,27 +127,27 @@ class HuggingFace(CustomDataset):
 
     def _splits(self) -> dict[str, Any]:
         """Return the training split, and the test split if there is one, by name."""
-        found = self._saved() if os.path.lexists(self.path) else self._named()
+        splits = self._load_saved() if os.path.lexists(self.path) else self._load_from_hub()
         options = (("train", self.train), ("test", self.test))
-        if not isinstance(found, dict):
+        if not isinstance(splits, dict):
             for key, name in options:
                 if name not in ("train", None):
                     raise ConfigError(f"{KEY}.{key}: {one_line(self.path)} has no splits (got {name!r}). Leave it out")
-            found = {"train": found}
+            splits = {"train": splits}
         for key, name in options:
-            if name is not None and name not in found:
-                raise ConfigError(f"{KEY}.{key}: split {name!r} not found. Splits: {', '.join(found)}")
-        test = self.test or next((name for name in ("test", "validation") if name in found), None)
+            if name is not None and name not in splits:
+                raise ConfigError(f"{KEY}.{key}: split {name!r} not found. Splits: {', '.join(splits)}")
+        test = self.test or next((name for name in ("test", "validation") if name in splits), None)
         if test == self.train:
             raise ConfigError(f"{KEY}.test: {test!r} is the training split. Name another one, or leave it out")
         chosen = [self.train, *([test] if test else [])]
-        if empty := [name for name in chosen if not len(found[name])]:
+        if empty := [name for name in chosen if not len(splits[name])]:
             raise ConfigError(
                 f"{KEY}.path: the split {empty[0]!r} of {one_line(self.path)} has no samples. Name another split"
             )
-        return {name: found[name].with_format(None) for name in chosen}
+        return {name: splits[name].with_format(None) for name in chosen}
 
-    def _saved(self) -> Any:
+    def _load_saved(self) -> Any:
         library, folder = _library(), existing_path(self.path, folder=True)
         try:
             with naming_file(folder, "folder of save_to_disk"):
@@ -156,7 +156,7 @@ class HuggingFace(CustomDataset):
             message = str(error).rstrip(".")
             raise ConfigError(f"{KEY}.path: {message}. Save the dataset again with save_to_disk") from error
 
-    def _named(self) -> Any:
+    def _load_from_hub(self) -> Any:
         if not self.download:
             raise ConfigError(
                 f"{KEY}.path: {one_line(self.path)}: no such folder. If it is a dataset on the Hugging Face Hub, set "
@@ -174,12 +174,12 @@ class HuggingFace(CustomDataset):
     def _columns(self, features: Any) -> tuple[str | None, str | None, list[str]]:
         """Return the image column, the text column and the label columns; one of the first two is None."""
         library, names = _library(), list(features)
-        given = {"image": [self.image], "text": [self.text], "label": self.label or (), "client": [self.client]}
-        for key, named in given.items():
-            for name in named:
+        options = {"image": [self.image], "text": [self.text], "label": self.label or (), "client": [self.client]}
+        for key, columns in options.items():
+            for name in columns:
                 if name is not None:
                     find_column(name, names, key)
-        label = self.label or [self._found("label", [n for n in names if _holds_classes(features[n])], names)]
+        label = self.label or [_label_column(features)]
         free = [name for name in names if name not in (*label, self.client)]
         if wrong := [name for name in label if isinstance(features[name], library.Image)]:
             raise ConfigError(
@@ -191,21 +191,14 @@ class HuggingFace(CustomDataset):
                 f"{KEY}.image: column {self.image!r} is {one_line(repr(features[self.image]))[:60]}, not Image"
             )
         if self.image is not None or (self.text is None and images):
-            return self.image or _only("image", images), None, label
+            return self.image or _only_column("image", images), None, label
         texts = [name for name in free if getattr(features[name], "dtype", None) in ("string", "large_string")]
         if not (self.text or texts):
             raise ConfigError(
                 f"{KEY}.path: {one_line(self.path)} has neither an image nor a text column. For other data, save it "
                 "with to_parquet() and use Table"
             )
-        return None, self.text or _only("text", texts), label
-
-    @staticmethod
-    def _found(key: str, found: list[str], names: list[str]) -> str:
-        called = [name for name in ("label", "labels") if name in names]
-        if not found and not called:
-            raise ConfigError(f"{KEY}.{key}: no column of ClassLabel found. Name it, of {', '.join(names)}")
-        return called[0] if called else _only(key, found)
+        return None, self.text or _only_column("text", texts), label
 
     def _frame(self, splits: dict[str, Any], columns: list[str]) -> pd.DataFrame:
         """Return some columns of all samples, indexed by split and row number."""
@@ -240,13 +233,13 @@ class HuggingFace(CustomDataset):
                 raise column_error(column, "label", f", which is not a class. {fix}", row)
             return y, classes.num_classes
         y = torch.zeros(len(column), classes.feature.num_classes, dtype=torch.uint8)
-        for row, held in enumerate(column):
-            y[row, torch.as_tensor(np.array(held, np.int64))] = 1
+        for row, present in enumerate(column):
+            y[row, torch.as_tensor(np.array(present, np.int64))] = 1
         return y, y.shape[1]
 
 
 class _EncodedImages(Sequence[EncodedImage]):
-    """The encoded images of some splits in a given order, read one by one."""
+    """Sequence of the encoded images of some splits in a given order. They are read one by one."""
 
     def __init__(self, splits: dict[str, Any], column: str, order: np.ndarray) -> None:
         image = _library().Image(decode=False)
@@ -291,9 +284,21 @@ def _holds_classes(feature: Any) -> bool:
     return isinstance(feature, kind) or isinstance(getattr(feature, "feature", None), kind)
 
 
-def _only(key: str, found: list[str]) -> str:
-    if key in found:
+def _label_column(features: Any) -> str:
+    """Return the column named `label` or `labels`, or else the only column of classes."""
+    for name in ("label", "labels"):
+        if name in features:
+            return name
+    columns = [name for name in features if _holds_classes(features[name])]
+    if not columns:
+        raise ConfigError(f"{KEY}.label: no column of ClassLabel found. Name it, of {', '.join(features)}")
+    return _only_column("label", columns)
+
+
+def _only_column(key: str, columns: list[str]) -> str:
+    """Return the column named like the option `key`, or else the only one of these columns."""
+    if key in columns:
         return key
-    if len(found) > 1:
-        raise ConfigError(f"{KEY}.{key}: several columns are possible. Name one of {', '.join(found)}")
-    return found[0]
+    if len(columns) > 1:
+        raise ConfigError(f"{KEY}.{key}: several columns are possible. Name one of {', '.join(columns)}")
+    return columns[0]

@@ -1,4 +1,4 @@
-"""Custom images: a folder with one subfolder per class, and the decoding of images to one size.
+"""Custom images: a folder with one subfolder per class, and decoding of images to one size.
 
 Decoded images are held in memory, or in a cache file that is memory-mapped.
 """
@@ -55,7 +55,7 @@ CHUNK_BYTES = 1 << 24
 
 
 class EncodedImage(NamedTuple):
-    """An encoded image: its name in messages (a path or a row), and its file or bytes."""
+    """Encoded image: its name in messages (a path or a row), and its file or bytes."""
 
     name: str
     source: Path | bytes
@@ -91,7 +91,7 @@ class ImageOptions:
         self.channels, self.mean, self.std, self.augment = channels, mean, std, augment
 
     def shape(self, images: Sequence[EncodedImage]) -> ImageShape:
-        """Return the shape that all of these images are converted to. Reads their headers."""
+        """Read the images' headers and return the shape that all of them are converted to."""
         with ThreadPoolExecutor() as pool:
             shapes = [shape for chunk in chunks(images) for shape in pool.map(read_shape, chunk)]
         channels, first = self.channels or max(shape.channels for shape in shapes), shapes[0]
@@ -115,19 +115,14 @@ class ImageOptions:
             x[i] = image
         return torch.from_numpy(x)
 
-    def normalization(self, x_train: Tensor) -> Normalize:
-        """Return the normalization: by the given mean and std, or by those of the training images."""
-        if self.mean is None or self.std is None:
-            return Normalize(*channel_statistics(x_train))
+    def transforms(self, x_train: Tensor) -> dict[str, Any]:
+        """Return the fields `prepare` and `augment` of `LoadedData`."""
         for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) != x_train.shape[1]:
+            if values is not None and len(values) != x_train.shape[1]:
                 what = f"{len(values)} number(s), and the images have {x_train.shape[1]} channel(s)"
                 raise ConfigError(f"{KEY}.{name}: {what}")
-        return Normalize(self.mean, self.std)
-
-    def transforms(self, x_train: Tensor) -> dict[str, Any]:
-        """Return `prepare` and `augment` of `LoadedData`."""
-        return {"prepare": self.normalization(x_train), "augment": make_augment(self.augment)}
+        mean, std = channel_statistics(x_train) if self.mean is None or self.std is None else (self.mean, self.std)
+        return {"prepare": Normalize(mean, std), "augment": make_augment(self.augment)}
 
 
 class ImageFolder(CustomDataset):
@@ -191,7 +186,7 @@ class ImageFolder(CustomDataset):
     def _inputs(self, source: list[Path], order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
         images = [EncodedImage(str(source[i]), source[i]) for i in order]
         with self._naming_path():
-            x = self._mapped(images) if self.cache else self.options.read(images)
+            x = self._map_cache(images) if self.cache else self.options.read(images)
         return x, self.options.transforms(x[:train])
 
     @contextmanager
@@ -207,8 +202,8 @@ class ImageFolder(CustomDataset):
             raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: {what}")
         return classes
 
-    def _mapped(self, images: Sequence[EncodedImage]) -> Tensor:
-        """Return the decoded images mapped from the cache file, which is written first if it is missing or damaged."""
+    def _map_cache(self, images: Sequence[EncodedImage]) -> Tensor:
+        """Memory-map the cache file of the decoded images. It is written first if it is missing or damaged."""
         assert self.cache
         path = Path(self.cache) / f"pictures-{self._fingerprint(images)}.npy"  # the name in earlier versions
         check_writable(f"{KEY}.cache", path)
@@ -244,7 +239,7 @@ class ImageFolder(CustomDataset):
             raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
 
     def _fingerprint(self, images: Sequence[EncodedImage]) -> str:
-        """Return a digest of the files' names, sizes and times and of the options, without opening a file."""
+        """Return a digest of the options and of the files' names, sizes and times. No file is opened."""
         files = [(str(path.relative_to(self.path)), path.stat()) for path in (Path(image.name) for image in images)]
         known = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
         return hashlib.sha256(json.dumps([known, self.options.size, self.options.channels]).encode()).hexdigest()[:16]
@@ -315,12 +310,12 @@ def decode_all(images: Sequence[EncodedImage], shape: ImageShape) -> Iterator[np
 
 
 def chunks(images: Sequence[EncodedImage]) -> Iterator[Sequence[EncodedImage]]:
-    """Yield images in chunks of as many as may be in memory encoded."""
+    """Yield the images in chunks, so that only one chunk is in memory encoded."""
     return (images[start : start + CHUNK_IMAGES] for start in range(0, len(images), CHUNK_IMAGES))
 
 
 def check_memory(n: int, shape: ImageShape) -> None:
-    """Refuse to decode more than the machine's memory holds: the process would be killed on the way."""
+    """Refuse images that are larger than the machine's memory when decoded. The process would be killed."""
     need, available = n * prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > available:
         raise ConfigError(

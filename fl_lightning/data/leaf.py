@@ -57,7 +57,7 @@ class _LeafDataset(FileDataset):
         return np.array(y, dtype=np.int64)
 
     def _read(self, train: bool) -> tuple[tuple[list[Any], Tensor], np.ndarray]:
-        """Return the inputs by user, all labels and the user of each sample, of one split."""
+        """Read one split: the inputs by user, all labels, and the user of each sample."""
         folder = self._path(f"{self.name}/data/{'train' if train else 'test'}")
         x: dict[str, Any] = {}
         y: list[np.ndarray] = []
@@ -66,17 +66,17 @@ class _LeafDataset(FileDataset):
             raise BadFile(folder, "contains no .json files")
         for path in paths:
             with naming_file(path, "LEAF file"):
-                for user, own in users_in(read_json(path)):
+                for user, samples in users_in(read_json(path)):
                     with naming_file(path, f"LEAF file: user {user!r}"):
                         if user in x:
                             raise ValueError("appears twice")
-                        if "\0" in user:  # NumPy drops it at a text's end, so that two users become one
+                        if "\0" in user:  # NumPy drops it at the end: two users become one
                             raise ValueError("has a NUL character in its name. Remove the character")
-                        x[user] = self._inputs(own["x"])
-                        y.append(self._labels(own["y"]))
+                        x[user] = self._inputs(samples["x"])
+                        y.append(self._labels(samples["y"]))
         if not sum(map(len, y)):
             raise BadFile(folder, "contains no samples")
-        owners = np.repeat(np.array(list(x)), [len(own) for own in y])
+        owners = np.repeat(np.array(list(x)), [len(labels) for labels in y])
         return (list(x.values()), torch.from_numpy(np.concatenate(y))), owners
 
 
@@ -168,7 +168,7 @@ class Sent140(_LeafDataset, TextDataset):  # type: ignore[misc]  # the two `_rea
 
 
 def users_in(content: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """Yield each user of one of LEAF's files with its samples, in the file's order.
+    """Yield the users of one of LEAF's files with their samples, in the file's order.
 
     Ignores users that are only in `user_data`: LEAF's scripts leave removed users there. Ignores `hierarchies`, the
     play of each role.
@@ -181,14 +181,14 @@ def users_in(content: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
     for user, size in zip(users, sizes, strict=True):
         if not isinstance(user, str) or user not in data:
             raise ValueError(f"user {user!r} is not in user_data")
-        own = data[user]
-        if len(own["x"]) != size or len(own["y"]) != size:
-            raise ValueError(f"user {user!r} has {len(own['x'])} x and {len(own['y'])} y, but num_samples is {size}")
-        yield user, own
+        x, y = data[user]["x"], data[user]["y"]
+        if len(x) != size or len(y) != size:
+            raise ValueError(f"user {user!r} has {len(x)} x and {len(y)} y, but num_samples is {size}")
+        yield user, data[user]
 
 
 def encode_characters(text: str, first: int, other: int) -> np.ndarray:
-    """Return the index of each character among LEAF's, from `first`; `other` for other characters. `int64`."""
+    """Return the index of each character in `LETTERS`, counted from `first`; `other` for all other characters."""
     places = np.full(128, other, dtype=np.int64)
     places[[ord(letter) for letter in LETTERS]] = np.arange(first, first + len(LETTERS))
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

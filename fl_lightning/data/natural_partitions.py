@@ -1,4 +1,4 @@
-"""Natural partitions: the clients are given, by the data or by a file of index lists."""
+"""Natural partitions: the data, or a file of index lists, say which client has which samples."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class ByClient(Partition):
             )
         known, owner = np.unique(data.client_train, return_inverse=True)
         sizes = np.bincount(owner)
-        there = int((sizes >= self.min_samples).sum())
-        if not there:
+        available = int((sizes >= self.min_samples).sum())
+        if not available:
             raise ConfigError(
                 f"scenario.partition.min_samples: {self.min_samples}, but no client in the data has more than "
                 f"{sizes.max()} training samples. Lower it"
             )
-        parts = self.split(owner, there if clients is None else clients, rng)
+        parts = self.split(owner, available if clients is None else clients, rng)
         ids = known[[owner[part[0]] for part in parts]]
         tests = None if data.client_test is None else indices_by_owner(ids, data.client_test)
         return ClientSplits(parts, tests if tests and any(map(len, tests)) else None, ids.tolist())
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Split by client: `labels` holds the client of each sample."""
-        enough = [own for own in indices_by_class(labels) if len(own) >= self.min_samples]
-        return [enough[k] for k in draw_clients(clients, len(enough), "the data", rng)]
+        parts = [part for part in indices_by_class(labels) if len(part) >= self.min_samples]
+        return [parts[k] for k in draw_clients(clients, len(parts), "the data", rng)]
 
 
 class PredefinedSplit(Partition):
@@ -110,17 +110,16 @@ class PredefinedSplit(Partition):
         return ClientSplits(train, test if any(map(len, test)) else None, ids)
 
 
-def draw_clients(clients: int, there: int, where: str, rng: np.random.Generator) -> np.ndarray:
-    """Draw the indices of the clients that take part, ascending."""
-    if clients > there:
-        raise ConfigError(
-            f"scenario.clients: {clients}, but {one_line(where)} has {there} clients. Leave it out (null) to use all"
-        )
-    return np.sort(rng.choice(there, clients, replace=False))
+def draw_clients(clients: int, available: int, source: str, rng: np.random.Generator) -> np.ndarray:
+    """Draw the indices of `clients` of the `available` clients, ascending. Messages name the `source`."""
+    if clients > available:
+        what = f"{clients}, but {one_line(source)} has {available} clients"
+        raise ConfigError(f"scenario.clients: {what}. Leave it out (null) to use all")
+    return np.sort(rng.choice(available, clients, replace=False))
 
 
 def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of the samples of each client in `ids`, possibly none."""
+    """Return the ascending indices of each client's samples, for the clients in `ids`."""
     order = np.argsort(owners, kind="stable")
     first, last = (np.searchsorted(owners, ids, side, sorter=order) for side in ("left", "right"))
     return [order[i:j] for i, j in zip(first, last, strict=True)]
@@ -133,7 +132,7 @@ def read_index_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
     """Return each client's `train` and `test` indices by name, in the file's order; `test` may be empty."""
     with naming_file(path, "file of indices"):
         content = _read_arrays(path) if path.suffix == ".npz" else _read_mapping(path)
-        lists = {name: _indices(name, own) for name, own in content.items()}
+        lists = {name: _indices(name, value) for name, value in content.items()}
     if not lists:
         raise BadFile(path, "has no clients")
     return lists
@@ -160,14 +159,14 @@ def _read_arrays(path: Path) -> dict[int | str, Any]:
     return lists
 
 
-def _indices(name: int | str, own: Any) -> dict[str, np.ndarray]:
-    parts = own if isinstance(own, dict) else {"train": own}
+def _indices(name: int | str, value: Any) -> dict[str, np.ndarray]:
+    parts = value if isinstance(value, dict) else {"train": value}
     if not {"train"} <= parts.keys() <= {*PARTS}:
         raise ValueError(f"client {name!r} has {', '.join(map(repr, parts))}. It needs 'train', and may have 'test'")
-    found = {part: _integers(f"client {name!r}", parts.get(part, [])) for part in PARTS}
-    if not len(found["train"]):
+    indices = {part: _integers(f"client {name!r}", parts.get(part, [])) for part in PARTS}
+    if not len(indices["train"]):
         raise ValueError(f"client {name!r} has no training samples. Remove it")
-    return found
+    return indices
 
 
 def _integers(who: str, values: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -176,6 +175,6 @@ def _integers(who: str, values: Sequence[int] | np.ndarray) -> np.ndarray:
             raise ValueError(f"{who} is not a list of integers")
         values = np.array(values, dtype=np.int64)
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        found = f"{values.dtype} of shape {values.shape}"
-        raise ValueError(f"{who} has {found}. It needs a one-dimensional array of integers")
+        what = f"{values.dtype} of shape {values.shape}"
+        raise ValueError(f"{who} has {what}. It needs a one-dimensional array of integers")
     return np.sort(values.astype(np.int64))

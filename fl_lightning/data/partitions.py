@@ -52,7 +52,7 @@ class Partition(ABC):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Split a dataset. Scenarios call this. Override it if labels are not enough to decide, else `split`.
+        """Split a dataset. Override this method if labels are not enough to decide; otherwise override `split`.
 
         Args:
             data: The dataset.
@@ -118,7 +118,7 @@ class Dirichlet(Partition):
     """
 
     needs_classes = True
-    draws, hopeless = 1000, 100
+    max_draws, max_short = 1000, 100
 
     def __init__(
         self, alpha: float = 0.5, min_samples: int = 10, form: Literal["class", "balanced", "groups"] = "class"
@@ -136,10 +136,10 @@ class Dirichlet(Partition):
 
     def _by_class(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         sizes = np.unique(labels, return_counts=True)[1]
-        for _ in range(self.draws):
+        for _ in range(self.max_draws):
             counts = split_classes(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes).T
             short = (counts.sum(axis=1) < self.min_samples).sum()
-            if not 0 < short <= self.hopeless:  # their number hardly varies between draws
+            if not 0 < short <= self.max_short:  # their number hardly varies between draws
                 break
         return assign_samples(labels, top_up_clients(counts, self.min_samples), rng)
 
@@ -154,19 +154,19 @@ class Dirichlet(Partition):
         return assign_samples(labels, counts, rng)
 
     def _in_groups(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        members = [10] * (clients // 10) + [clients % 10] * (clients % 10 > 0)
-        borders = np.cumsum(members)[:-1] * len(labels) // clients
+        sizes = [10] * (clients // 10) + [clients % 10] * (clients % 10 > 0)
+        borders = np.cumsum(sizes)[:-1] * len(labels) // clients
         pieces = []
-        for group, own in zip(np.split(rng.permutation(len(labels)), borders), members, strict=True):
-            parts = assign_samples(labels[group], self._group_counts(labels[group], own, clients, rng).T, rng)
+        for group, members in zip(np.split(rng.permutation(len(labels)), borders), sizes, strict=True):
+            parts = assign_samples(labels[group], self._group_counts(labels[group], members, clients, rng).T, rng)
             pieces += [group[part[np.argsort(labels[group][part], kind="stable")]] for part in parts]
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return a group's samples `(C, members)` by class and client, which each has at least half an equal share."""
+        """Draw a group's number of samples by class and client, `(C, members)`: at least half an equal share each."""
         sizes = np.unique(labels, return_counts=True)[1]
         share = len(labels) / members
-        for _ in range(self.draws):
+        for _ in range(self.max_draws):
             counts = np.zeros((len(sizes), members), dtype=np.int64)
             for j, shares in enumerate(rng.dirichlet(np.full(members, self.alpha), size=len(sizes))):
                 open_shares = shares * (counts.sum(axis=0) < share)  # clients with an equal share get no more
@@ -174,7 +174,7 @@ class Dirichlet(Partition):
                     counts[j] = split_classes(open_shares[None] / open_shares.sum(), sizes[j : j + 1])[0]
             if counts.sum(axis=0).min() >= int(share / 2) and counts.sum() == len(labels):
                 return counts
-        raise self._error(clients, f"{self.draws} draws with alpha {self.alpha} left one below half an equal share")
+        raise self._error(clients, f"{self.max_draws} draws with alpha {self.alpha} left one below half an equal share")
 
     def _error(self, clients: int, why: str) -> ConfigError:
         return ConfigError(
@@ -209,7 +209,7 @@ class Shards(Partition):
             )
         shards = np.array_split(np.concatenate(indices_by_class(labels)), count)
         assigned = rng.permutation(count).reshape(clients, self.per_client)
-        return [np.sort(np.concatenate([shards[i] for i in own])) for own in assigned]
+        return [np.sort(np.concatenate([shards[i] for i in row])) for row in assigned]
 
 
 class QuantitySkew(Partition):
@@ -229,11 +229,13 @@ class QuantitySkew(Partition):
         self.sizes = Dirichlet(alpha, min_samples)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Split as `Dirichlet` does a single class. Every sample is used."""
+        """Split all samples as `Dirichlet` splits one class. Every sample is used."""
         return self.sizes.split(np.zeros_like(labels), clients, rng)
 
 
 class _FewClasses(Partition):
+    """Base class of partitions with a few classes per client."""
+
     needs_classes = True
 
     def __init__(self, classes_per_client: int = 2) -> None:
@@ -301,11 +303,15 @@ class Pathological(_FewClasses):
                 )
             for owner, shard in zip(owners, np.array_split(members, max(len(owners), 1)), strict=False):
                 parts[owner].append(shard)
-        return [np.sort(np.concatenate(own)) for own in parts]
+        return [np.sort(np.concatenate(part)) for part in parts]
 
 
 def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str = "sample") -> None:
-    """Check the result of a partition of `samples` samples, which messages call `what`; raise a ValueError."""
+    """Check the parts that a partition returned. Messages call a sample `what`.
+
+    Raises:
+        ValueError: A part is missing, or an index is invalid or in two parts.
+    """
     if len(parts) != clients:
         raise ValueError(f"returned {len(parts)} index arrays for {clients} clients")
     held = np.concatenate(parts)
@@ -321,7 +327,7 @@ def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str =
 
 
 def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of each class's samples, for the classes that occur, in the order of `np.unique`."""
+    """Return the ascending indices of each class's samples, for the classes that occur, in ascending order."""
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]
     ends = [*(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(order)]
@@ -329,9 +335,10 @@ def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
 
 
 def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Assign samples at random, `counts` `(clients, C)` of each class that occurs; return ascending indices by client.
+    """Assign samples to clients at random, and return each client's ascending indices.
 
-    Samples beyond a column's sum are unused.
+    `counts` `(clients, C)` is the number of samples by client and class that occurs. Samples of a class beyond its sum
+    are unused.
     """
     clients = len(counts)
     owner = np.full(len(labels), clients)
@@ -365,7 +372,7 @@ def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
 
 
 def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
-    """Return how far each size is above the level at which these excesses sum to `total`, `(n,)` integers."""
+    """Return each size's excess over the level at which all excesses sum to `total`, `(n,)` integers."""
     low, high = 0, int(sizes.max())  # the excess is at least `total` at low, less at high
     while high - low > 1:
         level = (low + high) // 2

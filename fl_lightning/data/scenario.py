@@ -17,13 +17,13 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.objectives import Classification, Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class
+from fl_lightning.data.datasets import Dataset, LoadedData, naming_class
 from fl_lightning.data.partitions import ClientSplits, Partition, assign_samples, check_split, indices_by_class
 
 HASHED = 1 << 24
 """Bytes of a tensor that are hashed at a time, which bounds the memory for copies."""
 
-HELD_OUT = 0.25
+TEST_SHARE = 0.25
 """Default share of a client's samples that it is tested on."""
 
 
@@ -41,21 +41,21 @@ class Shard:
 
 
 class PackedShards(Sequence[Shard]):
-    """Shards of all clients in two tensors, for very many clients. Each shard is a view of them."""
+    """Shards of all clients, packed in two tensors. Each shard is a view of them."""
 
     def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
         self._parts = {
-            part: (torch.from_numpy(np.concatenate(own)), [0, *accumulate(map(len, own))])  # indices, and each start
-            for part, own in (("train", train), ("test", test))
+            part: (torch.from_numpy(np.concatenate(lists)), [0, *accumulate(map(len, lists))])  # indices, each start
+            for part, lists in (("train", train), ("test", test))
         }
 
     @classmethod
     def from_shards(cls, shards: Sequence[Shard]) -> PackedShards:
         """Pack shards; packed ones are returned as they are."""
-        return shards if isinstance(shards, cls) else cls([own.train for own in shards], [own.test for own in shards])
+        return shards if isinstance(shards, cls) else cls([one.train for one in shards], [one.test for one in shards])
 
     def concatenate(self, part: str) -> tuple[Tensor, Tensor]:
-        """Return the indices of all clients, one client after the other, and the number of each, `(K,)`."""
+        """Return all clients' indices of `train` or `test`, concatenated, and the number of each client, `(K,)`."""
         indices, starts = self._parts[part]
         return indices, torch.tensor(starts).diff()
 
@@ -222,7 +222,7 @@ class Scenario:
 
     def _split(self, data: LoadedData, labels: np.ndarray, rng: np.random.Generator) -> ClientSplits:
         who = self.partition.error_prefix
-        with blaming_class(who):
+        with naming_class(who):
             splits = self.partition.split_dataset(data, labels, self.clients, rng)
         for client, part in enumerate(splits.train):
             if not len(part):
@@ -231,8 +231,8 @@ class Scenario:
         clients = len(splits.train) if self.clients is None else self.clients
         try:
             check_split(splits.train, clients, len(data.y_train))
-            for own in splits.test or ():  # clients may share test samples
-                check_split([own], 1, len(data.y_test), "test sample")
+            for part in splits.test or ():  # clients may share test samples
+                check_split([part], 1, len(data.y_test), "test sample")
         except ValueError as error:
             raise ConfigError(f"{who}: {error}") from error
         return splits
@@ -241,7 +241,7 @@ class Scenario:
         self, labels: np.ndarray, part: np.ndarray, seed: int, client: int
     ) -> tuple[np.ndarray, np.ndarray]:
         assert self.local_test != "official"
-        share = HELD_OUT if self.local_test is None else self.local_test
+        share = TEST_SHARE if self.local_test is None else self.local_test
         if not share:
             return part, part[:0]
         test = stratified_sample(labels[part], share, generator(seed, Stream.LOCAL_SPLIT, client))
@@ -313,7 +313,7 @@ def split_official_test(
 
 
 def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective = Classification()) -> FederatedData:
-    """Return clients that train on all of their training samples and are tested on samples of the test set.
+    """Return federated data with clients that train on their whole part and are tested on samples of the test set.
 
     `x_train` and `y_train` of the result hold the training samples followed by the test samples.
     """
@@ -321,21 +321,21 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
     x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
     n = len(data.y_train)
     table = replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:])
-    return FederatedData(table, PackedShards(splits.train, [own + n for own in splits.test]), splits.ids, objective)
+    return FederatedData(table, PackedShards(splits.train, [part + n for part in splits.test]), splits.ids, objective)
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the mask `(n,)` of `round(share · n)` drawn samples, stratified by class with largest remainders.
+    """Draw `round(share · n)` samples, stratified by class with largest remainders; return a mask `(n,)`.
 
-    At least one sample is never drawn, so that there is something to train on.
+    At least one sample is left to train on.
     """
     chosen = np.zeros(len(labels), dtype=bool)
     total = min(round(share * len(labels)), len(labels) - 1)
     if total:
         members = indices_by_class(labels)
-        quota = apportion(total, np.array([len(own) for own in members]), rng)
-        for own, size in zip(members, quota, strict=True):
-            chosen[rng.permutation(own)[:size]] = True
+        quota = apportion(total, np.array([len(rows) for rows in members]), rng)
+        for rows, size in zip(members, quota, strict=True):
+            chosen[rng.permutation(rows)[:size]] = True
     return chosen
 
 

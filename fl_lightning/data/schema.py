@@ -1,4 +1,4 @@
-"""The schema of a table: the columns that a network was trained on, and their encoding."""
+"""Schema of a table: the columns that a network was trained on, and their encoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LONGEST_LIST = 8
-"""Feature columns that `TableSchema.summary` names; of more it gives the number of the rest."""
+"""Most feature columns that `TableSchema.summary` names. It gives the number of the others."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Column:
         return pd.Index(self.categories, dtype=object).get_indexer(values).astype(np.float64)
 
     def encode(self, values: Tensor, one_hot: bool) -> Tensor:
-        """Turn raw values `(n, 1)` into what the network takes, `(n, 1)`, or `(n, categories)` if one-hot."""
+        """Encode raw values `(n, 1)` as inputs of the network: `(n, 1)`, or `(n, categories)` if one-hot."""
         if self.categories is not None and one_hot:
             # `type_as`, since a trace keeps the device that is given to `arange`.
             return (values == torch.arange(len(self.categories)).type_as(values)).float()
@@ -71,7 +71,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """What is needed to turn rows of a table into a network's inputs, and its outputs into labels.
+    """Columns and encoding of a table, to convert its rows to a network's inputs and the outputs to labels.
 
     A run on a `Table` writes it to `schema.json`. ONNX and TorchScript exports contain it, and apply `encode`.
 
@@ -108,17 +108,17 @@ class TableSchema:
             ConfigError: A column is missing, has missing values, or holds text, Inf or numbers too large for `float32`
                 where the schema has numbers.
         """
-        if absent := [column.name for column in self.columns if column.name not in frame.columns]:
-            raise ConfigError(f"{one_line(absent[0])}: column not found. The schema has {self._names()}")
+        if missing := [column.name for column in self.columns if column.name not in frame.columns]:
+            raise ConfigError(f"{one_line(missing[0])}: column not found. The schema has {self._names()}")
         return torch.from_numpy(np.stack([column.values(frame[column.name]) for column in self.columns], axis=1))
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Turn raw rows, as `rows` returns them, into the network's inputs `(n, width)` in `float32`."""
+        """Encode raw rows, as `rows` returns them, as the network's inputs `(n, width)` in `float32`."""
         one_hot = self.encoding == "one_hot"
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 
     def examples(self, n: int) -> Tensor:
-        """Return n raw rows around the columns' means, with unknown categories among them."""
+        """Return n raw example rows: numbers around their means, and all categories, also an unknown one."""
         rows = [
             [
                 i % (len(column.categories) + 1) - 1 if column.categories else column.mean + (i - n // 2) * column.scale
@@ -139,7 +139,7 @@ class TableSchema:
         return ", ".join(names[:LONGEST_LIST]) + (f" and {more} more" if more > 0 else "")
 
     def to_json(self) -> str:
-        """Return the schema as JSON, from which `from_json` makes an equal one."""
+        """Return the schema as JSON for `from_json`."""
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
 
     @classmethod
@@ -157,7 +157,7 @@ class TableSchema:
 
 
 def finite_in_float32(column: pd.Series) -> np.ndarray:
-    """Return which numbers of a column are finite in `float32`."""
+    """Return a mask of the numbers of a column that are finite in `float32`."""
     with np.errstate(over="ignore"):
         return np.isfinite(column.to_numpy(np.float64).astype(np.float32))
 

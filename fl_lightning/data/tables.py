@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -96,7 +97,7 @@ class _FileTable(CustomDataset):
 
     def _read_test(self, path: str) -> pd.DataFrame:
         test = read_table("test_path", path, self.separator)
-        for name in (name for names in self._columns().values() for name in names):
+        for name in chain(*self._columns().values()):
             find_column(name, list(test.columns), "test_path")
         if os.path.samefile(self.path, path):
             warnings.warn(
@@ -107,7 +108,7 @@ class _FileTable(CustomDataset):
         return test
 
     def _columns(self) -> dict[str, Sequence[str]]:
-        """Return the columns that options name, by option."""
+        """Return the column names that each option gives."""
         single = {"client": self.client, "split": self.split}
         return {"label": self.label, **{key: [name] for key, name in single.items() if name is not None}}
 
@@ -124,8 +125,8 @@ class _FileTable(CustomDataset):
     @staticmethod
     def _test_rows(column: pd.Series) -> np.ndarray:
         refuse_missing(column, "split")
-        if not (known := column.isin(["train", "test"])).all():
-            other = one_line(repr(column[~known].iloc[0]))
+        if not (valid := column.isin(["train", "test"])).all():
+            other = one_line(repr(column[~valid].iloc[0]))
             raise column_error(column, "split", f"holds {other}. Its values must be train and test")
         return (column == "test").to_numpy(dtype=bool)
 
@@ -183,27 +184,27 @@ class Table(_FileTable):
         for name in self.categorical - set(features):
             column = find_column(name, list(frame.columns), "categorical")
             raise ConfigError(f"{KEY}.categorical: {column!r} is not a feature. Name a feature column")
-        columns = [self._described(frame[name], train) for name in features]
+        columns = [self._describe(frame[name], train) for name in features]
         schema = TableSchema(columns, self.encoding, self.label, classes, self.client)
         return schema.encode(schema.rows(frame)), {"prepare": Normalize(), "schema": schema}
 
     def _features(self, columns: list[str]) -> list[str]:
         if self.features is not None:
             return self.features
-        named = {name for names in self._columns().values() for name in names}
+        used = set(chain(*self._columns().values()))
         # pandas writes its row numbers to a column without a name, and reads that as "Unnamed: 0".
-        found = [name for name in columns if name not in named and not name.startswith("Unnamed: ")]
-        if not found:
+        features = [name for name in columns if name not in used and not name.startswith("Unnamed: ")]
+        if not features:
             raise ConfigError(f"{KEY}.features: {one_line(self.path)} has no columns left to learn from. Name some")
-        return found
+        return features
 
-    def _described(self, column: pd.Series, train: int) -> Column:
+    def _describe(self, column: pd.Series, train: int) -> Column:
         """Return the description of a feature column: its categories or scale, from the first `train` rows."""
         refuse_missing(column, "features", "Fill it in, remove the row, or leave the column out of the features")
         described = Column(str(column.name), str(column.dtype))
         if column.name not in self.categorical and is_numeric(column):
             refuse_not_finite(column, "features")
-            return self._scaled(described, column, train)
+            return self._standardize(described, column, train)
         if column.name not in self.categorical:
             check_categories(column)
         refuse_nul(column, "features")
@@ -212,19 +213,19 @@ class Table(_FileTable):
         known = pd.Series(column.to_numpy(object if is_numeric(column) else str)[:train]).unique().tolist()
         described = replace(described, categories=sorted(known))
         if self.encoding == "codes":
-            return self._scaled(described, column, train)
+            return self._standardize(described, column, train)
         if len(known) > MOST_CATEGORIES:
             fix = "Leave it out of the features, or set scenario.dataset.encoding codes"
             raise column_error(column, "features", f"holds {len(known):,} categories, too many for one_hot. {fix}")
         return described
 
-    def _scaled(self, described: Column, column: pd.Series, train: int) -> Column:
+    def _standardize(self, described: Column, column: pd.Series, train: int) -> Column:
         if not self.standardize:
             return described
         values = described.values(column)
-        own = values[:train] + (described.categories is not None)  # codes count from 1
+        codes = values[:train] + (described.categories is not None)  # codes count from 1
         # Rounded, so that the order of summation changes no bit of the data.
-        mean, scale = (float(f"{number:.12g}") for number in (own.mean(), own.std() if np.ptp(own) else 1.0))
+        mean, scale = (float(f"{number:.12g}") for number in (codes.mean(), codes.std() if np.ptp(codes) else 1.0))
         return replace(described, mean=mean, scale=scale)
 
 
@@ -277,7 +278,7 @@ class TextTable(_FileTable):
 
 
 def check_categories(column: pd.Series) -> None:
-    """Refuse a column that cannot be a categorical feature: dates, lists, numbers beside text, or beyond 64 bits."""
+    """Refuse a column that cannot be a categorical feature: dates, lists, mixed numbers and text, or huge integers."""
     import pandas as pd
 
     values = pd.Series(column.to_numpy(object))
@@ -305,7 +306,7 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
     import pandas as pd
 
     if parquet := path.endswith((".parquet", ".pq")):
-        _need_pyarrow(key)
+        _check_pyarrow(key)
     kind = "Parquet file" if parquet else "CSV file"
     try:
         with open_file(existing_path(path, key=key), kind) as file, warnings.catch_warnings():
@@ -343,7 +344,7 @@ def _header(file: BinaryIO, separator: str, parquet: bool) -> list[str]:
     return [name for name in first.iloc[0] if name]
 
 
-def _need_pyarrow(key: str) -> None:
+def _check_pyarrow(key: str) -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:

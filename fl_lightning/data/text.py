@@ -63,13 +63,13 @@ class Vocabulary:
 
 
 def check_lengths(length: int, vocab_size: int) -> None:
-    """Check `length`, and `vocab_size`: padding, unknown and one word at least."""
+    """Check the options `length` and `vocab_size`. A vocabulary has padding, unknown and at least one word."""
     check_number("scenario.dataset.length", length, "[1, inf)")
     check_number("scenario.dataset.vocab_size", vocab_size, "[3, inf)")
 
 
 def encode_texts(texts: Sequence[str], train: int, length: int, vocab_size: int) -> Tensor:
-    """Return the token ids of texts, `(n, length)`, with a vocabulary of the first `train`, the training texts."""
+    """Return the token ids of texts, `(n, length)`. The vocabulary is that of the first `train` texts."""
     vocabulary = Vocabulary(texts[:train], vocab_size)
     with blame("scenario.dataset.length"):
         return vocabulary.encode(texts, length)
@@ -128,9 +128,7 @@ class AGNews(TextDataset):
                 download_url(self.url.format(split), path.parent, path.name, md5)
 
     def _read(self, train: bool) -> tuple[list[str], list[int]]:
-        path = self._path(f"ag_news_csv/{'train' if train else 'test'}.csv")
-        rows = read_rows(path, self._news)
-        return [text for text, _ in rows], [label for _, label in rows]
+        return read_rows(self._path(f"ag_news_csv/{'train' if train else 'test'}.csv"), self._news)
 
     @staticmethod
     def _news(row: list[str]) -> tuple[str, int]:
@@ -187,9 +185,9 @@ class IMDB(TextDataset):
         return self._read_csv(train) if self.layout == "csv" else self._read_folder(train)
 
     def _read_csv(self, train: bool) -> tuple[list[str], list[int]]:
-        rows = read_rows(self._path(self.files), self._review, skip=1)
-        half = rows[: len(rows) // 2] if train else rows[len(rows) // 2 :]
-        return [text for text, _ in half], [label for _, label in half]
+        texts, labels = read_rows(self._path(self.files), self._review, skip=1)
+        half = slice(len(texts) // 2) if train else slice(len(texts) // 2, None)
+        return texts[half], labels[half]
 
     @staticmethod
     def _review(row: list[str]) -> tuple[str, int]:
@@ -204,12 +202,14 @@ class IMDB(TextDataset):
         return texts[0] + texts[1], [0] * len(texts[0]) + [1] * len(texts[1])
 
 
-def read_rows(path: Path, parse: Callable[[list[str]], tuple[str, int]], skip: int = 0) -> list[tuple[str, int]]:
-    """Return the texts and labels that `parse` makes of a CSV file's rows, after `skip` header rows."""
-    texts = []
+def read_rows(path: Path, parse: Callable[[list[str]], tuple[str, int]], skip: int = 0) -> tuple[list[str], list[int]]:
+    """Read the texts and labels of a CSV file. `parse` is called with each row after `skip` header rows."""
+    texts, labels = [], []
     with naming_file(path, "csv file"):
         for number, row in enumerate(csv.reader(StringIO(read_text(path), newline=""), strict=True), start=1):
             if number > skip:
                 with naming_file(path, f"csv file: row {number}"):
-                    texts.append(parse(row))
-    return texts
+                    text, label = parse(row)
+                    texts.append(text)
+                    labels.append(label)
+    return texts, labels

@@ -19,7 +19,7 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.objectives import describe_tensor
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data.custom_data import KEY
-from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class, count_outputs
+from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs, naming_class
 from fl_lightning.data.transforms import Normalize
 
 
@@ -47,18 +47,18 @@ class TorchDataset(Dataset):
 
 
 def suggest_torch_dataset(path: str) -> str | None:
-    """Return what to use instead of a PyTorch dataset class in `scenario.dataset`; None for any other class."""
-    found = find_object(path)
-    if not inspect.isclass(found) or not issubclass(found, MapStyle):
+    """Return the text that suggests `TorchDataset` for a PyTorch dataset class; None for any other class."""
+    cls = find_object(path)
+    if not inspect.isclass(cls) or not issubclass(cls, MapStyle):
         return None
-    name = found.__name__
+    name = cls.__name__
     ours = f"{name}, which reads the same files, or " if HOMES.get(name) == "data" else ""
     return f"use {ours}TorchDataset, with scenario.dataset.train {path} and scenario.dataset.test"
 
 
 def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
     """Return the inputs and labels of all items of a dataset."""
-    with isolate_rng(), blaming_class(f"{KEY}.{key}"):
+    with isolate_rng(), naming_class(f"{KEY}.{key}"):
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
@@ -88,18 +88,17 @@ def as_tensor(who: str, what: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor | np.ndarray | np.generic | int | float):
         fix = ". A transform can convert it to a tensor" if what.startswith("x") else ""
         raise ConfigError(f"{who}: {what} is {describe(value)}, not an image, tensor, array or number{fix}")
-    made = torch.as_tensor(value).detach().cpu()
-    if made.is_complex():
-        raise ConfigError(
-            f"{who}: {what} is {describe_tensor(made)}. Return real numbers, for example its absolute values"
-        )
-    if made.is_floating_point():
-        return made.float()
-    return made if made.dtype == torch.uint8 and what.startswith("x") else made.to(torch.int64)
+    tensor = torch.as_tensor(value).detach().cpu()
+    if tensor.is_complex():
+        fix = "Return real numbers, for example its absolute values"
+        raise ConfigError(f"{who}: {what} is {describe_tensor(tensor)}. {fix}")
+    if tensor.is_floating_point():
+        return tensor.float()
+    return tensor if tensor.dtype == torch.uint8 and what.startswith("x") else tensor.to(torch.int64)
 
 
 def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
-    """Stack the values of all items."""
+    """Stack the inputs or labels of all items, which need the same shape and dtype."""
     first = values[0]
     for i, value in enumerate(values):
         if value.shape != first.shape or value.dtype != first.dtype:
@@ -110,7 +109,7 @@ def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
 
 
 def describe(value: Any) -> str:
-    """Describe a value in a few words."""
+    """Describe the type of a value for messages."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return f"of type {one_line(type(value).__name__)}"

@@ -1,1 +1,1 @@
-"""Evaluation: accuracy and loss, torchmetrics by name, history and summary of a run."""
+"""Evaluation: accuracy and loss, torchmetrics by name, and summaries of runs."""

@@ -67,7 +67,7 @@ class Evaluation:
         return round % self.every == 0 or round == rounds
 
     def chosen(self, clients: int, seed: int) -> Sequence[int]:
-        """Return the ids of the clients to evaluate, ascending, which do not depend on round or method."""
+        """Return the ids of the clients to evaluate, ascending. They do not depend on round or method."""
         if self.max_clients is None or self.max_clients >= clients:
             return range(clients)
         return sorted(generator(seed, Stream.EVALUATED).choice(clients, self.max_clients, replace=False).tolist())
@@ -79,7 +79,7 @@ def evaluate(
     objective: Objective = Classification(),
     measures: Sequence[Measure] = (),
 ) -> Score:
-    """Evaluate a module on batches, in its present mode and on its present device.
+    """Evaluate a module on batches, without changing its mode or device.
 
     Args:
         module: Maps inputs to outputs.
@@ -121,13 +121,13 @@ def evaluate_each(
         ConfigError: A metric fails.
     """
     scores: list[Score | None] = []
-    arriving = iter(batches)
+    remaining = iter(batches)
     outputs = y = torch.empty(0)
     for size in sizes:
         tally = Tally(objective, measures)
         while tally.n < size:
             if not len(y):
-                x, y = next(arriving)
+                x, y = next(remaining)
                 outputs = module(x).detach().float()
             missing = size - tally.n
             tally.add(outputs[:missing], y[:missing])
@@ -173,13 +173,13 @@ class Tally:
             raise ValueError("nothing to evaluate on: no batch")
         parts = torch.stack([torch.stack(list(sums.values())) for sums in self._sums])
         means = parts.cpu().double().sum(dim=0) / self.n
-        more = {each.name: each.value() for each in self._running}
-        defined = {name: value for name, value in more.items() if math.isfinite(value)}
+        extra = {each.name: each.value() for each in self._running}
+        defined = {name: value for name, value in extra.items() if math.isfinite(value)}
         return Score(self.n, dict(zip(self._sums[-1], means.tolist(), strict=True)) | defined)
 
 
 def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence[Score] = ()) -> Row:
-    """A round's metrics of its models.
+    """Return the metrics of a round's models.
 
     Args:
         shared: The global model's score on the global test set, if there is a global model.
@@ -214,8 +214,8 @@ def client_summary(scores: Sequence[Score]) -> Row:
 def personal_means(scores: Sequence[Score]) -> Row:
     """Return the mean of each metric except the loss over the clients' models on the global test set."""
     names = dict.fromkeys(name for score in scores for name in score.values if name not in ("loss", "acc_interval"))
-    held = {name: [score.values[name] for score in scores if name in score.values] for name in names}
-    return {f"personal_on_global/{name}_mean": sum(values) / len(values) for name, values in held.items()}
+    values = {name: [score.values[name] for score in scores if name in score.values] for name in names}
+    return {f"personal_on_global/{name}_mean": sum(own) / len(own) for name, own in values.items()}
 
 
 def own_series(scores: Mapping[int, Score]) -> Row:
@@ -235,7 +235,7 @@ def train_metrics(results: Sequence[Result]) -> Row:
 
 
 def logged_metrics(results: Sequence[Result]) -> Row:
-    """Return what callbacks logged in the clients' fits: for each client, and the mean over the clients."""
+    """Return the metrics that callbacks logged in the clients' fits: by client, and the mean over the clients."""
     own = {f"client_{r.client}/{name}": value for r in results for name, value in r.logged.items()}
     names = dict.fromkeys(name for result in results for name in result.logged)
     means = {name: fmean(r.logged[name] for r in results if name in r.logged) for name in names}

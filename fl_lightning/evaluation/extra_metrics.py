@@ -26,15 +26,15 @@ from fl_lightning.evaluation.summary import is_lower_better
 KEY = "evaluation.metrics"
 
 TASKS = ("Multiclass", "Multilabel", "Binary")
-"""What names of torchmetrics begin with, by the kind of labels."""
+"""Prefixes of torchmetrics' class names, by the kind of labels."""
 
 ALIASES = {"sensitivity": "Recall"}
 """Common names of metrics, and their names in torchmetrics."""
 
-TAKEN = {"acc", "loss", "mae"}
-"""Names that metrics of a config cannot have: those of built-in metrics."""
+RESERVED_NAMES = {"acc", "loss", "mae"}
+"""Names of built-in metrics, which metrics of a config cannot have."""
 
-ALL_TAKE = {"sync_on_compute", "compute_on_cpu", "compute_with_cache"}
+COMMON_OPTIONS = {"sync_on_compute", "compute_on_cpu", "compute_with_cache"}
 """Options that every metric accepts through `**kwargs`."""
 
 AUROCS = (torchmetrics.classification.MulticlassAUROC, torchmetrics.classification.MultilabelAUROC)
@@ -188,7 +188,7 @@ def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int, 
         raise ConfigError(f"{KEY}: not a metric. Give its name, or a class_path with its init_args.")
     kind = _metric_class(path, objective, outputs)
     arguments = inspect.signature(kind).parameters
-    if unknown := [option for option in options if option not in {*arguments, *ALL_TAKE}]:
+    if unknown := [option for option in options if option not in {*arguments, *COMMON_OPTIONS}]:
         near = nearest(str(unknown[0]), arguments)
         fix = f"Did you mean {near}?" if near else f"It has {', '.join(n for n in arguments if n != 'kwargs')}."
         raise ConfigError(f"{KEY}: {kind.__name__} has no option {unknown[0]!r}. {fix}")
@@ -241,7 +241,7 @@ def _imported(path: str) -> type[Metric]:
 def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
     """Return a metric's name. `is_lower_better` reads from it whether lower is better."""
     called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
-    if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in TAKEN:
+    if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in RESERVED_NAMES:
         raise ConfigError(f"{KEY}: name: {called!r} is taken or has other characters than letters, digits and _")
     if higher_is_better is not None and is_lower_better(called) == higher_is_better:
         better, end = ("higher", "_score") if higher_is_better else ("lower", "_error")

@@ -17,7 +17,7 @@ from fl_lightning.core.files import open_file
 Row = dict[str, float]
 """One round's metrics by name."""
 
-WHOSE = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_on_global/{}_mean")
+MODEL_COLUMNS = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_on_global/{}_mean")
 """Columns of a metric: of the global model, and of the clients' models."""
 
 # Columns that hold a metric of models, not a loss or a time.
@@ -27,7 +27,7 @@ LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
 # Ends of names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are refused
 # when a run begins, so reading a run folder needs no torch.
-LOWER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
+LOWER_BETTER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
 
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.
 COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")
@@ -46,7 +46,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def parse_rows(content: bytes) -> list[Row]:
-    """Return the rows of the content of such a file, or of a header with part of the lines.
+    """Return the rows in the content of a `metrics.csv` or `clients.csv`, or in its header and part of its lines.
 
     Raises:
         ValueError: The content is not CSV, or has two columns of one name.
@@ -55,7 +55,7 @@ def parse_rows(content: bytes) -> list[Row]:
 
 
 def read_columns(path: Path) -> dict[str, array[float]]:
-    """Return the columns of a `clients.csv`, with NaN for blank cells, in a tenth of the memory of its rows.
+    """Return the columns of a `clients.csv`, with NaN for blank cells. They take a tenth of the memory of rows.
 
     Raises:
         ValueError: The file is not a CSV file of numbers, has two columns of one name, or a line of another length.
@@ -105,7 +105,7 @@ def is_lower_better(name: str) -> bool:
     """
     column = COLUMN.fullmatch(name)
     metric, figure = column.groups() if column else (name, None)
-    return figure == "_std" or name.startswith("client/train_") or re.fullmatch(LOWER, metric) is not None
+    return figure == "_std" or name.startswith("client/train_") or re.fullmatch(LOWER_BETTER, metric) is not None
 
 
 def better_goal(name: str) -> Literal["minimize", "maximize"] | None:
@@ -137,7 +137,7 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     """
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
     for metric in model_metrics(rows):
-        for name in (series.format(metric) for series in WHOSE):
+        for name in (column.format(metric) for column in MODEL_COLUMNS):
             figures = best_and_last(rows, name, lower=is_lower_better(metric))
             summary |= {f"{name}_{what}": value for what, value in figures.items()}
     judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
@@ -169,7 +169,7 @@ def _rows(file: Iterable[str]) -> Iterator[Row]:
 
 
 def _lines(file: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the lines of a CSV file, header first, without a last line that a kill truncated."""
+    """Yield the cells of each line of a CSV file, header first. A last line that a kill truncated is left out."""
     lines = csv.reader(line for line in file if line.endswith("\n"))
     try:
         names = next(lines, [])
@@ -182,7 +182,7 @@ def _lines(file: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _parse(names: Sequence[str], cells: Sequence[str]) -> Row:
-    """Return a row of numbers; an empty one for a line that a kill truncated."""
+    """Convert the cells of a line to numbers. A line that a kill truncated is an empty row."""
     try:
         return {name: _number(text) for name, text in zip(names, cells, strict=True) if text}
     except ValueError:

@@ -3,8 +3,7 @@
 import builtins
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from commands import run
 from layouts import (
     Pairs,
     save_arrays,
@@ -26,7 +24,7 @@ from layouts import (
     write_text_table,
 )
 from PIL import Image
-from refusals import NO_FILES, ONE_ROUND, check_refused_command, empty, halve, refusal, replace_by, time_limit  # noqa: F401
+from refusals import NO_FILES, empty, halve, refusal, replace_by, time_limit  # noqa: F401
 
 from fl_lightning.core import files
 from fl_lightning.data import Arrays, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_folder
@@ -77,9 +75,7 @@ def test_more_images_than_memory_are_refused_before_decoding(tmp_path: Path, mon
     write_image_folder(tmp_path)
     monkeypatch.setattr(image_folder, "decode", None)
     message = refusal(lambda: ImageFolder(str(tmp_path), size=10**6))
-    assert message.startswith(
-        "scenario.dataset.size: 40 images of 1000000x1000000 need 111,758.7 GiB, and this machine"
-    )
+    assert message.startswith("scenario.dataset.size: 40 images of 1000000x1000000 need 111,758.7 GiB, and this mach")
 
 
 def empty_folder(folder: Path) -> None:
@@ -129,7 +125,6 @@ def test_a_folder_of_another_layout_is_refused(case: str, tmp_path: Path, monkey
     ("options", "expected"),
     [
         ({"size": (4, -1)}, "size: -1 is below 1"),
-        ({"test_share": 0}, "test_share: 0 is outside (0, 1)"),
         ({"mean": [0.5]}, "mean: give both mean and std, or neither"),
         ({"mean": [0.5], "std": [0.0]}, "std: 0.0 is not above 0"),
         ({"mean": [float("nan")], "std": [1.0]}, "mean: nan is no finite number"),
@@ -139,12 +134,6 @@ def test_a_folder_of_another_layout_is_refused(case: str, tmp_path: Path, monkey
 def test_image_options_out_of_range_are_refused(options: dict, expected: str, tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     assert refusal(lambda: ImageFolder(str(tmp_path), **options)).startswith(f"scenario.dataset.{expected}")
-
-
-def test_a_test_share_of_less_than_one_sample_is_refused(tmp_path: Path) -> None:
-    write_image_folder(tmp_path, ("",), n=2)
-    expected = "scenario.dataset.test_share: 0.01 of 4 samples is less than one. Raise it"
-    assert refusal(lambda: ImageFolder(str(tmp_path), test_share=0.01)) == expected
 
 
 def test_an_unusable_cache_is_refused_by_its_key(tmp_path: Path, monkeypatch: Any) -> None:
@@ -219,14 +208,6 @@ NPY = {
 }
 
 
-@pytest.mark.parametrize(("name", "path"), [("x_test", "a"), ("y_train", "a.npz"), ("client_train", "a")])
-def test_complex_numbers_are_refused(name: str, path: str, tmp_path: Path) -> None:
-    save_arrays(tmp_path / "a", **{name: np.full(6 if "test" in name else 20, 1j)})
-    message = refusal(lambda: Arrays(str(tmp_path / path)))
-    assert message.startswith(f"scenario.dataset.path: {tmp_path}/{path}: {name} ")
-    assert "complex128" in message
-
-
 @pytest.mark.parametrize("case", NPY)
 def test_a_folder_of_damaged_arrays_is_refused(case: str, tmp_path: Path) -> None:
     apply, expected = NPY[case]
@@ -273,7 +254,6 @@ TABLES: dict[str, tuple[dict, dict, str]] = {
         "features: column 'age' has no value in 2 of 40 rows, first in row 7 of t.csv. Fill it in, remove the row, "
         "or leave the column out of the features",
     ),
-    "missing category": (missing("town", 0), {}, "features: column 'town' has no value in 1 of 40 rows"),
     "missing label": (
         missing("label", 39),
         {},
@@ -335,12 +315,6 @@ def test_a_bad_table_is_refused_by_option_column_and_row(case: str, tmp_path: Pa
     assert refusal(lambda: Table("t.csv", **{**PLAIN, **options})).startswith(f"scenario.dataset.{message}")
 
 
-def test_a_split_column_without_test_rows_is_refused(tmp_path: Path) -> None:
-    write_csv(tmp_path / "t.csv", table() | {"part": ["train"] * 40})
-    make = partial(Table, str(tmp_path / "t.csv"), "label", split="part")
-    assert refusal(make).startswith("scenario.dataset: Table: x_test has 0 rows")
-
-
 def test_a_column_of_too_many_categories_is_refused(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"name": [f"name {i}" for i in range(3000)], "label": [0, 1] * 1500})
     make = partial(Table, str(tmp_path / "t.csv"), "label")
@@ -351,6 +325,11 @@ def test_a_column_of_too_many_categories_is_refused(tmp_path: Path) -> None:
     assert make(encoding="codes").checked().in_shape == (1,)
 
 
+def test_a_table_without_features_is_refused(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", {"label": [0, 1] * 5})
+    assert "t.csv has no columns left to learn from" in refusal(lambda: Table(str(tmp_path / "t.csv"), "label"))
+
+
 def test_columns_of_dates_and_lists_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     odd = {"when": pd.date_range("2026-01-01", periods=4), "list": [[1, 2]] * 4, "label": [0, 1, 0, 1]}
@@ -358,11 +337,6 @@ def test_columns_of_dates_and_lists_are_refused(tmp_path: Path) -> None:
     for name in ("when", "list"):
         message = refusal(lambda name=name: Table(str(tmp_path / "t.parquet"), "label", [name]))
         assert f"features: column '{name}' holds neither numbers nor text (" in message
-
-
-def test_a_table_without_features_is_refused(tmp_path: Path) -> None:
-    write_csv(tmp_path / "t.csv", {"label": [0, 1] * 5})
-    assert "t.csv has no columns left to learn from" in refusal(lambda: Table(str(tmp_path / "t.csv"), "label"))
 
 
 TABLE_FILES = {
@@ -391,18 +365,17 @@ def test_the_message_names_a_file_that_is_not_a_table(case: str, key: str, tmp_p
     assert refusal(lambda: TextTable(**paths)).startswith(f"scenario.dataset.{key}: {paths[key]}: {message}")
 
 
-@pytest.mark.parametrize(("separator", "other"), [(",", ";"), (";", ","), ("\t", ","), (" ", ",")])
-def test_the_separator_of_a_table(separator: str, other: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("separator", "other"), [(",", ";"), (";", ","), ("\t", ",")])
+def test_a_wrong_separator_is_refused_with_the_right_one(separator: str, other: str, tmp_path: Path) -> None:
     path = str(tmp_path / "t.csv")
     write_csv(Path(path), table(), separator)
     make = partial(Table, path, "label", ["age"])
     assert make(separator=separator).checked().in_shape == (1,)
-    if separator != " ":
-        what = f"{path} has only one column with this separator. Did you mean {separator!r}?"
-        assert refusal(lambda: make(separator=other)) == f"scenario.dataset.separator: {what}"
+    what = f"{path} has only one column with this separator. Did you mean {separator!r}?"
+    assert refusal(lambda: make(separator=other)) == f"scenario.dataset.separator: {what}"
 
 
-@pytest.mark.parametrize("separator", ["", ";;", "\n", "\0", '"', "a", "é", "\\t"])
+@pytest.mark.parametrize("separator", ["", ";;", "\n", '"', "a", "é", "\\t"])
 def test_an_impossible_separator_is_refused_by_its_key(separator: str, tmp_path: Path) -> None:
     message = refusal(lambda: Table(str(tmp_path / "t.csv"), label="label", separator=separator))
     assert message == (
@@ -453,9 +426,8 @@ def test_a_damaged_parquet_file_and_a_missing_package_are_refused(tmp_path: Path
     content = path.read_bytes()
     for damaged in (b"", content[: len(content) // 2], b"PAR1" + os.urandom(200) + b"PAR1"):
         path.write_bytes(damaged)
-        assert f"scenario.dataset.path: {path}: not a readable Parquet file (" in refusal(
-            lambda: Table(str(path), "label")
-        )
+        message = refusal(lambda: Table(str(path), "label"))
+        assert message.startswith(f"scenario.dataset.path: {path}: not a readable Parquet file (")
     without(monkeypatch, "pyarrow")
     message = refusal(lambda: Table(str(path), "label"))
     assert message.endswith("Install it with: pip install 'fl-lightning[parquet]'")
@@ -480,11 +452,9 @@ def test_a_nul_character_in_a_client_id_or_category_is_refused(
     pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     pd.DataFrame(table() | {column: ["a", "a\0"] * 20}).to_parquet("t.parquet")  # read_csv may stop at a NUL
-    expected = (
-        f"column '{column}' holds 'a\\x00' in row 2 of t.parquet, which has a NUL character. Remove the character"
-    )
+    what = f"column '{column}' holds 'a\\x00' in row 2 of t.parquet, which has a NUL character. Remove the character"
     message = refusal(lambda: Table("t.parquet", "label", features=["age", "town"], client="clinic"))
-    assert message == f"scenario.dataset.{key}: {expected}"
+    assert message == f"scenario.dataset.{key}: {what}"
 
 
 # --- Texts ---
@@ -540,9 +510,6 @@ SAVED = {
         {"text": "review", "image": "other"},
         "text: 'review' is given beside image, but a network takes images or texts",
     ),
-    "length": ({"length": 0}, "length: 0 is below 1"),
-    "share": ({"test_share": 0.0}, "test_share: 0.0 is outside (0, 1)"),
-    "size": ({"size": 0}, "size: 0 is below 1"),
 }
 
 
@@ -550,8 +517,8 @@ SAVED = {
 def test_a_bad_saved_dataset_is_refused(case: str, tmp_path: Path, monkeypatch: Any, library: Any) -> None:
     options, expected = SAVED[case]
     monkeypatch.chdir(tmp_path)
-    made = library.Dataset.from_dict(TEXTS)
-    library.DatasetDict(train=made, test=made).save_to_disk("saved")
+    texts = library.Dataset.from_dict(TEXTS)
+    save_dataset(Path("saved"), texts, texts)
     Path("empty").mkdir()
     Path("file").write_text("")
     assert refusal(lambda: HuggingFace(**{"path": "saved", **options})).startswith(f"scenario.dataset.{expected}")
@@ -573,71 +540,57 @@ def test_bad_columns_of_a_saved_dataset_are_refused(tmp_path: Path, library: Any
         shutil.rmtree(path)
 
 
-@pytest.mark.parametrize(
-    ("image", "expected"),
-    [
-        ({"bytes": b"garbage", "path": None}, "row 1 of train: not a readable image"),
-        (None, "row 1 of train: contains no image"),
-    ],
-)
-def test_damaged_images_in_a_saved_dataset_are_named(image: Any, expected: str, tmp_path: Path, library: Any) -> None:
-    features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
-    made = library.Dataset.from_dict({"image": [image] * 8, "label": [0, 1] * 4}, features=features)
-    path = save_dataset(tmp_path / "s", made)
-    assert refusal(lambda: HuggingFace(path)).startswith(f"scenario.dataset.image: {expected}")
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("http://127.0.0.1:9/a.png", "a.png: no such file"),
-        ("{}/pipe.png", "pipe.png: is a pipe, it needs to be a file"),
-    ],
-)
-def test_urls_and_pipes_in_a_dataset_are_not_opened(
-    path: str, expected: str, tmp_path: Path, monkeypatch: Any, library: Any
+def test_bad_images_of_a_dataset_are_named_and_urls_and_pipes_are_not_opened(
+    tmp_path: Path, monkeypatch: Any, library: Any
 ) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
-    rows = {"image": [{"bytes": None, "path": path.format(tmp_path)}] * 8, "label": [0, 1] * 4}
-    made = library.Dataset.from_dict(rows, features=features)
-    found = {"train": made, "test": made}
-    monkeypatch.setattr(library, "load_dataset", lambda *_: found)
-    assert f"{expected}. Replace it, or leave the row out" in refusal(lambda: HuggingFace("a/b", download=True))
-    found["test"] = made.select([])
+    splits: dict[str, Any] = {}
+    monkeypatch.setattr(library, "load_dataset", lambda *_: splits)
+    for image, expected in (
+        ({"bytes": b"garbage", "path": None}, "row 1 of train: not a readable image"),
+        (None, "row 1 of train: contains no image"),
+        ({"bytes": None, "path": "http://127.0.0.1:9/a.png"}, "http:/127.0.0.1:9/a.png: no such file"),
+        ({"bytes": None, "path": f"{tmp_path}/pipe.png"}, f"{tmp_path}/pipe.png: is a pipe, it needs to be a file"),
+    ):
+        rows = {"image": [image] * 8, "label": [0, 1] * 4}
+        splits["train"] = splits["test"] = library.Dataset.from_dict(rows, features=features)
+        message = refusal(lambda: HuggingFace("a/b", download=True))
+        assert message.startswith(f"scenario.dataset.image: {expected}")
+        assert message.endswith(". Replace it, or leave the row out")
+    splits["test"] = splits["test"].select([])
     expected = "scenario.dataset.path: the split 'test' of a/b has no samples. Name another split"
     assert refusal(lambda: HuggingFace("a/b", download=True)) == expected
 
 
-def test_a_damaged_file_of_a_saved_dataset_is_refused(tmp_path: Path, library: Any) -> None:
-    write_hugging_face(tmp_path / "s")
-    files = [path for path in (tmp_path / "s").iterdir() if path.is_file()]
-    assert len(files) == 3
-    for path in files:
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
-        assert f"scenario.dataset.path: {tmp_path}/s: " in refusal(lambda: HuggingFace(str(tmp_path / "s")))
-        path.write_bytes(content)
+SAVED_FILES = {
+    "halved info": ("dataset_info.json", halve, "s: ", "Save the dataset again with save_to_disk"),
+    "halved state": ("state.json", halve, "s: ", "Save the dataset again with save_to_disk"),
+    "halved table": ("*.arrow", halve, "s: ", ""),
+    "no table": (
+        "*.arrow",
+        Path.unlink,
+        "s/data-00000-of-00001.arrow: cannot be read: No such file or directory",
+        "Save the dataset again with save_to_disk",
+    ),
+    "damaged text": (
+        "*.arrow",
+        lambda path: path.write_bytes(path.read_bytes().replace(b"a bc d", b"a \xffc d")),
+        "s: not a readable dataset (",
+        "Save or fetch the dataset again",
+    ),
+}
 
 
-def test_a_missing_arrow_file_of_a_saved_dataset_is_named(tmp_path: Path, library: Any) -> None:
-    made = library.Dataset.from_dict(TEXTS)
-    library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / "s"))
-    (path,) = (tmp_path / "s" / "test").glob("*.arrow")
-    path.unlink()
-    expected = f"{path}: cannot be read: No such file or directory. Save the dataset again with save_to_disk"
-    assert refusal(lambda: HuggingFace(str(tmp_path / "s"))) == f"scenario.dataset.path: {expected}"
-
-
-def test_damage_found_while_rows_are_read_is_refused_by_the_path(tmp_path: Path, library: Any) -> None:
-    made = library.Dataset.from_dict(TEXTS)
-    made.save_to_disk(str(tmp_path / "s"))
-    (path,) = (tmp_path / "s").glob("*.arrow")
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"a bc d", b"a \xffc d"))
+@pytest.mark.parametrize("case", SAVED_FILES)
+def test_a_damaged_file_of_a_saved_dataset_is_refused(case: str, tmp_path: Path, library: Any) -> None:
+    pattern, apply, start, fix = SAVED_FILES[case]
+    library.Dataset.from_dict(TEXTS).save_to_disk(str(tmp_path / "s"))
+    (path,) = (tmp_path / "s").glob(pattern)
+    apply(path)
     message = refusal(lambda: HuggingFace(str(tmp_path / "s"), text="review"))
-    assert message.startswith(f"scenario.dataset.path: {tmp_path}/s: not a readable dataset (")
-    assert message.endswith("). Save or fetch the dataset again")
+    assert message.startswith(f"scenario.dataset.path: {tmp_path}/{start}")
+    assert message.endswith(fix)
 
 
 def test_images_as_labels_are_refused_by_the_label_key(tmp_path: Path, library: Any) -> None:
@@ -663,9 +616,7 @@ def test_a_failed_download_and_a_missing_package_are_refused(library: Any, monke
     expected = "scenario.dataset.path: a/b cannot be fetched: no network"
     assert refusal(lambda: HuggingFace("a/b", download=True)) == expected
     without(monkeypatch, "datasets")
-    expected = (
-        "scenario.dataset: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning[hugg"
-    )
+    expected = "scenario.dataset: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning["
     assert refusal(lambda: HuggingFace("a/b", download=True)).startswith(expected)
 
 
@@ -690,10 +641,6 @@ class Items(torch.utils.data.Dataset):
         return self.item
 
 
-def other_at_seven(value: Any, other: Any) -> Callable[[int], Any]:
-    return lambda i: other if i == 7 else value
-
-
 TORCH = {
     "no length": (Endless(), "Endless is not a map-style dataset. It needs __len__ and __getitem__"),
     "no items": (Pairs(0), "Pairs has no items"),
@@ -708,11 +655,11 @@ TORCH = {
         "Pairs: x of item 0 is complex64 of shape (4,). Return real numbers, for example its absolute values",
     ),
     "different shapes": (
-        Pairs(x=other_at_seven(torch.zeros(4), torch.zeros(5))),
+        Pairs(x=lambda i: torch.zeros(5 if i == 7 else 4)),
         "Pairs: x is float32 of shape (4,) in item 0 and float32 of shape (5,) in item 7. All need the same sha",
     ),
     "different labels": (
-        Pairs(y=other_at_seven(0, 0.5)),
+        Pairs(y=lambda i: 0.5 if i == 7 else 0),
         "Pairs: y is int64 of shape () in item 0 and float32 of shape () in item 7. All need the same shape and dtype",
     ),
 }
@@ -734,74 +681,3 @@ def test_an_exception_in_a_torch_dataset_names_its_key() -> None:
     what = "RuntimeError: not there. Use --debug for the traceback"
     assert refusal(lambda: TorchDataset(Pairs(), Pairs(x=raise_error))) == f"scenario.dataset.test: {what}"
     assert refusal(lambda: TorchDataset(raise_error, Pairs())) == f"scenario.dataset.train: {what}"
-
-
-# --- On the command line ---
-
-OWN = """
-import torch
-
-class Mine(torch.utils.data.Dataset):
-    def __init__(self, n: int = 20):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, i):
-        return torch.full((4,), float(i)), i % 3
-"""
-FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
-DATASET = "--scenario.dataset"
-MINE = [DATASET, "TorchDataset", f"{DATASET}.test", "own_torch.Mine", f"{DATASET}.train", "own_torch.Mine"]
-TABLE = [DATASET, "Table", f"{DATASET}.path", "t.csv", f"{DATASET}.label"]
-COMMANDS = {
-    # A refused command, its message, and the corrected command.
-    "a known torch dataset": (
-        [DATASET, "torchvision.datasets.ImageFolder"],
-        ["torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same files, or "],
-        [DATASET, "ImageFolder", f"{DATASET}.path", "mine", f"{DATASET}.size", "[4, 5]"],
-    ),
-    "a torch dataset": (
-        [DATASET, "own_torch.Mine"],
-        ["own_torch.Mine is a Dataset of torch's; use TorchDataset, with scenario.dataset.train own_torch.Mine and"],
-        MINE,
-    ),
-    "no dataset": (
-        [DATASET, "torch.nn.Linear"],
-        ["scenario.dataset: torch.nn.Linear is no Dataset. See `fl-lightning list datasets`."],
-        [DATASET, "Digits"],
-    ),
-    "an unknown argument": (
-        [*MINE, f"{DATASET}.train.m", "1"],
-        ["Mine has no key 'm'"],
-        [*MINE, f"{DATASET}.train.n", "9"],
-    ),
-    "missing files": (
-        [*MINE[:-1], "torchvision.datasets.MNIST", f"{DATASET}.train.root", "x"],
-        ["scenario.dataset.train: RuntimeError: Dataset not found. You can use download=True"],
-        MINE,
-    ),
-    "encoding": (
-        [*TABLE, "label", f"{DATASET}.encoding", "onehot"],
-        ["scenario.dataset.encoding: ", "one_hot"],
-        [*TABLE, "label", f"{DATASET}.encoding", "codes"],
-    ),
-}
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_refused_command_writes_one_line_and_no_file(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, "own_torch", raising=False)
-    Path("one.yaml").write_text(ONE_ROUND)
-    Path("own_torch.py").write_text(OWN)
-    write_image_folder(Path("mine"))
-    write_table(Path("t.csv"))
-    words, messages, corrected = COMMANDS[name]
-    check_refused_command([*FIT, *words], messages)
-    code, _, err = run(*FIT, *corrected)
-    assert code == 0, err

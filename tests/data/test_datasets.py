@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,12 @@ def test_labels_of_any_integer_type_become_int64(dtype: str, tmp_path: Path) -> 
     assert data.y_train.tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_the_number_of_classes_can_be_larger_than_the_labels_show(tmp_path: Path) -> None:
-    assert Arrays(str(save(tmp_path)), num_classes=12).load().num_classes == 12
-    assert Arrays(str(save(tmp_path, y_test=np.array([0, 7, 0])))).load().num_classes == 8
+def test_a_label_beyond_the_number_of_samples_needs_num_classes(tmp_path: Path) -> None:
+    assert Arrays(str(save(tmp_path, y_test=np.array([0, 8, 0])))).load().num_classes == 9  # of 9 samples
+    path = str(save(tmp_path, y_test=np.array([0, 9, 0])))
+    fix = "Number classes from 0, or set scenario.dataset.num_classes"
+    assert refusal(Arrays(path)) == f"scenario.dataset.path: {path}: label 9 in 9 samples is too large. {fix}"
+    assert Arrays(path, num_classes=12).load().num_classes == 12
 
 
 BAD_ARRAYS = {
@@ -111,7 +114,12 @@ BAD_ARRAYS = {
     "objects": ({"y_train": np.array([None] * 6)}, "Object arrays cannot be loaded"),
     "float labels": ({"y_train": np.arange(6.0)}, "y_test needs float32 numbers like the other labels, got int64"),
     "text labels": ({"y_train": np.array(list("abcabc"))}, "y_train needs one whole number"),
-    "huge labels": ({"y_train": np.full(6, 2**63, np.uint64)}, "y_train holds label 9223372036854775808, which is"),
+    "complex labels": ({"y_train": np.full(6, 1j)}, "y_train needs one whole number per sample, got complex128"),
+    "complex inputs": ({"x_test": np.full((3, 4), 1j)}, "x_test is complex128; it needs uint8 or floating point"),
+    "complex clients": (
+        {"client_train": np.full(6, 1j)},
+        "client_train needs one id per sample, integers or text, got",
+    ),
     "too large for float32": ({"x_train": np.full((6, 4), 1e300)}, "x_train holds NaN or Inf, or numbers too large"),
     "integer inputs": ({"x_train": np.ones((6, 4), int)}, "x_train is int64; it needs uint8 or floating point"),
     "scalar": ({"x_train": np.float32(1)}, "x_train has shape ()"),
@@ -142,29 +150,12 @@ def all_files_closed() -> Iterator[None]:
     assert not caught
 
 
-@pytest.mark.parametrize("step", [97, pytest.param(7, marks=pytest.mark.thorough)])
-def test_a_truncated_npz_file_is_refused(step: int, tmp_path: Path) -> None:
+def test_a_truncated_npz_file_is_refused_and_closed(tmp_path: Path) -> None:
     path = save(tmp_path)
     content = path.read_bytes()
     with all_files_closed():
-        for size in (*range(0, len(content), step), len(content) - 1):
+        for size in (*range(0, len(content), 97), len(content) - 1):
             path.write_bytes(content[:size])
             message = refusal(Arrays(str(path)))
             assert message.startswith(f"scenario.dataset.path: {path}: not a readable .npz file (")
             assert message.endswith("Write it with numpy.savez")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
-def test_a_flipped_bit_in_an_npz_file_is_refused_or_harmless(write: Any, tmp_path: Path) -> None:
-    path = save(tmp_path, write)
-    content = path.read_bytes()
-    with all_files_closed():
-        for place in range(0, len(content), 3):
-            damaged = bytearray(content)
-            damaged[place] ^= 1 << place % 8
-            path.write_bytes(damaged)
-            with suppress(ConfigError):
-                data = Arrays(str(path)).load()
-                for name, values in valid_arrays().items():
-                    assert np.array_equal(getattr(data, name).numpy(), values)

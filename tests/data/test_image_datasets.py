@@ -94,15 +94,6 @@ def test_tiny_imagenet_is_read_from_folders_and_an_annotation_file(tmp_path: Pat
         assert np.abs(colours - np.array(written.x)).max() <= 3  # JPEG rounds in another colour space
 
 
-@pytest.mark.parametrize("dataset", [MNIST, FashionMNIST, EMNIST, CIFAR10, CIFAR100, SVHN, PathMNIST, TinyImageNet])
-def test_the_message_about_missing_files_names_folder_and_fix(dataset: type, tmp_path: Path) -> None:
-    made = dataset(data_dir=str(tmp_path))
-    assert refusal(made) == (
-        f"scenario.dataset: {dataset.__name__}: files not found. Put {made.files} into {tmp_path}, "
-        "or set scenario.dataset.data_dir or scenario.dataset.download true"
-    )
-
-
 # --- Downloads ---
 
 

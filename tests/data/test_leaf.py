@@ -5,10 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from commands import rows, run
 from layouts import LINES, LeafUser, write_femnist, write_leaf, write_sent140, write_shakespeare
 from refusals import refusal
 
@@ -149,11 +147,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "too few labels": (of_first("y", list.pop), f"{FIRST} has 12 x and 11 y, but num_samples is 12"),
     "no labels": (changed(lambda content: content["user_data"]["f0000_00"].pop("y")), "not a readable LEAF file ('y')"),
+    "NUL": (rename_second("f0000_00\0"), r"user 'f0000_00\x00' (has a NUL character in its name. Remove the char"),
     "two files": (rename_second("f0014_02"), "user 'f0014_02' (appears twice)"),
-    "NUL": (
-        rename_second("f0000_00\0"),
-        r"user 'f0000_00\x00' (has a NUL character in its name. Remove the character)",
-    ),
     "one small image": (of_first("x", put(3, [0.5] * 783)), FIRST),
     "small images": (rows_of([0.5]), ROWS),
     "text": (rows_of(["1"] * 784), ROWS),
@@ -204,18 +199,11 @@ def test_the_message_names_the_user_of_a_bad_text(
     assert f"user {user!r}" in message
 
 
-def test_the_message_about_missing_files_names_the_script_that_writes_them(tmp_path: Path) -> None:
-    message = refusal(FEMNIST(str(tmp_path)))
-    files = "femnist/data/{train,test}/*.json (written by LEAF's preprocess.sh)"
-    expected = f"files not found. Put {files} into {tmp_path}, or set scenario.dataset.data_dir"
-    assert message == f"scenario.dataset: FEMNIST: {expected}"
-
-
 def test_folders_without_samples_are_refused(tmp_path: Path) -> None:
     write_femnist(tmp_path)
     train = tmp_path / "femnist" / "data" / "train"
-    (train / "README.md").write_text("what this is")  # other files are let be
-    (train / ".all_data_9.json").write_text("half a download")
+    (train / "README.md").write_text("is ignored")
+    (train / ".all_data_9.json").write_text("is ignored, too")
     FEMNIST(str(tmp_path)).checked()
     for path in train.glob("*.json"):
         if not path.name.startswith("."):
@@ -225,36 +213,3 @@ def test_folders_without_samples_are_refused(tmp_path: Path) -> None:
     assert f"{train}: contains no samples" in refusal(FEMNIST(str(tmp_path)))
     (train / "all_data_0_niid_0_keep_0_train_8.json").unlink()
     assert f"{train}: contains no .json files" in refusal(FEMNIST(str(tmp_path)))
-
-
-# --- Trained ---
-
-
-@pytest.mark.thorough
-def test_femnist_trains_with_its_natural_clients_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    train, test = write_femnist(tmp_path, writers=12, each=40)
-    small = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--logger=null", "--evaluation.every=1"]
-    words = ["fit", "--config", "femnist_fedavg.yaml", "--scenario.dataset.data_dir=.", "--model=MLP", *small]
-    outcome = run(
-        *words, "--rounds=3", "--trainer.max_epochs=20", "--run_dir=run", "--evaluation.client_model=received"
-    )
-    assert outcome.code == 0, outcome.err
-    metrics = rows(Path("run"))
-    assert len(metrics) == 3
-    assert float(metrics[-1]["global/acc"]) > 0.8  # a class that is guessed is right one time in ten
-    lines = rows(Path("run"), "partition.csv")
-    for line in lines:
-        held = (train if line["split"] == "train" else test)[line["id"]][1]
-        assert [int(line[f"class_{label}"]) for label in range(62)] == np.bincount(held, minlength=62).tolist()
-    sizes = [len(test[user][1]) for user in sorted(test)]
-    accuracies = {
-        int(row["client"]): float(row["acc"]) for row in rows(Path("run"), "clients.csv") if row["round"] == "3"
-    }
-    right = [accuracies[k] * size for k, size in enumerate(sizes)]  # of each client's own test images, whole numbers
-    np.testing.assert_allclose(right, np.round(right), atol=1e-9)
-    assert sum(right) / sum(sizes) == pytest.approx(
-        float(metrics[-1]["global/acc"]), abs=1e-12
-    )  # together the test set

@@ -16,7 +16,7 @@ def arrays(tmp_path) -> Arrays:
     return Arrays(str(tmp_path / "a.npz"))
 
 
-def built(arrays: Arrays, rho: float | None, seed: int = 0, partition=None):
+def built(arrays: Arrays, rho: float, seed: int = 0, partition=None):
     return Scenario(arrays, partition or IID(), clients=4, long_tail=rho).build(seed)
 
 
@@ -32,14 +32,14 @@ def built(arrays: Arrays, rho: float | None, seed: int = 0, partition=None):
         (500, 100, 100, 10847),
     ],
 )
-def test_totals_are_the_published_ones(largest: int, classes: int, rho: float, total: int) -> None:
+def test_long_tailed_cifar_has_the_published_sizes(largest: int, classes: int, rho: float, total: int) -> None:
     sizes = long_tail_sizes(largest, classes, rho)
     assert sizes.sum() == total
     assert sizes[0] == largest
     assert sizes[-1] == largest / rho
 
 
-def test_cifar_10_lt_has_the_published_class_sizes() -> None:
+def test_cifar_10_lt_has_the_published_sizes_of_classes() -> None:
     assert long_tail_sizes(5000, 10, 100).tolist() == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]
 
 
@@ -59,15 +59,11 @@ def test_inputs_stay_with_their_labels_and_the_test_set_stays_whole(arrays: Arra
     assert torch.equal(thin.y_test, whole.y_test)
 
 
-def test_the_seed_decides_which_samples_stay_and_the_partition_does_not(arrays: Arrays) -> None:
+def test_the_kept_samples_depend_on_the_seed_and_not_on_the_partition(arrays: Arrays) -> None:
     first, again, other = (built(arrays, 20, seed).data.x_train for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(first, built(arrays, 20, partition=Dirichlet(0.5)).data.x_train)
-
-
-def test_no_imbalance_keeps_every_sample(arrays: Arrays) -> None:
-    assert torch.equal(built(arrays, 1).data.x_train, built(arrays, None).data.x_train)
 
 
 def test_a_class_with_fewer_samples_keeps_all(tmp_path) -> None:
@@ -84,25 +80,25 @@ def test_a_tail_with_empty_classes_is_refused(arrays: Arrays) -> None:
 
 @pytest.mark.parametrize("n", [1000, 995, 2000])
 def test_fewer_training_samples_are_drawn_in_the_classes_proportions(arrays: Arrays, n: int) -> None:
-    def draw_clients(seed, partition):
+    def load(seed, partition):
         data = Scenario(arrays, partition, clients=1, local_test=0, train_samples=n).build(seed).data
         assert len(data.x_test) == 200
         return data
 
-    data = draw_clients(0, IID())
+    data = load(0, IID())
     x = data.x_train[:, 0].long()
     assert len(x) == len(set(x.tolist())) == n
     assert torch.equal(x % 10, data.y_train)
     counts = torch.bincount(data.y_train, minlength=10)
     assert counts.max() - counts.min() <= (n % 10 > 0)
-    assert torch.equal(draw_clients(0, Dirichlet(0.5)).x_train, data.x_train)
-    assert n == 2000 or not torch.equal(draw_clients(1, IID()).x_train, data.x_train)
+    assert torch.equal(load(0, Dirichlet(0.5)).x_train, data.x_train)
+    assert n == 2000 or not torch.equal(load(1, IID()).x_train, data.x_train)
 
 
 @pytest.mark.parametrize(
     ("share", "n"), [(0.5, 1000), (0.07, 140), (0.0001, 1), (0.00051, 2), (0.9999, 2000), (1e-13, 1)]
 )
-def test_a_share_of_the_training_samples_is_so_many_rounded_up(arrays: Arrays, share: float, n: int) -> None:
+def test_a_share_of_the_training_samples_is_rounded_up(arrays: Arrays, share: float, n: int) -> None:
     by_share, by_number = (
         Scenario(arrays, IID(), clients=1, local_test=0, train_samples=given).build(3).data for given in (share, n)
     )

@@ -16,10 +16,9 @@ from experiments import experiment, same_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import write_femnist
-from refusals import check_refused_command, refusal
+from refusals import refusal
 
 from fl_lightning.cli.main import main
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import (
     FEMNIST,
     IID,
@@ -86,27 +85,27 @@ def own_tests(data: FederatedData, n: int) -> list[list[int]]:
     min_samples=st.integers(1, 4),
 )
 def test_by_client_equals_a_plain_loop(text: bool, train: list[int], test: list[int] | None, min_samples: int) -> None:
-    called = (lambda number: str(NAMES[number])) if text else (lambda number: 5 - 3 * number)
-    owners, test_owners = ([called(k) for k in numbers or ()] for numbers in (train, test))
-    wanted, tests = {}, {}
+    name_of = (lambda number: str(NAMES[number])) if text else (lambda number: 5 - 3 * number)
+    owners, test_owners = ([name_of(k) for k in numbers or ()] for numbers in (train, test))
+    parts, tests = {}, {}
     for name in sorted(set(owners)):
         places = [i for i, owner in enumerate(owners) if owner == name]
         if len(places) >= min_samples:
-            wanted[name] = places
+            parts[name] = places
             tests[name] = [i for i, owner in enumerate(test_owners) if owner == name]
     dataset = People(np.array(owners), np.array(test_owners) if test else None, len(test_owners) or 12)
-    if not wanted:
+    if not parts:
         assert "scenario.partition.min_samples: " in refusal(lambda: built(dataset, ByClient(min_samples)))
         return
     data = built(dataset, ByClient(min_samples))
-    assert list(data.client_ids or ()) == list(wanted)
+    assert list(data.client_ids or ()) == list(parts)
     if any(tests.values()):
-        assert trains(data) == list(wanted.values())
+        assert trains(data) == list(parts.values())
         assert own_tests(data, len(train)) == list(tests.values())
         assert data.data.x_train[:, 0].tolist() == [*range(len(train)), *range(len(test_owners))]
     else:  # a quarter is held out
         held = [sorted(shard.train.tolist() + shard.test.tolist()) for shard in data.shards]
-        assert held == list(wanted.values())
+        assert held == list(parts.values())
         assert [len(shard.test) for shard in data.shards] == [held_out(len(own), 0.25) for own in held]
 
 
@@ -119,11 +118,11 @@ OWNERS = np.repeat(np.arange(8), SIZES)
 
 
 def test_fewer_clients_are_drawn_by_the_seed() -> None:
-    everybody = trains(built(People(OWNERS), local_test=0))
+    all_parts = trains(built(People(OWNERS), local_test=0))
     drawn = [built(People(OWNERS), clients=3, local_test=0, seed=seed) for seed in range(40)]
     for data in drawn:
         assert data.client_ids == sorted(data.client_ids)
-        assert trains(data) == [everybody[k] for k in data.client_ids]
+        assert trains(data) == [all_parts[k] for k in data.client_ids]
     assert {k for data in drawn for k in data.client_ids} == set(range(8))
     assert built(People(OWNERS), clients=3, seed=5).client_ids == drawn[5].client_ids
     assert built(People(OWNERS), clients=8, local_test=0).client_ids == list(range(8))
@@ -151,9 +150,8 @@ def test_more_clients_than_the_data_have_are_refused(
 
 
 def test_data_without_client_ids_are_refused() -> None:
-    expected = r"^scenario.partition: ByClient: the dataset has no client ids \(client_train\). Use another"
-    with pytest.raises(ConfigError, match=expected):
-        built(Digits())
+    expected = "scenario.partition: ByClient: the dataset has no client ids (client_train). Use another partition"
+    assert refusal(lambda: built(Digits())) == expected
 
 
 def test_local_test_is_the_clients_own_a_share_or_official() -> None:
@@ -267,9 +265,7 @@ BAD = {
     "empty client": ({"ann": [0], "bert": []}, "client 'bert' has no training samples. Remove it"),
     "no train": ([{"test": [1]}], "client 0 has 'test'. It needs 'train', and may have 'test'"),
     "another part": ([{"train": [1], "val": [2]}], "client 0 has 'train', 'val'. It needs 'train', and may have"),
-    "float": ([[1.0]], "client 0 is not a list of integers"),
     "boolean": ([[True]], "client 0 is not a list of integers"),
-    "nested": ([[[1]]], "client 0 is not a list of integers"),
     "number": ([3], "client 0 is not a list of integers"),
     "huge": ([[10**30]], "too large"),
     "no clients": ([], "has no clients"),
@@ -326,10 +322,10 @@ def test_options_that_reduce_the_dataset_are_refused(key: str, value: float, tmp
 
 
 @dataclass
-class Handed(Partition):
+class FixedSplits(Partition):
     """Returns given splits."""
 
-    shares: ClientSplits
+    splits: ClientSplits
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         raise AssertionError
@@ -337,26 +333,23 @@ class Handed(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        return self.shares
+        return self.splits
 
 
-def test_a_custom_partition_can_give_test_samples_and_names() -> None:
-    shares = ClientSplits([np.array([3]), np.array([0, 2])], [np.array([], int), np.array([5])], ["b", "a"])
-    data = built(People(OWNERS), Handed(shares))
+def test_a_custom_partition_can_return_test_samples_and_client_ids() -> None:
+    splits = ClientSplits([np.array([3]), np.array([0, 2])], [np.array([], int), np.array([5])], ["b", "a"])
+    data = built(People(OWNERS), FixedSplits(splits))
     assert (trains(data), own_tests(data, 40), data.client_ids) == ([[3], [0, 2]], [[], [5]], ["b", "a"])
-    assert shares.test is not None
-    built(People(OWNERS), Handed(shares), local_test="official")
-    assert [own.tolist() for own in shares.test] == [[], [5]]  # not changed
-    expected = "scenario.partition: Handed: returned 2 index arrays for 3 clients"
-    assert refusal(lambda: built(People(OWNERS), Handed(shares), clients=3)) == expected
+    built(People(OWNERS), FixedSplits(splits), local_test="official")
+    assert [part.tolist() for part in splits.test or ()] == [[], [5]]  # not changed
 
 
 # --- Labels that are not classes ---
 
 
 @dataclass
-class Measured(People):
-    """Labels of another kind, not checked."""
+class UncheckedLabels(People):
+    """Labels that are not classes; they are not checked."""
 
     y: Any = torch.float32
 
@@ -373,15 +366,13 @@ def test_a_partition_by_class_needs_classes(partition: Partition, y: str) -> Non
     objective, name = "MultiLabel" if y == "labels" else "Regression", type(partition).__name__
     why = f"splits by class, but the labels are for {objective}, not classes"
     expected = f"scenario.partition: {name} {why}. Use IID, QuantitySkew, ByClient or PredefinedSplit"
-    assert refusal(lambda: built(Measured(OWNERS, y=y), partition, clients=2)) == expected
+    assert refusal(lambda: built(UncheckedLabels(OWNERS, y=y), partition, clients=2)) == expected
 
 
 def test_a_long_tail_needs_classes() -> None:
-    message = refusal(lambda: built(Measured(OWNERS), IID(), clients=2, long_tail=2))
-    assert (
-        message
-        == "scenario.long_tail: subsamples classes, but the labels are for Regression, not classes. Leave it out"
-    )
+    why = "subsamples classes, but the labels are for Regression, not classes. Leave it out"
+    message = refusal(lambda: built(UncheckedLabels(OWNERS), IID(), clients=2, long_tail=2))
+    assert message == f"scenario.long_tail: {why}"
 
 
 @pytest.mark.parametrize("y", ["labels", "numbers"])
@@ -389,7 +380,7 @@ def test_a_long_tail_needs_classes() -> None:
 @pytest.mark.parametrize("partition", [IID(), QuantitySkew(0.5, 2), ByClient()])
 def test_other_partitions_need_no_classes(partition: Partition, local_test: Any, y: str, tmp_path: Path) -> None:
     clients = None if isinstance(partition, ByClient) else 4
-    data = built(Measured(OWNERS, y=y), partition, clients=clients, local_test=local_test, train_samples=30)
+    data = built(UncheckedLabels(OWNERS, y=y), partition, clients=clients, local_test=local_test, train_samples=30)
     held = data.class_counts("train") + data.class_counts("test")
     assert held.shape == (len(data.shards), 1)
     assert held.sum() == (42 if local_test == "official" else 30)
@@ -400,7 +391,7 @@ def test_other_partitions_need_no_classes(partition: Partition, local_test: Any,
 
 # --- Runs ---
 
-NATURAL: dict[str, Any] = {"clients_per_round": 3, "rounds": 2, "batch_size": 8}
+NATURAL: dict[str, Any] = {"clients_per_round": 3, "rounds": 1, "batch_size": 8}
 
 
 def femnist(folder: Path) -> Scenario:
@@ -409,11 +400,11 @@ def femnist(folder: Path) -> Scenario:
     return Scenario(FEMNIST(str(folder)), ByClient())
 
 
-def test_a_run_has_the_clients_that_the_data_have(tmp_path: Path) -> None:
+def test_a_run_without_a_number_of_clients_has_those_of_the_data(tmp_path: Path) -> None:
     silent = experiment(tmp_path / "silent", scenario=femnist(tmp_path), **NATURAL)
     stated = experiment(tmp_path / "stated", scenario=Scenario(femnist(tmp_path).dataset, ByClient(), 6), **NATURAL)
     assert silent.fit().summary == stated.fit().summary
-    assert (silent.clients, silent.clients_per_round, silent.engine.fits) == (6, 3, 6)
+    assert (silent.clients, silent.clients_per_round, silent.engine.fits) == (6, 3, 3)
     assert same_bytes(silent.state["model"], stated.state["model"])
 
 
@@ -438,7 +429,7 @@ def test_impossible_numbers_of_clients_are_refused_before_anything_is_written(
 # --- The command line ---
 
 FEMNIST_RUN = """# FedAvg on FEMNIST, in a second.
-rounds: 4
+rounds: 2
 clients_per_round: 3
 batch_size: 8
 scenario: {dataset: {class_path: FEMNIST, init_args: {data_dir: leaf}}, partition: ByClient}
@@ -472,9 +463,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.fast_cases(1)
 def test_a_run_without_scenario_clients_resumes_to_the_same_bytes(words: list[str], method: str, here: Path) -> None:
     more = [*words, f"--algorithm={method}"]
-    for name, rounds in (("whole", 4), ("half", 2)):
+    for name, rounds in (("whole", 2), ("half", 1)):
         assert run(*FIT, *more, "--run_dir", name, f"--rounds={rounds}").code == 0
-    outcome = run("fit", "--resume", "half", "--rounds=4")
+    outcome = run("fit", "--resume", "half", "--rounds=2")
     assert outcome.code == 0, outcome.err
     assert untimed_rows(Path("half")) == untimed_rows(Path("whole"))
     one, other = contents(Path("half")), contents(Path("whole"))
@@ -485,11 +476,11 @@ def test_a_run_without_scenario_clients_resumes_to_the_same_bytes(words: list[st
 
 
 def test_a_run_does_not_resume_with_another_partition(here: Path) -> None:
-    assert run(*FIT, *SPLIT, "--run_dir", "run", "--rounds=2").code == 0
+    assert run(*FIT, *SPLIT, "--run_dir", "run", "--rounds=1").code == 0
     lists = json.loads(Path("split.json").read_text())
     lists["site 0"].pop()
     Path("split.json").write_text(json.dumps(lists))
-    code, _, err = run("fit", "--resume", "run", "--rounds=4")
+    code, _, err = run("fit", "--resume", "run", "--rounds=2")
     assert code == 2
     assert "scenario.partition: changed since the run began: partition. Restore the data, or start a new run." in err
 
@@ -533,19 +524,3 @@ def test_partition_accepts_the_config_that_fit_prints(here: Path, capsys: pytest
     assert one.code == 0
     assert main(["partition", "--help"]) == 0
     assert "--resume" not in capsys.readouterr().out
-
-
-COMMANDS = {
-    "clients": (["--scenario.clients=7"], "scenario.clients: 7, but the data has 6 clients. Leave it out (null) to"),
-    "no ids": (["--scenario.dataset=Digits"], "scenario.partition: ByClient: the dataset has no client ids"),
-    "no file": ([*SPLIT[:2], "--scenario.partition.path=none.json"], "none.json: no such file"),
-    "suffix": ([*SPLIT[:2], "--scenario.partition.path=one.yaml"], "path: one.yaml is neither .npz nor .json"),
-    "no path": (SPLIT[:2], "scenario.partition"),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_refused_command_writes_one_line_and_no_file(name: str, here: Path) -> None:
-    words, message = COMMANDS[name]
-    check_refused_command([*FIT, "--run_dir", "run", *words], [message])

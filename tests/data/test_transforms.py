@@ -14,7 +14,7 @@ def images(batch: int, channels: int = 3, height: int = 6, width: int = 6) -> Te
     return torch.rand(batch, channels, height, width, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
-def test_bytes_are_scaled_to_one() -> None:
+def test_uint8_is_scaled_to_0_to_1() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).view(2, 2, 8, 8)
     assert torch.equal(Normalize()(pixels).flatten(), torch.arange(256) / 255)
     assert pixels.flatten().tolist() == list(range(256))
@@ -36,14 +36,14 @@ def test_channels_are_normalized_as_by_torchvision(channels: int) -> None:
 
 
 @pytest.mark.parametrize(("options", "expected"), [({"mean": [0.5]}, 0.5), ({"std": [0.5]}, 2.0)])
-def test_mean_or_std_alone(options: dict, expected: float) -> None:
+def test_mean_or_std_can_be_given_alone(options: dict, expected: float) -> None:
     assert torch.equal(Normalize(**options)(torch.ones(2, 1, 3, 3)), torch.full((2, 1, 3, 3), expected))
     pixels = torch.full((2, 1, 3, 3), 255, dtype=torch.uint8)
     assert torch.equal(Normalize(**options)(pixels), torch.full((2, 1, 3, 3), expected))
 
 
 def draws_of(x: Tensor, augmented: Tensor, padding: int) -> list[tuple[int, int, bool]]:
-    """Each image's crop and flip, found by trying them all."""
+    """Return each image's crop and flip, found by trying all of them."""
     padded = F.pad(x, [padding] * 4)
     height, width = x.shape[2:]
     found = []

@@ -20,7 +20,7 @@ QUICK = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.
 QUICK += ["--scenario.clients=2", "--rounds=1"]
 
 
-def write_what_the_page_shows() -> None:
+def write_files_of_the_page() -> None:
     write_image_folder(Path("photos"), n=30)
     columns = table()
     shown = {"age": "age", "income": "income", "town": "town", "clinic": "hospital", "label": "ill"}
@@ -29,12 +29,13 @@ def write_what_the_page_shows() -> None:
     write_text_table(Path("reviews.csv"))
 
 
-def test_the_pages_snippets_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.thorough
+def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets").disable_progress_bars()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    write_what_the_page_shows()
+    write_files_of_the_page()
     names: dict[str, object] = {}
     commands = 0
     for kind, block in BLOCKS:
@@ -51,9 +52,10 @@ def test_the_pages_snippets_run_in_their_order(tmp_path: Path, monkeypatch: pyte
     assert commands == 8
 
 
-def test_the_pages_configs_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.thorough
+def test_the_configs_of_the_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_what_the_page_shows()
+    write_files_of_the_page()
     several, fake = (yaml.safe_load(block)["scenario"]["dataset"] for kind, block in BLOCKS if kind == "yaml")
     data = Table(**several["init_args"]).load()
     assert data.y_train.shape[1] == 2
@@ -65,7 +67,7 @@ def test_the_pages_configs_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert code == 0, out + err
 
 
-def test_the_page_names_what_there_is() -> None:
+def test_the_page_lists_the_datasets_and_the_fields_of_loaded_data() -> None:
     own = ["ImageFolder", "Table", "TextTable", "HuggingFace", "TorchDataset", "Arrays"]
     assert re.findall(r"\| \[`(\w+)`\]\(#", PAGE) == own
     assert set(own) <= set(descriptions("datasets"))

@@ -11,7 +11,7 @@ from fl_lightning.evaluation.summary import Row
 from fl_lightning.loggers.collection import MetricsCsv, split_series
 
 
-def written(path: Path, rows: list[Row]) -> MetricsCsv:
+def write(path: Path, rows: list[Row]) -> MetricsCsv:
     path.unlink(missing_ok=True)
     metrics = MetricsCsv(path)
     metrics.rewind(0)
@@ -20,14 +20,14 @@ def written(path: Path, rows: list[Row]) -> MetricsCsv:
     return metrics
 
 
-def rewound(path: Path, round: int) -> MetricsCsv:
+def rewind(path: Path, round: int) -> MetricsCsv:
     metrics = MetricsCsv(path)
     metrics.rewind(round)
     return metrics
 
 
-def series_file(path: Path) -> bytes | None:
-    """What lies beside a metrics.csv for the single clients."""
+def clients_file(path: Path) -> bytes | None:
+    """Return the content of the clients.csv beside a metrics.csv."""
     file = path.with_name("clients.csv")
     return file.read_bytes() if file.exists() else None
 
@@ -44,8 +44,8 @@ THREE: list[Row] = [
 ]
 
 
-def test_one_row_a_round_and_blanks_where_there_is_no_value(path: Path) -> None:
-    metrics = written(path, THREE)
+def test_a_round_is_a_row_and_missing_values_are_blank(path: Path) -> None:
+    metrics = write(path, THREE)
     assert path.read_bytes().decode() == (
         "round,global/acc,client/acc_mean,comm/up_bytes\n"
         "1,0.1234,,\n"
@@ -56,32 +56,32 @@ def test_one_row_a_round_and_blanks_where_there_is_no_value(path: Path) -> None:
 
 
 def test_a_row_is_on_disk_when_append_returns(path: Path) -> None:
-    metrics = written(path, [])
+    metrics = write(path, [])
     for n, row in enumerate(THREE, 1):
         metrics.append(row)
         assert len(path.read_text().splitlines()) == n + 1
-        assert rewound(path, n).rows == THREE[:n]
+        assert rewind(path, n).rows == THREE[:n]
 
 
 def test_a_row_without_new_columns_is_only_added_at_the_end(path: Path) -> None:
-    metrics = written(path, [{"round": 1, "global/acc": 0.5, "global/loss": 2.0}])
+    metrics = write(path, [{"round": 1, "global/acc": 0.5, "global/loss": 2.0}])
     before, node = path.read_bytes(), path.stat().st_ino
     metrics.append({"global/loss": 1.0, "round": 2})
     assert path.read_bytes() == before + b"2,,1.0\n"
     assert path.stat().st_ino == node
 
 
-def test_columns_stand_in_groups_and_count_naturally(path: Path) -> None:
+def test_columns_are_grouped_and_sorted_by_number(path: Path) -> None:
     expected = ["round", "global/acc", "global/loss", "personal_on_global/acc_mean", "client/acc_mean"]
     expected += ["client/acc_std", "comm/up_bytes", "time/fit_s", "entropy/class_9", "entropy/class_11"]
     for order in (expected, expected[::-1], sorted(expected)):
-        written(path, [dict.fromkeys(order, 1)])
+        write(path, [dict.fromkeys(order, 1)])
         assert path.read_text().splitlines()[0].split(",") == expected
 
 
-def test_the_columns_do_not_depend_on_when_they_came(path: Path) -> None:
+def test_the_order_of_columns_does_not_depend_on_their_first_round(path: Path) -> None:
     later = [{"round": 1, "class_10/acc": 1.0}, {"round": 2, "class_9/acc": 1.0}, {"round": 3, "global/acc": 1.0}]
-    written(path, later)
+    write(path, later)
     assert path.read_text().splitlines()[0] == "round,global/acc,class_9/acc,class_10/acc"
 
 
@@ -97,11 +97,11 @@ def bits(value: float) -> tuple[type, bytes | int]:
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["global/acc", "client/acc_mean", "x"]), numbers), max_size=5))
-def test_numbers_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, contents: list[Row]) -> None:
+def test_numbers_are_read_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, contents: list[Row]) -> None:
     path = tmp_path_factory.mktemp("csv") / "metrics.csv"
     rows: list[Row] = [{"round": n, **content} for n, content in enumerate(contents, 1)]
-    written(path, rows)
-    back = rewound(path, len(rows)).rows
+    write(path, rows)
+    back = rewind(path, len(rows)).rows
     assert [{name: bits(value) for name, value in row.items()} for row in back] == [
         {name: bits(value) for name, value in row.items()} for row in rows
     ]
@@ -125,38 +125,38 @@ def test_rewinding_and_replaying_gives_the_uninterrupted_file(
     uninterrupted, path = folder / "a" / "metrics.csv", folder / "b" / "metrics.csv"
     for file in (uninterrupted, path):
         file.parent.mkdir()
-    written(uninterrupted, rows)
-    written(path, rows[:done])
+    write(uninterrupted, rows)
+    write(path, rows[:done])
     back = data.draw(st.integers(0, min(done, len(rows))))
-    metrics = rewound(path, back)
+    metrics = rewind(path, back)
     assert metrics.rows == [split_series(row)[0] for row in rows[:back]]
     for row in rows[back:]:
         metrics.append(row)
     assert path.read_bytes() == uninterrupted.read_bytes()
     assert metrics.rows == [split_series(row)[0] for row in rows]
-    assert series_file(path) == series_file(uninterrupted)
+    assert clients_file(path) == clients_file(uninterrupted)
 
 
 def test_rewinding_drops_columns_that_only_later_rounds_had(path: Path) -> None:
-    written(path, THREE)
-    rewound(path, 1)
+    write(path, THREE)
+    rewind(path, 1)
     assert path.read_text() == "round,global/acc\n1,0.1234\n"
 
 
 def test_before_round_1_no_file_is_needed(path: Path) -> None:
-    assert rewound(path, 0).rows == []
-    assert rewound(path, 0).rows == []
+    assert rewind(path, 0).rows == []
+    assert rewind(path, 0).rows == []
 
 
-def test_a_last_line_that_was_cut_short_does_not_count(path: Path) -> None:
-    written(path, THREE)
+def test_a_truncated_last_line_is_ignored(path: Path) -> None:
+    write(path, THREE)
     whole = path.read_bytes()
     for missing in range(1, len(b"3,,0.75,1152921504606846976\n") + 1):
         path.write_bytes(whole[:-missing])
         with pytest.raises(Damaged, match="does not hold rounds 1 to 3"):
-            rewound(path, 3)
+            rewind(path, 3)
         path.write_bytes(whole[:-missing])
-        assert rewound(path, 2).rows == THREE[:2]
+        assert rewind(path, 2).rows == THREE[:2]
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ def test_a_last_line_that_was_cut_short_does_not_count(path: Path) -> None:
     ],
     ids=["no file", "empty", "too short", "a gap", "no start", "twice", "no number", "too wide", "no round", "no text"],
 )
-def test_a_file_that_does_not_hold_every_round_is_refused_and_left_alone(content: bytes | None, path: Path) -> None:
+def test_a_file_without_every_round_is_refused_and_not_changed(content: bytes | None, path: Path) -> None:
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(Damaged, match=r"metrics.csv does not hold rounds 1 to 2. Restore it, or start"):
-        rewound(path, 2)
+        rewind(path, 2)
     assert (path.read_bytes() if path.exists() else None) == content
 
 
@@ -194,11 +194,11 @@ CLIENTS: list[Row] = [
 TWO = b"round,client,acc,train_loss\n1,9,1.0,2.5\n1,10,0.25,\n"
 
 
-def test_single_clients_have_a_line_a_round_in_a_file_of_their_own(path: Path) -> None:
-    metrics = written(path, CLIENTS)
+def test_a_client_has_a_line_for_each_round_in_clients_csv(path: Path) -> None:
+    metrics = write(path, CLIENTS)
     assert path.read_text() == "round,global/acc\n1,0.5\n2,0.5\n3,0.5\n12,0.5\n"
     assert metrics.rows == [{"round": row["round"], "global/acc": 0.5} for row in CLIENTS]
-    assert series_file(path) == (
+    assert clients_file(path) == (
         b"round,client,acc,train_loss,drift,weight\n"
         b"1,9,1.0,2.5,,\n"
         b"1,10,0.25,,,\n"
@@ -209,43 +209,43 @@ def test_single_clients_have_a_line_a_round_in_a_file_of_their_own(path: Path) -
 
 
 def test_new_clients_only_add_lines(path: Path) -> None:
-    metrics = written(path, CLIENTS[:1])
-    node, before = path.with_name("clients.csv").stat().st_ino, series_file(path)
+    metrics = write(path, CLIENTS[:1])
+    node, before = path.with_name("clients.csv").stat().st_ino, clients_file(path)
     metrics.append({"round": 2, "global/acc": 1.0, **{f"client_{k}/acc": 0.5 for k in range(100, 200)}})
     assert path.with_name("clients.csv").stat().st_ino == node
-    assert series_file(path) == before + b"".join(b"2,%d,0.5,\n" % k for k in range(100, 200))
+    assert clients_file(path) == before + b"".join(b"2,%d,0.5,\n" % k for k in range(100, 200))
 
 
-def test_names_that_only_resemble_a_clients_stay_with_the_round(path: Path) -> None:
+def test_names_similar_to_those_of_a_client_stay_in_metrics_csv(path: Path) -> None:
     row = {"round": 1, "client_x/acc": 1.0, "client_1": 2.0, "my_client_1/acc": 3.0, "client/acc_mean": 4.0}
-    assert written(path, [row]).rows == [row]
-    assert series_file(path) is None
+    assert write(path, [row]).rows == [row]
+    assert clients_file(path) is None
 
 
 @pytest.mark.parametrize(("round", "left"), [(0, None), (1, TWO), (2, TWO)])
-def test_rewinding_cuts_the_single_clients_back_too(path: Path, round: int, left: bytes | None) -> None:
-    written(path, CLIENTS)
-    rewound(path, round)
-    assert series_file(path) == left
+def test_rewinding_also_truncates_clients_csv(path: Path, round: int, left: bytes | None) -> None:
+    write(path, CLIENTS)
+    rewind(path, round)
+    assert clients_file(path) == left
 
 
-def test_a_kill_between_and_within_the_files_leaves_what_resumes_to_the_same_bytes(path: Path) -> None:
-    written(path, CLIENTS[:2])
+def test_a_run_killed_while_it_writes_clients_csv_resumes_to_the_same_bytes(path: Path) -> None:
+    write(path, CLIENTS[:2])
     metrics_before = path.read_bytes()
-    written(path, CLIENTS[:3])
-    metrics_after, series = path.read_bytes(), series_file(path)
+    write(path, CLIENTS[:3])
+    metrics_after, series = path.read_bytes(), clients_file(path)
     for cut in range(series.index(b"3,0"), len(series) + 1):
         path.write_bytes(metrics_before)
         path.with_name("clients.csv").write_bytes(series[:cut])
-        rewound(path, 2).append(CLIENTS[2])
-        assert (path.read_bytes(), series_file(path)) == (metrics_after, series)
+        rewind(path, 2).append(CLIENTS[2])
+        assert (path.read_bytes(), clients_file(path)) == (metrics_after, series)
     assert [file.name for file in path.parent.iterdir() if file.name.startswith(".")] == []
 
 
-def test_a_line_cut_within_its_round_is_not_taken_for_an_earlier_round(path: Path) -> None:
-    written(path, CLIENTS)
-    whole = series_file(path)
+def test_a_truncated_round_number_is_not_read_as_an_earlier_round(path: Path) -> None:
+    write(path, CLIENTS)
+    whole = clients_file(path)
     before = whole[: whole.index(b"12,7")]
     path.with_name("clients.csv").write_bytes(before + b"1")
-    rewound(path, 3)
-    assert series_file(path) == before
+    rewind(path, 3)
+    assert clients_file(path) == before
