@@ -81,7 +81,7 @@ def _wrong_value(key: str, message: str) -> str | None:
     innermost = message.rpartition('Parser key "')[2]  # the others are about the classes around the key
     start = "Given" if "Does not validate" in innermost else "Got"
     given = re.search(start + VALUE, innermost)
-    if not given:
+    if not given or given[1].lstrip('"').startswith("Namespace(class_path"):  # an error of the class itself
         return None
     types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", innermost[: given.start()])
     expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))

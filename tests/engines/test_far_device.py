@@ -83,7 +83,7 @@ def test_the_simulated_device_refuses_what_a_gpu_refuses():
         assert same_bytes({"x": (far + 1).cpu()}, {"x": one + 1})
     assert sum(there.fetched.values()) == 3
     assert sum(there.sent.values()) == 2
-    with pytest.raises(RuntimeError, match="not looked after"):
+    with pytest.raises(RuntimeError, match="outside FarDevice"):
         far + 1
 
 
