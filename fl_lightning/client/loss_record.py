@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import NonFiniteError
-from fl_lightning.core.state_dicts import at_least_float32
 
 
 class LossRecord:
@@ -15,7 +15,7 @@ class LossRecord:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._pending: list[Tensor] = []  # of all terms, step by step
-        self._sums = torch.zeros(0, dtype=torch.float64)
+        self._sums = np.zeros(0)
         self._steps = 0
 
     def add(self, losses: dict[str, Tensor]) -> None:
@@ -39,13 +39,12 @@ class LossRecord:
         """
         if not self._pending:
             return {}
-        values = at_least_float32(torch.stack(self._pending))
-        steps = values.cpu().double().view(-1, len(self._names))
+        steps = np.array(torch.stack(self._pending).tolist()).reshape(-1, len(self._names))
         self._pending = []
-        sums = steps.sum(dim=0)
-        if not bool(sums.isfinite().all()):
-            bad = ~steps.isfinite()
-            term = self._names[int(bad[bad.any(dim=1)][0].nonzero()[0])]
+        sums = steps.sum(axis=0)
+        if not np.isfinite(sums).all():
+            bad = ~np.isfinite(steps)
+            term = self._names[int(bad[bad.any(axis=1)][0].argmax())]
             raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
         self._sums = sums + (self._sums if self._steps else 0)
         self._steps += len(steps)
@@ -61,6 +60,6 @@ class LossRecord:
         self.settle()
         return self._named(self._sums / self._steps) if self._steps else {}
 
-    def _named(self, means: Tensor) -> dict[str, float]:
+    def _named(self, means: np.ndarray) -> dict[str, float]:
         values = means.tolist()
         return {"loss": sum(values), **dict(zip(self._names, values, strict=True))}

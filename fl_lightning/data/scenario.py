@@ -48,6 +48,7 @@ class PackedShards(Sequence[Shard]):
             part: (torch.from_numpy(np.concatenate(lists)), [0, *accumulate(map(len, lists))])  # indices, each start
             for part, lists in (("train", train), ("test", test))
         }
+        self._last = -1, Shard(torch.empty(0), torch.empty(0))
 
     @classmethod
     def from_shards(cls, shards: Sequence[Shard]) -> PackedShards:
@@ -71,7 +72,9 @@ class PackedShards(Sequence[Shard]):
         return self._shard(chosen) if isinstance(chosen, int) else [self._shard(k) for k in chosen]
 
     def _shard(self, k: int) -> Shard:
-        return Shard(*(indices[starts[k] : starts[k + 1]] for indices, starts in self._parts.values()))
+        if self._last[0] != k:  # a client's round asks for its shard many times
+            self._last = k, Shard(*(indices[starts[k] : starts[k + 1]] for indices, starts in self._parts.values()))
+        return self._last[1]
 
 
 @dataclass

@@ -46,7 +46,12 @@ class ClientSlot:
         self._initial = self._new_flat()
         for name, view in self._layout.views(self._initial).items():
             view.copy_(entries[name].detach())
-        self._attributes = [(vars(part), *split_attributes(part)) for part in module.modules()]
+        self._attributes = [(vars(part), vars(part).copy()) for part in module.modules()]
+        containers = [
+            value for _, attributes in self._attributes for value in attributes.values() if is_container(value)
+        ]
+        self._empty = [value for value in containers if not value]
+        self._filled = [(value, value.copy()) for value in containers if value]
         unchanged = {id(entries[name]) for name in (*sent, *fixed)}
         rest = {id(value): value for part in module.modules() for value in tensors_of(part)}
         self._rest = [(value.detach(), value.detach().clone()) for key, value in rest.items() if key not in unchanged]
@@ -60,11 +65,15 @@ class ClientSlot:
             overwritten: Entries of the backbone that are overwritten before they are read.
         """
         spent = self.module.spent
-        for attributes, initial, containers in self._attributes:
+        for attributes, initial in self._attributes:
             attributes.clear()
             attributes.update(initial)
-            for name, container in containers:
-                attributes[name] = container.copy()
+        for container in self._empty:
+            if container:
+                container.clear()
+        for container, content in self._filled:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
         for parameter, flag in self._flags:
             parameter.grad = None
             if parameter.requires_grad != flag:
@@ -132,16 +141,15 @@ def owner(network: nn.Module, entry: str) -> tuple[dict[str, Any], str, str]:
     return attributes, "_parameters" if name in attributes["_parameters"] else "_buffers", name
 
 
-def split_attributes(part: nn.Module) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Return a module's attributes, and copies of those that are containers."""
-    attributes = vars(part).copy()
-    return attributes, [(name, value.copy()) for name, value in attributes.items() if type(value) in CONTAINERS]
+def is_container(value: Any) -> bool:
+    """Return whether a value is a container that the slot restores."""
+    return type(value) in CONTAINERS
 
 
 def values_of(part: nn.Module) -> Iterator[Any]:
     """Yield the attributes of a module and the contents of its containers."""
     for value in vars(part).values():
-        if type(value) in CONTAINERS:
+        if is_container(value):
             yield from value.values() if isinstance(value, dict) else value
         else:
             yield value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -98,12 +99,13 @@ class SharedFit(L.LightningModule):
             return self._fit(module, task)
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
-        device = self.trainer.strategy.root_device
+        trainer, alone, clients = self.trainer, self.worker.idle_trainer, self.worker.client_data
+        device = trainer.strategy.root_device
         if not module.shared_weights:  # newly built
             module.to(device).train()
-        batches = self.worker.client_data.batches(task)
-        work = LocalWork.under(self.worker.idle_trainer, len(batches))
-        module.trainer = own = ClientTrainerView(self.trainer, self.worker.idle_trainer, work)  # type: ignore[assignment]
+        batches = clients.batches(task)
+        work = LocalWork.under(alone, len(batches))
+        module.trainer = own = ClientTrainerView(trainer, alone, work)  # type: ignore[assignment]
         vars(module)["log"] = ignore_log
         optimizer, schedules = configure_optimizer(module)
         module.on_fit_start()
@@ -113,9 +115,10 @@ class SharedFit(L.LightningModule):
                 if own.should_stop:
                     break
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-                self._step(module, optimizer, (self.worker.client_data.ready_to_train(x), y), number)
+                backward = partial(self._backward, trainer, module, optimizer, (clients.ready_to_train(x), y), number)
+                optimizer.step(backward)  # type: ignore[arg-type]
                 own.global_step += 1
-                if self.trainer.received_sigterm:
+                if trainer.received_sigterm:
                     raise SIGTERMException
             module.on_train_epoch_end()
             for schedule in schedules:
@@ -123,21 +126,23 @@ class SharedFit(L.LightningModule):
             own.current_epoch += 1
         return optimizer
 
-    def _step(
-        self, module: ClientModule, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], number: int
-    ) -> None:
-        plugin, alone = self.trainer.precision_plugin, self.worker.idle_trainer
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()  # before the forward, which then finds their memory free and in the cache
-            with plugin.train_step_context():
-                loss = module.training_step(batch, number)
-            loss.backward()
-            if alone.gradient_clip_val:
-                self.clip_gradients(optimizer, alone.gradient_clip_val, alone.gradient_clip_algorithm)
-            return loss
-
-        optimizer.step(closure)  # type: ignore[arg-type]
+    def _backward(
+        self,
+        trainer: L.Trainer,
+        module: ClientModule,
+        optimizer: torch.optim.Optimizer,
+        batch: tuple[Tensor, Tensor],
+        number: int,
+    ) -> Tensor:
+        """Compute the loss of a batch and its gradients."""
+        optimizer.zero_grad()  # before the forward, which then finds their memory free and in the cache
+        with trainer.precision_plugin.train_step_context():
+            loss = module.training_step(batch, number)
+        loss.backward()
+        alone = self.worker.idle_trainer
+        if alone.gradient_clip_val:
+            self.clip_gradients(optimizer, alone.gradient_clip_val, alone.gradient_clip_algorithm)
+        return loss
 
 
 def configure_optimizer(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:

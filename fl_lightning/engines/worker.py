@@ -222,11 +222,11 @@ class Worker:
             NonFiniteError: The upload holds NaN or Inf.
         """
         samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
+        training_batches = self.client_data.training_batches(task.client)
         upload, memory, local, on_global = None, task.memory, None, None
         evaluates = task.evaluate or task.evaluate_globally
         runs_module = evaluates or module.knowledge or not self.algorithm.uploads_by_copying
         with inference(module, self.idle_trainer) if runs_module else torch.no_grad():
-            training_batches = self.client_data.training_batches(task.client)
             if task.upload:
                 upload = self.algorithm.upload(module, training_batches, samples, classes)
                 memory = self.algorithm.remember(module, upload)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import os
 import re
 import warnings
 from collections import deque
@@ -13,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.core.digest import Digest
 from fl_lightning.core.errors import CheckpointError, ConfigError, Damaged, blame, one_line
-from fl_lightning.core.files import read_file, replace_atomically, write_atomically
+from fl_lightning.core.files import flush, read_file, replace_atomically, write_atomically
 from fl_lightning.evaluation.summary import Row, lowest_losses, read_rows, summarize
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.files import CSVLogger as CSVLogger
@@ -118,7 +117,7 @@ class MetricsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:
-        """Append one round, first to `clients.csv`. Both files are on disk on return.
+        """Append one round, first to `clients.csv`. A killed process loses nothing of it.
 
         Raises:
             CheckpointError: Writing fails.
@@ -129,13 +128,24 @@ class MetricsCsv:
             if shared.keys() <= set(self._columns):
                 with self.path.open("a", newline="") as file:
                     csv.DictWriter(file, self._columns, lineterminator="\n").writerow(shared)
-                    _flush(file)
             else:
                 self._rewrite([*self.rows, shared])
         except OSError as error:
             raise CheckpointError(f"cannot write round {row['round']} to {self.path.parent}: {error}") from error
-        self.rows.append(shared)  # only after it is on disk: `rows` must never be ahead of the file
+        self.rows.append(shared)  # only after it is written: `rows` must never be ahead of the file
         self._digest.add(shared)
+
+    def flush(self) -> None:
+        """Write all rows to disk, where a power failure does not reach them.
+
+        Raises:
+            CheckpointError: Writing fails.
+        """
+        try:
+            for path in filter(Path.exists, (self.clients.path, self.path)):
+                flush(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.path.parent}: {error}") from error
 
     def _rows_until(self, round: int) -> list[Row]:
         """Read the rows of rounds 1 to at most `round`, up to the first missing one."""
@@ -188,7 +198,7 @@ class ClientsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, round: int, series: Mapping[int, Row]) -> None:
-        """Append one round's metrics by client and name. They are on disk on return."""
+        """Append one round's metrics by client and name."""
         new = {name for row in series.values() for name in row}.difference(self._columns)
         if new:
             self._columns += sorted(new, key=_column_order)
@@ -197,7 +207,6 @@ class ClientsCsv:
         if rows:
             with self.path.open("a", newline="") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
-                _flush(file)
         for each in rows:
             self.digest.add(each)
 
@@ -325,11 +334,6 @@ class WarningsTxt:
         else:
             self.path.unlink()
         self._on_disk = len(self._lines)
-
-
-def _flush(file: TextIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 class Loggers:

@@ -62,6 +62,7 @@ class CheckpointFolder:
         state: dict[str, Any],
         files: Mapping[str, str] | None = None,
         fingerprint: Fingerprint | None = None,
+        flushed: bool = True,
     ) -> Path:
         """Write the checkpoint of a round. An earlier checkpoint of the round is replaced.
 
@@ -70,6 +71,7 @@ class CheckpointFolder:
             state: Nested dicts and lists of tensors, numbers and strings.
             files: Client-state files that belong to it: paths relative to the run folder, and their checksums.
             fingerprint: The run's fingerprint.
+            flushed: Whether it is on disk when this returns. Otherwise a power failure can still damage it.
 
         Raises:
             CheckpointError: Writing fails.
@@ -90,17 +92,35 @@ class CheckpointFolder:
                     "seal": asdict(fingerprint or Fingerprint()),
                 }
                 (partial / MANIFEST).write_text(_to_json(manifest))
-                for path in (partial / "state.pt", partial / MANIFEST, partial):
-                    flush(path)
+                if flushed:
+                    self._flush(partial)
                 if target.exists():
                     target.rename(Path(parent) / "replaced")
                 partial.rename(target)
-            flush(self.path)
+            if flushed:
+                flush(self.path)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             raise CheckpointError(f"cannot write checkpoint {target}: {one_line(reason)}") from error
         self._damaged.discard(round)
         return target
+
+    def flush(self, round: int) -> None:
+        """Write the checkpoint of a round to disk, where a power failure does not reach it.
+
+        Raises:
+            CheckpointError: Writing fails.
+        """
+        try:
+            self._flush(self._folder(round))
+            flush(self.path)
+        except OSError as error:
+            raise CheckpointError(f"cannot write checkpoint {self._folder(round)}: {error}") from error
+
+    @staticmethod
+    def _flush(folder: Path) -> None:
+        for path in (folder / "state.pt", folder / MANIFEST, folder):
+            flush(path)
 
     def replace_fingerprint(self, round: int, fingerprint: Fingerprint) -> None:
         """Replace the fingerprint of a valid checkpoint.

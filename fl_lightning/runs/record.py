@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -15,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import yaml
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
@@ -36,6 +37,9 @@ from fl_lightning.runs.folder import (
 from fl_lightning.runs.partition import write_counts
 from fl_lightning.runs.reader import Figures
 from fl_lightning.runs.trust import sign
+
+FLUSH_SECONDS = 1.0
+"""Checkpoints of rounds that follow each other faster are not flushed one by one. A kill does not need that."""
 
 Keep = Callable[[list[int]], set[int]]
 """A function that is given the rounds that have a checkpoint, newest first, and returns those to keep."""
@@ -91,6 +95,8 @@ class Record:
         self._settings: dict[str, Any] = {}
         self._restored_from: Fingerprint | None = None
         self._contexts = ExitStack()
+        self._flushed_round, self._next_flush = -1, 0.0
+        self._kept: set[int] | None = None  # what callbacks keep; the round that was flushed last is kept in addition
         self._created_folders: list[Path] | None = None  # by the lock; None before the folder is locked
 
     # --- Start or resume ---
@@ -240,10 +246,19 @@ class Record:
     def _write(
         self, round: int, state: dict[str, Any], fingerprint: Fingerprint, clients: list[StoredState], keep: Keep | None
     ) -> None:
-        self.checkpoints.write(round, state, self.memory.write(clients), fingerprint)
+        flushed = time.monotonic() >= self._next_flush
+        if flushed:
+            self.csv.flush()
+        self.checkpoints.write(round, state, self.memory.write(clients), fingerprint, flushed)
+        if flushed:
+            self._flushed_round, self._next_flush = round, time.monotonic() + FLUSH_SECONDS
         if keep:
-            self.checkpoints.prune(keep(self.checkpoints.rounds()))
-            self.memory.prune(self.checkpoints.named_files())
+            self._kept = keep(self.checkpoints.rounds())
+            self._prune(self._kept | {self._flushed_round})
+
+    def _prune(self, kept: set[int]) -> None:
+        self.checkpoints.prune(kept)
+        self.memory.prune(self.checkpoints.named_files())
 
     def ensure_checkpoint(self) -> None:
         """Write a checkpoint of the last finished round if its metrics are on disk and it has none.
@@ -273,8 +288,20 @@ class Record:
             raise
         finally:
             self.writer.close()
+            self._flush_newest()
             release()
             self.logger.finalize(status)
+
+    def _flush_newest(self) -> None:
+        """Write the newest checkpoint to disk if it is not there yet, and remove the one that was kept in its place."""
+        with suppress(CheckpointError):  # the file system has failed, and the error of the run says so
+            rounds = self.checkpoints.rounds()
+            if rounds and rounds[0] != self._flushed_round:
+                self.csv.flush()
+                self.checkpoints.flush(rounds[0])
+                if self._kept is not None and self._flushed_round not in self._kept:
+                    self._prune({*rounds} - {self._flushed_round})
+                self._flushed_round = rounds[0]
 
     def finish(self, targets: Sequence[float], model: Tensors | None) -> Figures:
         """Write the summary and the global model when everything else is on disk, and call the loggers.
