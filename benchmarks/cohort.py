@@ -478,7 +478,9 @@ def verify(name: str, run: dict[str, float], beside: dict[str, float], work: Wor
     if name not in ELSEWHERE:
         assert run["parameters"] == work.parameters, f"{name}: {run['parameters']} parameters"
         assert run["steps"] == rounds * work.steps, f"{name}: {run['steps']} steps, not {rounds * work.steps}"
-    assert abs(run["loss"] - beside["loss"]) < max(0.25 * beside["loss"], 0.05), f"{name}: loss {run['loss']}, loop {beside['loss']}"
+    assert abs(run["loss"] - beside["loss"]) < max(0.25 * beside["loss"], 0.05), (
+        f"{name}: loss {run['loss']}, loop {beside['loss']}"
+    )
 
 
 def installed(python: str, package: str) -> bool:

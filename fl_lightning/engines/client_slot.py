@@ -54,7 +54,7 @@ class ClientSlot:
         self._filled = [(value, value.copy()) for value in containers if value]
         unchanged = {id(entries[name]) for name in (*sent, *fixed)}
         rest = {id(value): value for part in module.modules() for value in tensors_of(part)}
-        self._rest = [(value.detach(), value.detach().clone()) for key, value in rest.items() if key not in unchanged]
+        self._rest = [(value, value.detach().clone()) for key, value in rest.items() if key not in unchanged]
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._place(self._initial.clone())
 
@@ -78,8 +78,9 @@ class ClientSlot:
             parameter.grad = None
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
-        for value, start in self._rest:
-            value.copy_(start)
+        with torch.no_grad():
+            for value, start in self._rest:
+                value.copy_(start)
         if spent:  # the last upload has the memory
             self._place(self._new_flat())
         if not self._placed.keys() <= overwritten:
@@ -91,10 +92,9 @@ class ClientSlot:
     def is_intact(self) -> bool:
         """Whether the module has its parts and weights, these are where they were placed, and no hooks are on them."""
         same_parts = all(attributes["_modules"] == children for attributes, children in self._children)
-        return same_parts and all(
-            attributes[kind].get(name) is weight
-            and weight.data_ptr() == self._placed[entry].data_ptr()
-            and not (weight._backward_hooks or weight._post_accumulate_grad_hooks)
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self._flags)
+        return (same_parts and not hooked) and all(
+            attributes[kind].get(name) is weight and weight.data_ptr() == self._placed[entry].data_ptr()
             for (entry, _), weight, (attributes, kind, name) in zip(
                 self._layout.shapes, self._weights, self._owners, strict=True
             )

@@ -8,7 +8,7 @@ from task_runners import run_tasks
 from test_module_copier import everything
 from torch import nn
 
-from fl_lightning.algorithms import FedAvg, WeightedMean
+from fl_lightning.algorithms import FedAvg, FedPer, WeightedMean
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.flat_tensors import as_flat
 from fl_lightning.engines import SequentialEngine
@@ -104,8 +104,9 @@ MEDDLES = [double_gradient, double_output, freeze, replace_weight, move_weight, 
 
 
 @pytest.mark.parametrize("meddle", MEDDLES)
-def test_what_a_client_does_to_its_module_does_not_reach_the_next(tmp_path, meddle):
-    run = experiment(tmp_path, FedAvg(loss_terms=[Meddler(meddle)]))
+@pytest.mark.parametrize("method", [FedAvg, FedPer], ids=["sent head", "personal head"])
+def test_what_a_client_does_to_its_module_does_not_reach_the_next(tmp_path, method, meddle):
+    run = experiment(tmp_path, method(loss_terms=[Meddler(meddle)]))
     worker = built(run)
     tasks = [task_of_round(run, number, 0) for number in (1, 2, 3)]
     together = run_tasks(SequentialEngine(), worker, tasks)
