@@ -43,6 +43,7 @@ def test_after_a_client_the_module_is_a_new_one(tmp_path, name):
     slot = worker.modules._slot
     assert slot.is_intact
     module = slot.reset()
+    assert all(parameter.grad is None for parameter in module.parameters())
     module.shared_weights = None
     assert everything(module) == everything(worker.modules.build().train())
 
