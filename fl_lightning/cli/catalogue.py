@@ -70,27 +70,27 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def classes_of(kind: str) -> dict[str, Class]:
-    """Return this package's classes of a kind by name, read from their source."""
+    """Return this package's classes of a kind such as `algorithms`, by name. Reads their source, imports nothing."""
     base, room, _ = BASES[kind]
     return classes_in(f"fl_lightning.{room}", f"fl_lightning.{base}")
 
 
 @cache
 def class_options(kind: str, name: str) -> dict[str, dict[str, Any]]:
-    """Return the options of a class for `--help`, by name. Arguments whose values come from the data are left out."""
+    """Return the options of one class for `--help`, by name, without arguments whose values come from the data."""
     left_out = SET_BY_DATA if kind == "models" else ()
     return {one.name: one.option for one in parameters(classes_of(kind)[name]) if one.name not in left_out}
 
 
 def descriptions(kind: str) -> dict[str, str]:
-    """Return the names of a kind with their descriptions: the first line of a docstring or of a file."""
+    """Return each name of a kind (a class or a shipped file) with its description, the first line of its text."""
     if kind in FILES:
         return {name: shipped_text(name, kind).partition("\n")[0].lstrip("# ") for name in shipped(kind)}
     return {name: one.summary for name, one in classes_of(kind).items()}
 
 
 def groups(kind: str) -> dict[str, dict[str, str]]:
-    """Return the `descriptions` of a kind by heading. Algorithms have one heading per family."""
+    """Return the names and descriptions of a kind, grouped by heading. Algorithms have one heading per family."""
     if kind != "algorithms":
         return {kind: descriptions(kind)}
     families: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}
@@ -114,7 +114,7 @@ def names(key: str) -> list[str]:
 
 
 def arguments(key: str, path: str) -> list[str] | None:
-    """Return the names of the arguments that a class takes; None for a class that has to be imported.
+    """Return the argument names of a class that a key names; None if the class has to be imported to know them.
 
     Args:
         key: The key that names the class.
@@ -132,7 +132,7 @@ def arguments(key: str, path: str) -> list[str] | None:
 
 
 def is_in_source(key: str, name: str) -> bool:
-    """Return whether a package in `SOURCES` defines a class or a function of that name for a key."""
+    """Return whether another package, such as torchvision, defines a class or function `name` that fits the key."""
     return any(re.search(rf"^(class|def) {re.escape(name)}\b", text, re.MULTILINE) for text in _sources(key))
 
 
@@ -158,13 +158,13 @@ def _sources(key: str) -> Iterator[str]:
 
 
 def base(kind: str) -> type:
-    """Import the base class of a kind."""
+    """Import and return the base class of a kind, such as `Algorithm` for `algorithms`."""
     module, _, name = f"fl_lightning.{BASES[kind][0]}".rpartition(".")
     return getattr(import_module(module), name)
 
 
 def classes(kind: str) -> list[Any]:
-    """Import the classes of a kind that the package exports, in alphabetical order, without the base class."""
+    """Import the classes of a kind that the package exports. Return them in alphabetical order, without the base."""
     module = import_module(f"fl_lightning.{BASES[kind][1]}")
     members = (getattr(module, name) for name in module.__all__)
     kept = [m for m in members if inspect.isclass(m) and issubclass(m, base(kind)) and m is not base(kind)]

@@ -16,7 +16,7 @@ NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 
 
 def correct_case(words: Sequence[str]) -> list[str]:
-    """Correct the case of class names on a command line, and write nulls so that jsonargparse keeps them.
+    """Correct the case of class names on a command line, and rewrite null values that jsonargparse would misread.
 
     jsonargparse turns null into the text `None` in an option within an argument of a class, except in a mapping.
     """
@@ -40,7 +40,7 @@ def correct_case(words: Sequence[str]) -> list[str]:
 
 
 def _correct_name(name: str, key: str) -> str:
-    """Correct the case of a class's name, unless it is ambiguous: torchvision's `resnet18`, our `ResNet18`."""
+    """Correct the case of a class name, except where it names a torchvision model (`resnet18`, not our `ResNet18`)."""
     corrected = match_case(name, [*names(key), *options_of("fit").get(key, {}).get("choices", ())])
     is_torchvision = key == "model" and is_in_source(key, name) and name in builders_of_torchvision()
     return name if is_torchvision and corrected != name else corrected
@@ -54,7 +54,7 @@ def builders_of_torchvision() -> list[str]:
 
 
 def as_backbone(module: str) -> str:
-    """Return the options that use any module as the model, with `FromModule`.
+    """Return the command-line options that use any PyTorch module as the model, through `FromModule`.
 
     Args:
         module: The import path of the module, or the name of a model builder of torchvision.

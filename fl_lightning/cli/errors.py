@@ -26,7 +26,7 @@ VALUE = r" value: ?(.*?)(?: - |- Expected| Given value|\. Got value|$)"
 
 @contextmanager
 def readable_errors(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterator[None]:
-    """Context in which errors of jsonargparse and of constructors that it calls become a one-line `ConfigError`.
+    """Context that turns errors of jsonargparse, and of constructors it calls, into a one-line `ConfigError`.
 
     Args:
         parser: The parser that is used inside.
@@ -110,7 +110,7 @@ def _wrong_class(key: str, message: str) -> str | None:
 
 
 def _other_class(key: str, path: str) -> str | None:
-    """Return the message about a class of torch, torchvision or Lightning that another class or key takes."""
+    """Return the fix for a class of torch, torchvision or Lightning that a key cannot take directly, or None."""
     if key == "model":
         return f"{path} is no Backbone. Did you mean {as_backbone(path)}?"
     if key == "scenario.dataset":
@@ -125,7 +125,7 @@ def _other_class(key: str, path: str) -> str | None:
 
 
 def _without_noise(message: str) -> str:
-    """Return the reason in a message of jsonargparse."""
+    """Return only the reason from an error message of jsonargparse, without its boilerplate."""
     noise = (
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
         r"|Does not validate against any .+? Errors: - | - Expected a .*|\.? (?:Got|Given) value.*"

@@ -42,7 +42,7 @@ def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedO
 
 
 def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
-    """Build the objects that a parsed command line describes."""
+    """Build the scenario, model, algorithm and other objects that a parsed command line describes."""
     for group in ("scenario", "evaluation", "trainer"):
         if not isinstance(value := given[group], Namespace):
             held = "null" if value is None else repr(value)
@@ -54,7 +54,7 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
-    """Return the resolved config as plain values, without keys that belong to one run only."""
+    """Return the resolved config as plain values for recording, without command-line options such as `run_dir`."""
     config = use_recorded_paths(yaml.safe_load(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
 
@@ -73,7 +73,7 @@ def use_recorded_paths(value: Any) -> Any:
 
 
 def run_keys() -> set[str]:
-    """Return the keys that the recorded config of a run can have."""
+    """Return the top-level keys that the config recorded in a run folder can have."""
     parameters = (inspect.signature(kind).parameters for kind in (FederatedOrchestrator, LocalTraining))
     return {*chain(*parameters)} - {"run_dir", "training"}
 
@@ -96,7 +96,7 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
 
 
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
-    """Load a run as `open_run` does. If it is untrusted, the calling context stays restricted by `trusted_imports`."""
+    """Load a run like `open_run`, but leave the calling context restricted if the run is not trusted."""
     parser = experiment_parser()
     text = run_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
     with readable_errors(parser):
@@ -109,7 +109,7 @@ def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> Fe
 
 
 def find_round(checkpoint: str, run_dir: Path) -> int | None:
-    """Return the round of a checkpoint, given as `last`, `best` or a number. None means the newest undamaged one.
+    """Return the round that a checkpoint's name (`last`, `best`, a number) stands for; None for the newest intact one.
 
     Raises:
         ConfigError: The run has no such checkpoint.

@@ -113,7 +113,7 @@ class Formatter(HelpFormatter):
         super().__init__(prog, max_help_position=min(42, 2 * width // 5), width=width)
 
     def add_usage(self, usage: str | None, *rest: Any, **kwargs: Any) -> None:
-        """Add the usage line, unless it is empty."""
+        """Add the usage line to a help text, unless it is empty."""
         if usage != "":
             super().add_usage(usage, *rest, **kwargs)
 
@@ -132,7 +132,7 @@ def command_parser(command: str) -> ArgumentParser:
 
 
 def group_by_heading(options: Mapping[str, Option]) -> dict[str, dict[str, Option]]:
-    """Return an experiment's keys by heading, with short descriptions. Keys without a heading come last."""
+    """Group an experiment's keys by the heading they have in the help, with short descriptions."""
     found: dict[str, dict[str, Option]] = {heading: {} for heading in [*HEADINGS, "more"]}
     for name, option in options.items():
         found[find_heading(name)][name] = shorten(option)
@@ -140,7 +140,7 @@ def group_by_heading(options: Mapping[str, Option]) -> dict[str, dict[str, Optio
 
 
 def find_heading(key: str) -> str:
-    """Return the heading of a key."""
+    """Return the heading under which the help lists a key; `more` if it has none."""
     for heading, keys in HEADINGS.items():
         if key in keys or f"{key.partition('.')[0]}." in keys:
             return heading
@@ -148,7 +148,7 @@ def find_heading(key: str) -> str:
 
 
 def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
-    """Build an argparse parser of options in groups."""
+    """Build an argparse parser that only formats help: options in groups, by heading."""
     parser = ArgumentParser(usage="", add_help=False, formatter_class=Formatter, allow_abbrev=False)
     for heading, options in groups.items():
         group = parser.add_argument_group(heading or None)
@@ -163,7 +163,7 @@ def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
 
 
 def shorten(option: Option) -> Option:
-    """Return an option with the first clause of its help, and its default instead of its type."""
+    """Shorten an option for the help overview: first clause of its text, and its default instead of its type."""
     text = option["help"].replace("`", "")
     clause = re.split(r"[;:] |\.(?: [A-Z]|$)", text, maxsplit=1)[0]
     choices = [choice for choice in option.get("choices", []) if choice not in ("true", "false")]

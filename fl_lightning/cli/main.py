@@ -40,7 +40,7 @@ def run() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command of `fl-lightning`, print any error as one line, and return the exit code.
 
     Args:
         args: The command line without the program's name. By default `sys.argv`, in a process of the command's own.
@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _ended_by(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of an error; no message for a signal or a closed pipe."""
+    """Return the exit code and the message of an error that ended a command; no message for a signal or closed pipe."""
     if isinstance(error, FLError):
         cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
         place = users_place(cause) if cause else getattr(error, "place", "")
@@ -112,14 +112,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _has_shown(error: BaseException) -> bool:
-    """Return whether argparse has printed a text, as for `--print_config`, and now ends the command."""
+    """Return whether argparse has printed a requested text, such as `--print_config`, and now exits."""
     if not isinstance(error, SystemExit) or error.code != 0:
         return False
     return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _raised_in(error: BaseException) -> tuple[FrameType, int]:
-    """Return the frame and the line that raised an error, leaving out W&B's replacement of `sys.exit`."""
+    """Return the frame and the line number where an error was raised, skipping W&B's wrapper of `sys.exit`."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, place = (
         (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")
@@ -128,7 +128,7 @@ def _raised_in(error: BaseException) -> tuple[FrameType, int]:
 
 
 def _brief(line: str) -> str:
-    """Shorten a long message to its beginning and its end, which holds the fix."""
+    """Shorten a long error message to its beginning and its end, which holds the fix."""
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 

@@ -27,12 +27,12 @@ Keywords = dict[str, Any]
 
 
 def switch(help: str) -> Keywords:
-    """Return the keyword arguments of an option without a value."""
+    """Return the `add_argument` keywords of a command-line option without a value."""
     return {"action": "store_true", "help": help}
 
 
 def value(kind: Any, help: str, **more: Any) -> Keywords:
-    """Return the keyword arguments of an option with a value of a type, or of several with `nargs`."""
+    """Return the `add_argument` keywords of an option or positional argument that takes a value of a type."""
     return {"type": kind, "help": help, **more}
 
 
@@ -154,7 +154,7 @@ TRAINER: dict[str, Option] = {
 
 
 def command_parser(command: str) -> ArgumentParser:
-    """Build the parser of a command."""
+    """Build the jsonargparse parser of a command's options, and for `fit` and `partition` of the experiment's keys."""
     from jsonargparse import ArgumentParser  # half a second
 
     is_experiment = command in EXPERIMENTS
@@ -168,7 +168,7 @@ def command_parser(command: str) -> ArgumentParser:
 
 @cache
 def options_of(command: str) -> dict[str, Option]:
-    """Return the options of a command by name."""
+    """Return a command's options for help texts and completion, by name. Does not import torch."""
     found = _experiment_options() if command in EXPERIMENTS else {}
     for flags, keywords in OPTIONS[command].items():
         if keywords["help"] != SUPPRESS:
@@ -194,7 +194,7 @@ def _experiment_options() -> dict[str, Option]:
 
 
 def _described(flags: list[str], keywords: Keywords) -> Option:
-    """Convert an argument of a parser to an option of a help text."""
+    """Convert `add_argument` keywords to an option of a help text."""
     hint = keywords.get("type", bool)
     parts = [hint] if get_origin(hint) is Literal else get_args(hint) or [hint]
     kinds = [get_args(part) if get_origin(part) is Literal else part.__name__ for part in parts if part is not NoneType]

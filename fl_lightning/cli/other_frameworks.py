@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def by_alias(aliases: Mapping[str, str]) -> dict[str, str]:
-    """Invert a table of our names and their aliases, which are separated by spaces."""
+    """Map each alias to our name, given our names with their space-separated aliases."""
     return {alias: name for name, words in aliases.items() for alias in words.split()}
 
 

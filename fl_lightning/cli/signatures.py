@@ -32,7 +32,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a class.
+    """A constructor parameter of a class, read from its source.
 
     Args:
         name: Its name. A parameter within a group such as `head` has a dotted name: `head.hidden`.
@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def choices(self) -> list[str]:
-        """The values that the type allows, if they can be listed."""
+        """The values that the parameter's type allows, if they can be listed; else an empty list."""
         return [word for kind in self.types for word in words(kind)]
 
     @property
@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def option(self) -> dict[str, Any]:
-        """The parameter as an option of a help text."""
+        """The parameter as the dict that describes an option in a help text."""
         found: dict[str, Any] = {"metavar": self.metavar, "help": self.help}
         if self.choices:
             found["choices"] = self.choices
@@ -76,7 +76,7 @@ class Parameter:
 
 
 def words(kind: str | tuple[Any, ...]) -> list[str]:
-    """Return the values of a type as words, if they can be listed."""
+    """Return the values of a `Literal` or bool type as words; an empty list for any other type."""
     if isinstance(kind, tuple):
         return list(dict.fromkeys(map(str, kind)))
     return ["true", "false"] if kind == "bool" else []
@@ -84,7 +84,7 @@ def words(kind: str | tuple[Any, ...]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The parsed source of a module.
+    """The parsed source of a module of this package.
 
     Args:
         name: The module's full name.
@@ -96,7 +96,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, ast.stmt]:
-        """The statements that define or import names, by name."""
+        """The statements that define or import a name at the module's top level, by name."""
         found: dict[str, ast.stmt] = {}
         statements = list(self.tree.body)
         for one in statements:
@@ -112,7 +112,7 @@ class Source:
         return found
 
     def find(self, name: str) -> tuple[Source, ast.stmt] | None:
-        """Return the statement that defines a name, and its module. None if this package does not define it."""
+        """Return the module and the statement that define a name, following imports; None if not in this package."""
         statement = self.names.get(name)
         if not isinstance(statement, ast.ImportFrom):
             return (self, statement) if statement else None
@@ -174,7 +174,7 @@ class Class:
 
     @cached_property
     def ancestors(self) -> list[Class]:
-        """The class and its ancestors, nearest first."""
+        """The class and its base classes in this package, nearest first."""
         return [self, *(one for base in self.bases for one in base.ancestors)]
 
     @cached_property
@@ -184,7 +184,7 @@ class Class:
 
     @cached_property
     def help(self) -> dict[str, str]:
-        """The descriptions of the parameters, from the docstrings of the class and its ancestors."""
+        """The description of each parameter, from the docstrings of the class and its ancestors."""
         found: dict[str, str] = {}
         for one in reversed(self.ancestors):
             found |= arguments_in(one.docstring)
@@ -192,7 +192,7 @@ class Class:
 
 
 def class_in(module: Source, node: ast.AST | None) -> Class | None:
-    """Return the class of this package to which an expression in a module refers."""
+    """Return the class that a name in a module's source refers to; None if it is no class of this package."""
     found = module.find(node.id) if isinstance(node, ast.Name) else None
     return Class(found[0], found[1]) if found and isinstance(found[1], ast.ClassDef) else None
 
@@ -207,7 +207,7 @@ def find_class(path: str) -> Class:
 
 @cache
 def classes(room: str, base: str) -> dict[str, Class]:
-    """Return the subclasses that a room of this package exports, by name, in alphabetical order.
+    """Return the subclasses of a base class that a package exports, by name, in alphabetical order.
 
     Args:
         room: The module or package. Without an `__all__` that is a plain list, all of its public classes count.
@@ -231,7 +231,7 @@ def _exported(room: str) -> Iterator[Class]:
 
 
 def parameters(cls: Class) -> list[Parameter]:
-    """Return the parameters of a class. Those of a group, such as `Head`, get dotted names."""
+    """Return the parameters of a class. Fields of a dataclass argument, such as `head`, get dotted names."""
     found = []
     for name, annotation, default, owner in signature(cls):
         group = class_in(owner.module, annotation)
@@ -251,7 +251,7 @@ Argument = tuple[str, ast.expr | None, ast.expr | None, Class]
 
 
 def signature(cls: Class) -> list[Argument]:
-    """Return the arguments of a class as written, including those that it passes on to its base class."""
+    """Return a class's constructor arguments as written; those of its base class if it has no own constructor."""
     if cls.is_dataclass:
         fields = {argument[0]: argument for base in cls.bases for argument in signature(base)}
         return list((fields | {argument[0]: argument for argument in _fields(cls)}).values())
@@ -272,7 +272,7 @@ def _fields(cls: Class) -> Iterator[Argument]:
 
 
 def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...]]:
-    """Yield the alternatives of a type annotation, without None."""
+    """Yield the alternatives of a type annotation (`int | None` gives `int`), without None."""
     if isinstance(node, ast.BinOp):
         yield from types(module, node.left)
         yield from types(module, node.right)
@@ -291,7 +291,7 @@ def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...
 
 
 def constant(module: Source, node: ast.expr) -> Any:
-    """Return the value of a default, or the name of a default class."""
+    """Return the value of a default expression in the source, or the name of a class used as default."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":  # of a dataclass, with a default_factory
         factory = node.keywords[0].value
         return constant(module, factory.body) if isinstance(factory, ast.Lambda) else []
@@ -306,7 +306,7 @@ def constant(module: Source, node: ast.expr) -> Any:
 
 
 def arguments_in(docstring: str) -> dict[str, str]:
-    """Return the descriptions of arguments in the `Args` section of a docstring."""
+    """Return the argument descriptions in a docstring's `Args` section, by argument name."""
     section = re.search(r"^Args:\n((?: .*\n?|\n)+)", docstring, re.MULTILINE)
     entry = r"^    (\w+): ((?:.*)(?:\n {5,}.*|\n(?=\n* {5,}))*)"
     entries = re.findall(entry, section[1] if section else "", re.MULTILINE)

@@ -26,7 +26,7 @@ KNOWN_BEFOREHAND = re.compile(r"(?:global|client|personal_on_global)/.+")
 
 
 def check_metric(sweep: Sweep) -> None:
-    """Refuse a metric that no round will log. Builds one trial for each algorithm of the sweep, and runs none.
+    """Refuse a sweep whose metric no round will log. Builds one trial per algorithm, and runs none.
 
     A trial that cannot be built is left to its own run, which reports the reason.
 
@@ -48,7 +48,7 @@ def check_metric(sweep: Sweep) -> None:
 
 
 def _one_per_algorithm(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of one trial per algorithm of the sweep."""
+    """Yield the hyperparameters of one trial for each algorithm in the sweep."""
     distributions = {key: parameter.distribution for key, parameter in sweep.parameters.items()}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     params = sweep.grid()[0] if sweep.method == "grid" else study.ask(distributions).params
@@ -62,7 +62,7 @@ def _alternative(column: str, names: Sequence[str]) -> str:
 
 
 def metrics_of_trial(words: Sequence[str], environment: Mapping[str, str]) -> list[str] | None:
-    """Return the names of the metrics that a trial's rounds may log; None if not all are known beforehand.
+    """Return the names of the metrics that a sweep's trial may log; None if not all are known before it runs.
 
     Runs in a process of its own, because it imports torch and loads data.
 

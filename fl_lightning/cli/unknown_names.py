@@ -60,7 +60,7 @@ def check_names(command: str, words: Sequence[str]) -> None:
 
 
 class Names:
-    """The keys of a command, and the classes that a command line chooses.
+    """The valid keys of a command, and the classes that a command line and its config files choose.
 
     Args:
         command: The command.
@@ -101,7 +101,7 @@ class Names:
     # --- Refusals ---
 
     def check_keys(self, content: dict[str, Any], group: str = "") -> None:
-        """Refuse keys and classes of a config, or of a group of its keys, that do not exist."""
+        """Refuse unknown keys and classes in a config, or in one nested group of it."""
         for name, value in content.items():
             key = f"{group}{name}"
             if isinstance(value, dict) and self._is_group(key):
@@ -112,7 +112,7 @@ class Names:
                 self._refuse(key)
 
     def check_option(self, option: str, value: str, later: Sequence[str]) -> None:
-        """Refuse an option, a class or an argument of a class that does not exist.
+        """Refuse an option of the command line if it, its class, or its argument of a class does not exist.
 
         Args:
             option: The option, without its dashes; "" for a word without an option.
@@ -149,7 +149,7 @@ class Names:
         raise ConfigError(self.unknown_key(key))
 
     def _check_classes(self, key: str, value: Any) -> None:
-        """Refuse a wrong class, or a value that is not a class, for a key that takes a class or a list of classes."""
+        """Refuse a value that names no valid class, for a key that takes a class or a list of classes."""
         is_list = isinstance(value, list)
         if key not in CLASS_KEYS or value in (None, "null") or (key == "logger" and str(value) in ("False", "false")):
             return
@@ -161,7 +161,7 @@ class Names:
             self._check_class(key, one, None if is_list else self.classes.get(key))
 
     def _check_class(self, key: str, value: Any, chosen: str | None) -> None:
-        """Refuse a wrong class, and unknown arguments of a class.
+        """Refuse one class that does not exist or does not fit its key, and unknown arguments of it.
 
         Args:
             key: The key.
@@ -188,7 +188,7 @@ class Names:
             self._check_classes(f"{key}.{argument}", given)
 
     def _list_fix(self, key: str, value: Any) -> str:
-        """Return the fix for one class that is given for a list."""
+        """Return the suggested fix where a single class is given for a key that takes a list."""
         near = nearest(value, names(key)) if isinstance(value, str) else None
         if not near:
             return ""
@@ -278,7 +278,7 @@ class Names:
         return f"{word} belongs to no option. Did you mean {meant}?"
 
     def _as_typed(self, fix: str, name: str) -> str:
-        """Format a fix as options if the wrong key is on the command line, or as keys if it is in a config."""
+        """Format a suggested key as the user would write it: as an option, or as a key of a config."""
         options, separator, remark = fix.partition(" (")
         shown = options.replace("=", ": ")
         if self.is_typed(name):
@@ -308,14 +308,14 @@ def unknown_class(key: str, name: str) -> str:
 
 
 def _misplaced_callback(key: str, name: str) -> str | None:
-    """Return the message about a callback that belongs under the other key of `callbacks` and `client_callbacks`."""
+    """Return the error message if a callback belongs under `client_callbacks` instead of `callbacks`, or vice versa."""
     home = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}.get(key)
     kind = getattr(load(home), name, None) if home and "." not in name and name not in names(key) else None
     return load("fl_lightning.callbacks.defaults").describe_misplaced(kind) if inspect.isclass(kind) else None
 
 
 def class_choices(key: str) -> str:
-    """Return the sentence with the classes that a key takes, or with the command that lists them."""
+    """Return the sentence of an error message that lists a key's classes, or the command that does."""
     kind, known = kind_of(key), ", ".join(names(key))
     if kind and len(known) > LONGEST_LIST:
         return f"See `fl-lightning list {kind}`."
@@ -323,7 +323,7 @@ def class_choices(key: str) -> str:
 
 
 def arguments_of(key: str, path: str) -> list[str]:
-    """Return the arguments that a class takes. A class of the user's own is imported."""
+    """Return the argument names of a class that a key names. A user's own class is imported for that."""
     known = arguments(key, path)
     if known is None:
         with suppress(Exception):  # a wrong path is reported elsewhere
@@ -332,7 +332,7 @@ def arguments_of(key: str, path: str) -> list[str]:
 
 
 def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
-    """Return the classes that a config names, by key; None for a key with a list or without a class."""
+    """Return the class that a config names for each key; None for a key with a list or without a class."""
     if not isinstance(content, dict):
         return {key: content}
     if "class_path" in content:
@@ -344,7 +344,7 @@ def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
 
 
 def _parsed(value: str) -> Any:
-    """Parse a value of the command line if it is a list or mapping, else return it as text. None if it is not YAML."""
+    """Parse a command-line value if it is a YAML list or mapping (None if invalid), else return it as text."""
     if value[:1] not in ("[", "{"):
         return value
     try:
@@ -354,12 +354,12 @@ def _parsed(value: str) -> Any:
 
 
 def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
-    """Return the settings that end with this name: `algorithm.tau` for `tau`."""
+    """Return the valid keys that end with a name, such as `algorithm.tau` for `tau`."""
     last = name.rpartition(".")[2]
     return [key for key in settings if key.rpartition(".")[2] == last and key != name]
 
 
 def _from_other_tools(name: str) -> list[str]:
-    """Return our option for an option of another tool, given its name or the last part of it."""
+    """Return our option for an option name of another tool, such as Flower, as a list of at most one."""
     plain = name.replace("-", "_")
     return [OPTIONS[one] for one in (name, plain, plain.rpartition(".")[2]) if one in OPTIONS][:1]

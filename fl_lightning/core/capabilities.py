@@ -1,4 +1,4 @@
-"""Declare properties of methods that a subclass loses when it overrides these methods."""
+"""Class attributes that state properties of methods, and become False if a subclass overrides such a method."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Capable:
-    """A base class whose capabilities are class attributes, `True` or `False`.
+    """Base class with capabilities: True/False attributes about methods, False once a method is overridden.
 
     Faster ways of running a method rely on capabilities. A subclass that overrides one of the methods that a capability
     describes does not inherit it: it gets the safe answer, `False`, unless it declares the capability itself.

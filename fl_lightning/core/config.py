@@ -42,7 +42,7 @@ FREE_KEYS = {
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:
-    """Replace the value of each `--config` on a command line by a path, see `config_path`."""
+    """Replace each `--config` value on a command line, a name or a path, by the file's path."""
     found = list(words)
     for i, word in enumerate(words):
         if word in ("-c", "--config") and i + 1 < len(words):
@@ -85,7 +85,7 @@ def named_file(name: str, kind: str) -> Path | None:
 
 
 def nearest_file(name: str, kind: str) -> str | None:
-    """Return the file with the most similar name in the same folder or among the shipped files, or None."""
+    """Return the file with the name most similar to a misspelled one, in its folder or among the shipped files."""
     folder, _, last = name.rpartition(os.sep)
     with suppress(OSError):
         near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
@@ -95,12 +95,12 @@ def nearest_file(name: str, kind: str) -> str | None:
 
 
 def shipped(kind: str) -> list[str]:
-    """Return the names of the shipped `configs`, `sweeps` or `papers`, with their ending."""
+    """Return the file names of all `configs`, `sweeps` or `papers` that this package ships."""
     return sorted([*_files(kind), *(derived_configs() if kind == "configs" else ())])
 
 
 def shipped_text(name: str, kind: str) -> str:
-    """Return the content of a shipped file or of a derived config."""
+    """Return the content of a shipped file, or of a config that is derived from a shipped one."""
     algorithm = derived_configs().get(name) if kind == "configs" else None
     text = files(f"fl_lightning.{kind}").joinpath(DIGITS if algorithm else name).read_text(encoding="utf-8")
     return text.replace("FedAvg", algorithm) if algorithm else text
@@ -108,7 +108,7 @@ def shipped_text(name: str, kind: str) -> str:
 
 @cache
 def derived_configs() -> dict[str, str]:
-    """Map the digits configs that are derived from `DIGITS` to their algorithms."""
+    """Map the file name of each digits config that has no file of its own to its algorithm."""
     in_files = {name.removeprefix("digits_").removesuffix(".yaml").replace("_", "") for name in _files("configs")}
     algorithms = public_classes("Algorithm").keys() - {"Algorithm"}
     return {f"digits_{name.lower()}.yaml": name for name in algorithms if name.lower() not in in_files}
@@ -139,7 +139,7 @@ def is_run(path: str) -> bool:
 
 
 def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
-    """Read a config file.
+    """Read a config file strictly, and return it as nested dicts.
 
     Args:
         path: The file.
@@ -152,7 +152,7 @@ def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
 
 
 def parse_config(text: bytes, what: str) -> dict[str, Any]:
-    """Parse the text of a config file.
+    """Parse the text of a config file strictly, and return it as nested dicts.
 
     Args:
         text: The bytes of the file.
@@ -172,7 +172,7 @@ def _checked(content: Any, what: str) -> dict[str, Any]:
 
 
 def check_class_paths(content: Any, key: str = "") -> None:
-    """Refuse a `class_path` that is not text, or `init_args` that are not a mapping.
+    """Refuse a config with a `class_path` that is not text, or `init_args` that are not a mapping.
 
     Raises:
         ConfigError: Names the key.
@@ -209,7 +209,7 @@ def config_file(run_dir: Path) -> str:
 
 
 def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda path: path) -> dict[str, Any]:
-    """Flatten a nested config to dotted keys. The key of a class stands for its `class_path`, without `init_args`.
+    """Flatten a nested config to dotted keys: a class's key holds its `class_path`, its arguments follow below.
 
     Args:
         config: The nested dict.
@@ -255,7 +255,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 class StrictYAMLError(yaml.YAMLError):
-    """YAML that is valid, but not as a config. The message names the line and the key."""
+    """Valid YAML that a config may not contain, such as duplicate keys. The message names the line and the key."""
 
 
 def read_yaml(path: Path, what: str | None = None) -> Any:
@@ -336,7 +336,7 @@ def check_yaml(text: str) -> None:
 
 
 class _Checker:
-    """Checks the events of a YAML parser one by one.
+    """Checks the event stream of a YAML parser for content that a config may not have.
 
     Attributes:
         open: The mappings and lists around the next event, outermost first.
@@ -350,7 +350,7 @@ class _Checker:
         self.sizes: dict[str | None, int] = {}
 
     def check(self, event: Any) -> str | None:
-        """Return the error in a YAML event; None if it is valid."""
+        """Return what is wrong with the next YAML event; None if it is valid."""
         if isinstance(event, yaml.CollectionEndEvent):
             ended = self.open.pop()
             self.sizes[ended.anchor] = self.count - ended.before
@@ -384,7 +384,7 @@ class _Checker:
 
 @dataclass
 class _Collection:
-    """A mapping or list that is being parsed."""
+    """A YAML mapping or list that is being parsed, for `_Checker`."""
 
     anchor: str | None
     before: int
@@ -394,7 +394,7 @@ class _Collection:
     expects_key: bool = True
 
     def add(self, event: Any) -> str | None:
-        """Process the next event of this collection, a key or a value. Return the error in a key, if any."""
+        """Process the next key or value of this mapping or list. Return what is wrong with a key, else None."""
         is_key, self.expects_key = self.is_mapping and self.expects_key, not self.expects_key
         if not is_key:
             return None
@@ -408,7 +408,7 @@ class _Collection:
 
 
 def _with_line(error: yaml.MarkedYAMLError, text: str) -> yaml.YAMLError:
-    """Add the line, and the character if it is invalid, to the message of a PyYAML error."""
+    """Return a PyYAML error as one with the line number, and the invalid character, in its message."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return error

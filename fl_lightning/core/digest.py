@@ -1,4 +1,4 @@
-"""Compute a digest of rows of metrics."""
+"""Compute a SHA-256 digest of a run's rows of metrics."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 
 
 class Digest:
-    """A SHA-256 digest of rows of a table. Empty cells and the order of columns do not change it."""
+    """SHA-256 digest of table rows that ignores empty cells and the order of columns."""
 
     def __init__(self) -> None:
         self._sum = hashlib.sha256()
 
     @classmethod
     def over(cls, rows: Iterable[Mapping[str, object]]) -> Digest:
-        """Return the digest of several rows."""
+        """Return the digest of some rows, in their order."""
         digest = cls()
         for row in rows:
             digest.add(row)

@@ -31,7 +31,7 @@ class CheckpointError(FLError):
 
 
 class Damaged(CheckpointError):
-    """A checkpoint was changed after it was written, or no longer fits the other files of its folder."""
+    """A checkpoint or metrics file of a run is damaged, or was changed after it was written."""
 
 
 class ClientFailure(FLError):
@@ -58,7 +58,7 @@ class ClientFailure(FLError):
 
 
 class TooFewClients(FLError):
-    """Too few clients of a round are left after failures."""
+    """So many clients of a round failed that fewer than `min_clients` are left."""
 
     exit_code = 1
 

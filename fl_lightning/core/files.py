@@ -18,7 +18,7 @@ UNFINISHED = ".*.writing"
 
 @contextmanager
 def replace_atomically(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
-    """Open a file for writing. It replaces `path` when it is complete and on disk.
+    """Context that opens a temporary file for writing, which replaces `path` at the end, once it is on disk.
 
     Readers see either the old or the new content, also if this process is killed. An error inside keeps the old one.
 
@@ -47,7 +47,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write a file's content, or a folder's entries, to disk before this returns."""
+    """Force a file's content, or a folder's entries, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -62,7 +62,7 @@ MOST_OF_OTHERS = 2**20
 
 
 def most_bytes(path: Path) -> int:
-    """Return the maximum size in bytes of a text file in a run folder, or of a config."""
+    """Return the size limit in bytes for reading a text file of a run folder, or a config."""
     return MOST_BYTES.get(path.name, MOST_OF_OTHERS)
 
 

@@ -1,4 +1,4 @@
-"""State dicts whose floating-point entries are views of one tensor, and can be copied, added and checked at once."""
+"""State dicts with all floating-point entries in one flat tensor, to copy, add and check them at once."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class Layout:
 
     @classmethod
     def of(cls, entries: Tensors) -> Layout:
-        """Return the layout of entries."""
+        """Return the layout for a state dict's entries, each aligned to `ALIGNMENT` bytes."""
         aligned = ((value.numel(), ALIGNMENT // value.element_size()) for value in entries.values())
         sizes = tuple(size for elements, step in aligned for size in (elements, -elements % step))
         return cls(tuple((name, value.shape) for name, value in entries.items()), sizes)
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new flat tensor. Its unused elements are zero, the others are not initialised."""
+        """Return a new flat tensor of this layout: padding is zero, the entries are uninitialised."""
         flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
         return flat.index_fill_(0, self._unused.to(device), 0.0)
 
     @cached_property
     def _unused(self) -> Tensor:
-        """The places of unused elements."""
+        """The indices of padding elements in the flat tensor."""
         used = torch.zeros(sum(self.sizes), dtype=torch.bool)
         for part in used.split_with_sizes(self.sizes)[::2]:
             part.fill_(True)
         return (~used).nonzero().flatten()
 
     def views(self, flat: Tensor) -> Tensors:
-        """Return the entries of a flat tensor by name."""
+        """Return the state dict's entries by name, as views of a flat tensor of this layout."""
         parts = flat.split_with_sizes(self.sizes)[::2]
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes, parts, strict=True)}
 
 
 class FlatTensors(Tensors):
-    """A state dict whose floating-point entries are views of `flat`.
+    """A state dict whose floating-point entries are views of one flat tensor, `flat`.
 
     It is used like any other dict. Functions that handle many state dicts ask `as_flat` and then handle one tensor
     instead of one per entry. Once an entry is replaced, it is an ordinary dict for them, too.
@@ -82,24 +82,24 @@ class FlatTensors(Tensors):
         self._entries = list(self.values())
 
     def __reduce__(self) -> Any:
-        """Serialize the flat tensor only, or an ordinary dict if entries were replaced."""
+        """Pickle the flat tensor instead of its views, or an ordinary dict if entries were replaced."""
         if self.is_intact:
             return FlatTensors, (self.flat, self.layout, self.others, self.order)
         return dict, (dict(self),)
 
     @property
     def is_intact(self) -> bool:
-        """Whether no entry was replaced, added or removed."""
+        """Whether the entries are still the views of `flat`: none was replaced, added or removed."""
         return len(self) == len(self._entries) and all(map(is_, self.values(), self._entries))
 
 
 def as_flat(tensors: Tensors) -> FlatTensors | None:
-    """Return a state dict if its entries are views of one tensor, else None."""
+    """Return the state dict as `FlatTensors` if its entries are still views of one tensor, else None."""
     return tensors if isinstance(tensors, FlatTensors) and tensors.is_intact else None
 
 
 def unflatten(value: Any) -> Any:
-    """Return nested dicts with ordinary state dicts instead of flat ones. Tensors are not copied.
+    """Replace each `FlatTensors` in nested dicts by an ordinary state dict. Tensors are not copied.
 
     A background thread calls this. torch's threads of a second thread would slow down those of training.
     """
@@ -109,13 +109,13 @@ def unflatten(value: Any) -> Any:
 
 
 def owners(tensors: Tensors) -> list[Tensor]:
-    """Return the tensors that hold the elements of a state dict: the flat one instead of its views."""
+    """Return the tensors that store a state dict's elements: the flat tensor instead of its views, and the rest."""
     state = as_flat(tensors)
     return [*tensors.values()] if state is None else [state.flat, *state.others.values()]
 
 
 def map_tensors(change: Callable[..., Tensor], tensors: Tensors, *arguments: Mapping[str, Any]) -> Tensors:
-    """Return a state dict with each tensor changed, a flat one as a whole.
+    """Return a state dict with `change` applied to each tensor, or to the flat tensor as a whole.
 
     Args:
         change: Computes each element from that element alone.
@@ -133,7 +133,7 @@ def map_tensors(change: Callable[..., Tensor], tensors: Tensors, *arguments: Map
 
 
 def matching_parts(ours: Tensors, theirs: Tensors) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of tensors with the same entries of two state dicts: the flat ones if both have the same layout."""
+    """Pair the tensors of two state dicts: their flat tensors if both have the same layout, else entry by entry."""
     one, other = as_flat(ours), as_flat(theirs)
     if one is None or other is None or one.layout != other.layout:
         return [(ours[name], value) for name, value in theirs.items()]

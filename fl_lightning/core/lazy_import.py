@@ -21,7 +21,7 @@ def load(name: str) -> ModuleType:
 
 @contextmanager
 def skip_working_folder() -> Iterator[None]:
-    """Context in which new Python processes do not search the working folder for modules first.
+    """Context in which newly started Python processes do not import modules from the working folder.
 
     This works from Python 3.11 on. Processes of `multiprocessing` get their parent's search path.
     """

@@ -13,7 +13,7 @@ NUMBER_BYTES = 8  # a float64 or an int64
 
 
 class Message:
-    """Named tensors and plain numbers.
+    """The tensors, in named sections, and plain numbers that a client and a server, or two peers, exchange.
 
     Tensor names are `section/name`. The weights are in the section `model`, and each piece of shared knowledge has a
     section of its own. A message and its tensors are not changed once it is built.
@@ -41,7 +41,7 @@ class Message:
 
     @classmethod
     def pack(cls, sections: Mapping[str, Tensors], **numbers: int | float) -> Message:
-        """Build a message from sections of tensors and plain numbers."""
+        """Build a message from state dicts by section name (`model`, ...) and plain numbers."""
         return cls.__new__(cls)._fill(sections, numbers)
 
     def _fill(self, sections: Mapping[str, Tensors], numbers: Mapping[str, int | float]) -> Message:
@@ -57,16 +57,16 @@ class Message:
 
     @property
     def tensors(self) -> Tensors:
-        """The tensors by full name."""
+        """The message's tensors by full name, `section/name`."""
         return {f"{section}/{name}": t for section, content in self.sections.items() for name, t in content.items()}
 
     def section(self, name: str) -> Tensors:
-        """Return the tensors of one section by their short names; empty if the message has no such section."""
+        """Return the tensors of a section, such as the weights in `model`, by name; empty if it is missing."""
         content = self.sections.get(name, {})
         return content if as_flat(content) is not None else dict(content)
 
     def without(self, name: str) -> Message:
-        """Return the message without one section."""
+        """Return a copy of the message without the named section of tensors."""
         return Message.pack({key: content for key, content in self.sections.items() if key != name}, **self.numbers)
 
     def on_cpu(self) -> Message:
@@ -75,7 +75,7 @@ class Message:
         return Message.pack(sections, **self.numbers)
 
     def plus(self, sections: Mapping[str, Tensors]) -> Message:
-        """Return the message with more sections. Entries of a section that it has are added to those."""
+        """Return the message with more sections of tensors. Entries for an existing section are added to it."""
         both = {name: self.sections.get(name, {}) | content for name, content in sections.items()}
         return Message.pack({**self.sections, **both}, **self.numbers)
 
@@ -87,12 +87,12 @@ class Message:
 
 
 class Upload(NamedTuple):
-    """A message and the client it came from."""
+    """The message that a client sent to the server, with the client's id."""
 
     client: int
     message: Message
 
     @property
     def n_samples(self) -> int:
-        """Number of training samples of the client, `N_k`."""
+        """Number of training samples of the client that sent the upload, `N_k`."""
         return int(self.message.numbers["n_samples"])

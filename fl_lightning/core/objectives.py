@@ -1,4 +1,4 @@
-"""Define losses and metrics for each kind of labels: classes, several labels, numbers."""
+"""Losses and metrics for each kind of labels: one class, several 0/1 labels, or numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reduction = Literal["mean", "sum"]
 
 
 class Objective(ABC):
-    """The kind of labels, with the loss and the metrics for them: `scenario.objective`.
+    """The loss and the metrics for a kind of labels: the config key `scenario.objective`.
 
     By default it is derived from the labels. Subclasses override at least `loss` and `check`.
 
@@ -44,7 +44,7 @@ class Objective(ABC):
 
     @property
     def no_classes(self) -> str:
-        """The end of the error message of parts that need class labels."""
+        """The end of an error message, for methods that need class labels when the labels are no classes."""
         return f"the labels are for {type(self).__name__}, not classes"
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Objective(ABC):
 
     @abstractmethod
     def check(self, labels: Tensor, outputs: int) -> None:
-        """Check the labels.
+        """Check that the labels of a split are valid for this objective and the network's outputs.
 
         Args:
             labels: All labels of a split, `(n, ...)`.
@@ -79,20 +79,20 @@ class Objective(ABC):
         return {"loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs (probabilities, if there are any) and targets in the form that torchmetrics expects."""
+        """Return a batch's predictions (probabilities, if there are any) and targets as torchmetrics expects them."""
         return outputs, targets
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return each sample's stratum for partitions and stratified splits, `(n,)` whole numbers."""
+        """Return each sample's stratum, `(n,)` integers, for stratified splits and partitions by label; here all 0."""
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:
-        """Return the number of different strata."""
+        """Return the number of different strata, which is 1 without classes."""
         return 1
 
 
 class Classification(Objective):
-    """One of `C` classes, with cross-entropy and accuracy (`acc`).
+    """One of `C` classes per sample, with cross-entropy loss and accuracy (`acc`).
 
     Args:
         label_smoothing: Fraction of a target that is spread over all classes in training, in [0, 1). The evaluated
@@ -114,7 +114,7 @@ class Classification(Objective):
         return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=self.label_smoothing)
 
     def check(self, labels: Tensor, outputs: int) -> None:
-        """Check that labels are whole numbers from 0, `(n,)`, below the number of classes."""
+        """Check that labels are class indices: int64, `(n,)`, from 0 to below the number of classes."""
         if labels.dtype != torch.int64 or labels.ndim != 1:
             fix = "" if labels.is_floating_point() or labels.ndim != 1 else ". Convert it to int64"
             raise ValueError(f"needs one whole number per sample, got {describe_tensor(labels)}{fix}")
@@ -125,16 +125,16 @@ class Classification(Objective):
             raise ValueError(f"holds label {high}, which is out of range for num_classes {outputs}")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the number of correct samples and the sum of the cross-entropy."""
+        """Return the number of correct predictions and the summed cross-entropy of a batch."""
         correct = (outputs.argmax(dim=1) == targets).sum()
         return {"acc": correct.float(), "loss": F.cross_entropy(outputs, targets, reduction="sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the probability of each class."""
+        """Return the softmax probability of each class, and the targets."""
         return outputs.softmax(dim=1), targets
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return the classes."""
+        """Return each sample's class as its stratum for stratified splits and partitions."""
         return labels
 
     def stratum_count(self, outputs: int) -> int:
@@ -143,7 +143,7 @@ class Classification(Objective):
 
 
 class MultiLabel(Objective):
-    """Several of `L` labels, with binary cross-entropy and the fraction of correct labels (`acc`).
+    """Several of `L` labels per sample, with binary cross-entropy loss and the fraction of correct labels (`acc`).
 
     A label is predicted if its logit is above 0. The loss is the mean over labels.
     """
@@ -156,7 +156,7 @@ class MultiLabel(Objective):
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
     def check(self, labels: Tensor, outputs: int) -> None:
-        """Check that labels are 0 or 1, `(n, L)`."""
+        """Check that labels are all 0 or 1, `(n, L)`, with `L` the number of the network's outputs."""
         if labels.ndim != 2 or labels.shape[1] != outputs:
             raise ValueError(f"needs {outputs} labels of 0 and 1 per sample, got {describe_tensor(labels)}")
         if len(labels) and not bool(((labels == 0) | (labels == 1)).all()):
@@ -168,12 +168,12 @@ class MultiLabel(Objective):
         return {"acc": correct, "loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the probability of each label."""
+        """Return the sigmoid probability of each label, and the targets as integers."""
         return outputs.sigmoid(), targets.long()
 
 
 class Regression(Objective):
-    """One or several numbers, with the mean squared error and the mean absolute error (`mae`).
+    """One or several numbers per sample, with mean squared error loss and mean absolute error (`mae`).
 
     Args:
         criterion: The loss: the squared error (`mse`), the absolute error (`l1`), or `huber`, which is squared below 1
@@ -189,7 +189,7 @@ class Regression(Objective):
         self.criterion = self.term = criterion
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the criterion of outputs `(B, T)` and targets `(B,)` or `(B, T)`, as a mean over the `T` numbers."""
+        """Return the `criterion` of outputs `(B, T)` and targets `(B,)` or `(B, T)`, averaged over the `T` numbers."""
         loss = CRITERIA[self.criterion](outputs, targets.view_as(outputs).to(outputs.dtype), reduction=reduction)
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
@@ -204,7 +204,7 @@ class Regression(Objective):
             raise ValueError("holds NaN or Inf, or numbers too large for float32")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the absolute error and the criterion, summed over the samples."""
+        """Return a batch's mean absolute error and loss (`criterion`), each summed over the samples."""
         error = (outputs - targets.view_as(outputs)).abs().mean(dim=1).sum()
         return {"mae": error, "loss": self.loss(outputs, targets, "sum")}
 
@@ -217,7 +217,7 @@ CRITERIA: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss
 
 
 def objective_of(labels: Tensor) -> Objective:
-    """Return the objective for labels: regression for floating-point numbers, multi-label for several whole numbers."""
+    """Return the default objective for labels: regression if floating-point, multi-label if 2-D, else classes."""
     if labels.is_floating_point():
         return Regression()
     return MultiLabel() if labels.ndim == 2 else Classification()

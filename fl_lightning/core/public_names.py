@@ -1,4 +1,4 @@
-"""Find the algorithm classes that the package exports. Reads their source and imports nothing."""
+"""Find the public algorithm classes of this package by reading their source, without importing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASS = re.compile(r"^class ([A-Za-z]\w*)(?:\(([^)]*)\))?:", re.MULTILINE)
 
 @cache
 def public_classes(base: str | None = None) -> dict[str, str]:
-    """Return the module, below `fl_lightning.algorithms`, of each public class, by the class's name.
+    """Map the name of each public class in the algorithms folder to its module, relative to `algorithms`.
 
     Args:
         base: Only this class and those that derive from it.

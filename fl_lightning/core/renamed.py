@@ -61,7 +61,7 @@ def new_option(key: str) -> str | None:
 
 
 def refuse_old_option(key: str) -> None:
-    """Refuse the old name of an option.
+    """Raise an error with the new name if an option was renamed or moved to a callback.
 
     Raises:
         ConfigError: Names the key and its new name.
@@ -81,7 +81,7 @@ def new_class(path: str) -> str | None:
 
 
 def update_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded config with the new names of options and classes. Keys that have their new name stay.
+    """Return an old run's recorded config with the new names of options and classes. Keys with a new name stay.
 
     Args:
         config: The config as nested mappings, as in a run's `config.yaml`.
@@ -96,7 +96,7 @@ def update_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `update_config` to a config that is flattened to dotted keys."""
+    """Return an old run's config, flattened to dotted keys, with the new names of options and classes."""
     updated = deepcopy(dict(settings))
     _give_to_callbacks(updated)
     return {new_option(key) or key: _update_paths(value) for key, value in updated.items()}
@@ -119,7 +119,7 @@ def _update_paths(value: Any) -> Any:
 
 
 def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, Any]:
-    """Return the mapping of a config that contains a dotted key, or an empty one if the config has no such group."""
+    """Return the nested dict of a config that holds a dotted key's last part; an empty dict if it is missing."""
     group: Any = config
     for part in key.split(".")[:-1]:
         group = group.setdefault(part, {}) if add else group.get(part)
@@ -131,7 +131,7 @@ def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, 
 
 
 def _give_to_callbacks(config: dict[str, Any]) -> None:
-    """Move options to the callbacks that now have them. A callback that the config lacks is added."""
+    """Move options of an old config to the callbacks that have them now, and add missing callbacks."""
     for old in sorted(config.keys() & CALLBACK_OPTIONS.keys()):
         name, argument = CALLBACK_OPTIONS[old]
         value, callbacks = config.pop(old), config.get("callbacks") or []

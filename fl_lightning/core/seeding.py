@@ -1,4 +1,4 @@
-"""Random number generators derived from `(seed, stream, round, client)`, independent of any order.
+"""Random generators derived from `(seed, purpose, round, client)`, independent of the order of execution.
 
 Two clients, two rounds or two purposes never share a stream. Streams do not depend on the engine, the order of clients
 or a restart.
@@ -18,7 +18,7 @@ import torch
 
 
 class Stream(IntEnum):
-    """The purposes of random numbers. The values are part of every run's identity: never renumber them."""
+    """The purposes for which random numbers are drawn. Never renumber them: results depend on the values."""
 
     PARTITION = 0
     LOCAL_SPLIT = 1
@@ -34,18 +34,18 @@ class Stream(IntEnum):
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
-    """Return the NumPy generator of one stream; `key` is usually `(round, client)`."""
+    """Return the NumPy generator for a seed and a purpose (`stream`); `key` is usually `(round, client)`."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(int(stream), *key)))
 
 
 def derive(seed: int, stream: Stream, *key: int) -> int:
-    """Return a 63-bit seed for `torch.Generator.manual_seed`, from the same sequence as `generator`."""
+    """Return a 63-bit seed for `torch.Generator.manual_seed`, from a seed, a purpose, and usually round and client."""
     sequence = np.random.SeedSequence(seed, spawn_key=(int(stream), *key))
     return int(sequence.generate_state(1, np.uint64)[0]) >> 1
 
 
 def seed_everything(seed: int, stream: Stream, *key: int) -> None:
-    """Seed the global generators of Python, NumPy and torch, which dropout and users' code use."""
+    """Seed the global generators of Python, NumPy and torch for a purpose, and usually a round and client."""
     value = derive(seed, stream, *key)
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -62,7 +62,7 @@ def _accelerated() -> bool:
 
 
 class RandomStates:
-    """The random states of Python, NumPy and torch, so that several clients can take turns.
+    """Saved states of the global generators (Python, NumPy, torch), so that several clients can take turns.
 
     Args:
         device: The training device. For a GPU, its generator counts as well as the CPU's.
@@ -80,13 +80,13 @@ class RandomStates:
         self._keep_torch()
 
     def unmoved(self) -> bool:
-        """Return whether the global generators are in the saved states."""
+        """Return whether the global generators are still in the saved states, so that nothing was drawn."""
         states = zip(self._generators, self._torch, strict=True)
         return all(torch.equal(one.get_state(), state) for one, state in states) and _others() == self._others
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context that starts with the saved random states, and saves the states at its end."""
+        """Context that restores the saved states of the global generators, and saves the new ones at its end."""
         python, (kind, words, *rest) = self._others
         random.setstate(python)
         np.random.set_state((kind, np.frombuffer(words, np.uint32), *rest))
@@ -98,7 +98,7 @@ class RandomStates:
 
     @contextmanager
     def drawing_torch(self) -> Iterator[None]:
-        """Do the same for torch's generators only, which is faster."""
+        """Context that restores and saves the states of torch's generators only, faster than `drawing`."""
         for generator, state in zip(self._generators, self._torch, strict=True):
             generator.set_state(state)
         try:
@@ -111,6 +111,6 @@ class RandomStates:
 
 
 def _others() -> tuple[Any, tuple[Any, ...]]:
-    """Return the states of Python's and NumPy's generators in a form that can be compared."""
+    """Return the states of Python's and NumPy's global generators in a form that can be compared."""
     kind, words, *rest = np.random.get_state(legacy=True)
     return random.getstate(), (kind, np.asarray(words).tobytes(), *rest)

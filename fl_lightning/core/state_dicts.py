@@ -1,4 +1,4 @@
-"""Arithmetic on state dicts, shared by aggregators.
+"""Arithmetic on state dicts, such as weighted means, which aggregators share.
 
 Means are computed in float64 and rounded to the entry's own type once, at the end. The mean over one client is equal
 to that client's weights bit for bit. Of integer entries (BatchNorm's `num_batches_tracked`) the largest is kept.
@@ -115,7 +115,7 @@ def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
 
 
 class ExchangedMean:
-    """Weighted mean of state dicts, from which state dicts can be removed without recomputing the mean.
+    """Weighted mean of state dicts that can also be removed again, without recomputing the mean.
 
     The sum is kept in float64. Each change rounds by at most 2^-53 of the sum, so that after 100,000 changes the mean
     is off by at most 10^-11 of its largest value. In float32 it differs from a new mean in the last bit at most. The
@@ -146,7 +146,7 @@ class ExchangedMean:
         self._change(state, weight)
 
     def remove(self, state: Tensors, weight: float) -> None:
-        """Remove a state dict that was added with this weight."""
+        """Remove a state dict from the mean, given the weight it was added with."""
         self._change(state, -weight)
 
     def _change(self, state: Tensors, weight: float) -> None:
@@ -160,13 +160,13 @@ class ExchangedMean:
             add_scaled(self.sums[name], value, weight)
 
     def value(self) -> Tensors:
-        """Return the present mean, in the types of the state dict added last."""
+        """Return the weighted mean of the state dicts added and not removed, in the types of the last one added."""
         means = {name: sum / self.weight if sum.is_floating_point() else sum for name, sum in self.sums.items()}
         return {name: mean.to(self._dtypes[name], copy=True) for name, mean in means.items()}
 
 
 def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensors:
-    """Return `Σ a_k w_k / Σ a_k` for every floating-point entry."""
+    """Return the weighted mean of state dicts, `Σ a_k w_k / Σ a_k` for every floating-point entry."""
     mean = RunningMean()
     for state, weight in zip(states, weights, strict=True):
         mean.add(state, float(weight))
@@ -174,7 +174,7 @@ def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensor
 
 
 def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Tensors:
-    """Return `keep · w + step · (v - w)` for every floating-point entry of `w = state`; integer entries are `w`'s."""
+    """Return `keep · w + step · (v - w)` for floating-point entries of `w = state`, `v = other`; integers are `w`'s."""
 
     def mixed(w: Tensor, v: Tensor) -> Tensor:
         return (keep * w.double() + step * (v.double() - w.double())).to(w.dtype)
@@ -240,7 +240,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, shape: torch.Size) -> Tensor:
-    """Return the mask that `pack_mask` packed."""
+    """Return the boolean mask of the given shape from the bytes of `pack_mask`."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
 
 

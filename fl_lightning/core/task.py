@@ -1,4 +1,4 @@
-"""The task of one client in one round, and its result."""
+"""A client's task in one round (`Task`), and its result (`Result`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_lightning.core.state_dicts import State
 
 @dataclass(frozen=True)
 class Score:
-    """A model's result on one set of samples.
+    """The metrics of a model on one set of samples, with the number of samples.
 
     Args:
         n: Number of samples, or of episodes.
@@ -27,7 +27,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Task:
-    """The task of one client in one round.
+    """A client's task in one round: the server's message, and whether to train, upload and evaluate.
 
     Args:
         round: The round, from 1.
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a task.
+    """The result of a client's task: upload, new client state, losses and scores, or the failure.
 
     Args:
         client: The client's id.
@@ -81,12 +81,12 @@ class Result:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether an error was caused by Ctrl-C or SIGTERM (Lightning raises a `SystemExit`), not by a client."""
+    """Return whether Ctrl-C or SIGTERM caused an error that a client's task raised."""
     return isinstance(error, KeyboardInterrupt | SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt)
 
 
 def failed_result(task: Task, error: BaseException) -> Result:
-    """Return the result of a task that raised an error, `SystemExit` included.
+    """Return the `Result` with the failure of a client's task that raised an error, `SystemExit` included.
 
     Raises:
         BaseException: The error, if Ctrl-C or SIGTERM caused it, which ends the whole run.

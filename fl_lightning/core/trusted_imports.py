@@ -59,14 +59,14 @@ _UNTRUSTED: ContextVar[Untrusted | None] = ContextVar("untrusted", default=None)
 
 
 def begin(config: Untrusted) -> None:
-    """Restrict a config from here on, in the calling context."""
+    """Restrict what an untrusted config can import and write, from here on in the calling context."""
     _guard_jsonargparse()
     _UNTRUSTED.set(config)
 
 
 @contextmanager
 def untrusted(config: Untrusted) -> Iterator[None]:
-    """Context in which a config is restricted."""
+    """Context that restricts what an untrusted config can import and write."""
     before = _UNTRUSTED.get()
     begin(config)
     try:
@@ -81,7 +81,7 @@ def is_untrusted() -> bool:
 
 
 def refusal() -> ConfigError | None:
-    """Return the last refusal of the config in use, if any."""
+    """Return the last error that a value of the untrusted config in use caused, or None."""
     config = _UNTRUSTED.get()
     return config.refusal if config else None
 
@@ -106,7 +106,7 @@ def find_object(path: str) -> Any:
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Refuse to write outside the run's folder for an untrusted config.
+    """Refuse to write outside the run folder if the config in use is untrusted.
 
     Args:
         key: The key of the config that names the path.
@@ -121,7 +121,7 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def require_trust(key: str, value: Any) -> None:
-    """Refuse a value of an untrusted config that leads to another place or machine.
+    """Refuse a value, such as a server's address, if the config in use is untrusted.
 
     Args:
         key: The key that has it.
@@ -150,7 +150,7 @@ def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
 
 
 def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
-    """Return functions or classes by import path, once with their module and once with its package."""
+    """Return a dict of functions or classes with two import paths each: of the module, and of its package."""
     found: dict[str, Any] = {}
     for value in values:
         package = value.__module__.rpartition(".")[0]

@@ -31,7 +31,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def argcomplete() -> ModuleType:
-    """Import the package argcomplete.
+    """Import and return the package argcomplete, which shell completion needs.
 
     Raises:
         ConfigError: It is not installed.
@@ -44,12 +44,12 @@ def argcomplete() -> ModuleType:
 
 
 def answer() -> None:
-    """Print the completions of the line in argcomplete's environment variables, and end the process."""
+    """Print the completions for the command line that the shell asks about, and end the process."""
     argcomplete().autocomplete(completion_parser(words_so_far()), always_complete_options="long")
 
 
 def words_so_far() -> list[str]:
-    """Return the words before the one to complete."""
+    """Return the words on the user's command line before the one to complete, without the program's name."""
     from argcomplete.lexers import split_line
 
     *_, words, _ = split_line(os.environ.get("COMP_LINE", ""), int(os.environ.get("COMP_POINT", 0)))
@@ -57,7 +57,7 @@ def words_so_far() -> list[str]:
 
 
 def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Build a parser of all commands. The command being typed also has the options of the chosen classes."""
+    """Build a parser of all commands for completion, with the options of the classes that are named so far."""
     parser = argparse.ArgumentParser(prog="fl-lightning")
     parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
     commands = parser.add_subparsers(dest="command")
@@ -75,7 +75,7 @@ def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the options of the classes that a command line or its configs choose."""
+    """Yield the options, such as `algorithm.tau`, of each class that a command line or its config files name."""
     names = chosen_classes(words)
     for key in set(KEYS) & options_of(command).keys():
         kind, name = kind_of(key), names.get(key)
@@ -84,7 +84,7 @@ def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str
 
 
 def chosen_classes(words: Sequence[str]) -> dict[str, str]:
-    """Return the classes that a command line or its configs choose, by key."""
+    """Return the class that a command line or its config files choose for each key, such as `algorithm`."""
     found: dict[str, Any] = {}
     for _, config in values(words, "config"):
         try:
@@ -96,7 +96,7 @@ def chosen_classes(words: Sequence[str]) -> dict[str, str]:
 
 
 def completer(command: str, key: str) -> Callable[..., list[str]]:
-    """Return the function with which argcomplete completes the values of a key."""
+    """Return the function that argcomplete calls for the possible values of a key."""
     from argcomplete.completers import FilesCompleter
 
     def complete(prefix: str, **about: Any) -> list[str]:

@@ -31,7 +31,7 @@ from fl_lightning.runs.trust import allow_local_modules, run_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Complete a command line: paths of configs, settings of a baseline, the config of a resumed run."""
+    """Complete the command line of `fit`: paths of configs, settings of a baseline, the config of a resumed run."""
     words = with_engine_class(expand_baseline(correct_case(with_config_paths(words))))
     allow_local_modules([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
@@ -64,7 +64,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def with_engine_class(words: Sequence[str]) -> list[str]:
-    """Replace an engine's short name by its class if the command line has options for it.
+    """Replace an engine's short name by its class name if the command line has options of the engine.
 
     `--engine processes --engine.workers 2` becomes `--engine ProcessesEngine --engine.workers 2`. The short name may
     also come from a config.
@@ -95,19 +95,19 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
-    """Return the name of a run and the name of its group."""
+    """Return a run's name and its group's name; runs that differ only in their seed form a group."""
     setting = setting_of(config)
     return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
 
 
 def setting_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the runs of a group share: all except the seed and keys that change no result."""
+    """Return the settings that a group's runs share, by dotted key: without the seed and keys that change no result."""
     apart = MAY_CHANGE - {"rounds"} | {"seed"}
     return {key: value for key, value in flatten(config).items() if key not in apart and not is_below(key, apart)}
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the config files alone. A class from the command line counts with its defaults.
+    """Return the settings that the config files alone give, with the default options of classes from the command line.
 
     If the files are no complete config, all settings count as described by them.
     """

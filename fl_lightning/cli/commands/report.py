@@ -12,7 +12,7 @@ from fl_lightning.runs.reader import open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Write the report, and print the runs that were left out."""
+    """Write the HTML report of some runs, and print which runs were left out and why."""
     if not given.out:
         raise ConfigError("-o: the name is empty. Name a file, such as report.html")
     runs = open_runs(given.runs, given.where)

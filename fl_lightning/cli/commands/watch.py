@@ -24,7 +24,7 @@ from fl_lightning.runs.reader import DamagedRun, find
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Show a run until it ends, or until `q` or Ctrl-C is pressed. The exit code is 0 in each case."""
+    """Show a running experiment until it ends or the user presses `q` or Ctrl-C. Always return exit code 0."""
     check_number("--every", given.every, "[0, 86400]")
     monitor, console = RunMonitor(find_run(Path(given.run))), Console()
     if not given.once and sys.stdout.isatty() and not console.is_dumb_terminal:
@@ -72,7 +72,7 @@ def follow(monitor: RunMonitor, console: Console, every: float) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Context that SIGINT and SIGTERM leave without an error."""
+    """Context that ends silently, without an error, on SIGINT or SIGTERM."""
     both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: background processes of a shell ignore it
     before = [signal.signal(one, signal.default_int_handler) for one in both]
     try:
@@ -86,7 +86,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def read_keys() -> Iterator[Callable[[float], str]]:
-    """Provide a function that waits some seconds for a key and returns it. Without a keyboard it only waits."""
+    """Context that provides a function that waits some seconds for a key press and returns the key, or empty text."""
     keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def pressed(seconds: float) -> str:
