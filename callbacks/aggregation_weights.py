@@ -34,16 +34,16 @@ class AggregationWeights(RoundFigure):
         super().__init__(every)
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the aggregator computes weights."""
+        """Check that the method computes aggregation weights."""
         super().check(run)
         self._require_weights(run)
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the name of the clients' weights."""
+        """Return the name of the logged metric, `client_<id>/weight`."""
         return ["client_<id>/weight"]
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `clients` `(K,)` and `weights` `(K,)` or `(K, C)`."""
+        """Return the aggregated `clients` `(K,)` and their `weights`, `(K,)` or, by class, `(K, C)`."""
         self._require_weights(run)
         clients, weights = (run.state["weights"][name].numpy() for name in ("client", "value"))
         return {"clients": clients[clients >= 0], "weights": weights[clients >= 0]}
@@ -54,12 +54,12 @@ class AggregationWeights(RoundFigure):
         require(run, "weights", f"callbacks: AggregationWeights: {owner} computes no weights. Leave it out.")
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return each client's weight, summed over classes."""
+        """Return each client's aggregation weight, summed over classes."""
         totals = arrays["weights"].reshape(len(arrays["clients"]), -1).sum(axis=1)
         return {f"client_{client}/weight": float(w) for client, w in zip(arrays["clients"], totals, strict=True)}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw a heat map, or a bar per client."""
+        """Draw the aggregation weights: a bar per client or, for weights by class, a heat map."""
         if arrays["weights"].ndim == 2:
             return heat_maps({"weight of a client in a class model": arrays["weights"]}, ids=arrays["clients"])
         figure, (axes,) = panels(1)

@@ -59,17 +59,17 @@ class FederatedRun(Protocol):
 
     @property
     def state(self) -> State:
-        """The shared state after `round`."""
+        """The algorithm's shared state, such as the global model, after the last finished round."""
 
     @property
     def is_over(self) -> bool:
         """Whether all rounds are done, or a callback has stopped the run."""
 
     def client_module(self, client: int) -> ClientModule:
-        """Return a client's module after the last round."""
+        """Return a client's module as the last finished round left it."""
 
     def starting_module(self, client: int) -> ClientModule:
-        """Return a client's module on the CPU as it starts the current round."""
+        """Return a client's module on the CPU, with the parameters with which it starts the current round."""
 
     def save_checkpoint(self, keep: Keep | None = None) -> None:
         """Write a checkpoint of the last finished round."""
@@ -81,7 +81,9 @@ def is_own(kind: type) -> bool:
 
 
 def require(run: FederatedRun, section: str, refusal: str) -> None:
-    """Check that the aggregator writes a section of the shared state. A user's own one is checked in round 1.
+    """Check that the aggregator writes a part of the shared state that a callback reads, such as `weights`.
+
+    A user's own aggregator is checked in round 1.
 
     Args:
         run: The run.
@@ -113,7 +115,7 @@ class RoundCallback:
         return ""
 
     def check(self, run: FederatedRun) -> None:
-        """Check the options once data and state are built, before anything is written.
+        """Check the callback's options when data and state of the run are built, before anything is written.
 
         Raises:
             ConfigError: An option does not fit the run.
@@ -151,8 +153,8 @@ class RoundCallback:
         """Called when the run ends, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers and strings to save in checkpoints."""
+        """Return the callback's state to save in checkpoints, as numbers and strings."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the callback's state from a checkpoint, as `state_dict` returned it."""

@@ -42,7 +42,7 @@ class Checkpointing(Monitor):
         self.best_round: int | None = None
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Write a checkpoint if one is due."""
+        """Write a checkpoint after every `every` rounds, and when the run is over."""
         if run.round % self.every and not run.is_over:
             return
         value = self.watched(metrics)
@@ -55,9 +55,9 @@ class Checkpointing(Monitor):
         return value > best if self.mode == "max" else value < best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and its round."""
+        """Return the best value of the watched metric, and its round."""
         return {"best": self.best, "best_round": self.best_round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and its round."""
+        """Restore the best value of the watched metric, and its round."""
         self.best, self.best_round = state["best"], state["best_round"]

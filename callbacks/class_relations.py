@@ -51,11 +51,11 @@ class ClassRelations(RoundFigure):
         raise ConfigError(f"callbacks: ClassRelations: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the name of the distance."""
+        """Return the name of the logged distance between the SL and the CR matrix."""
         return ["class_relations/distance"]
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `sl` and `cr`, `(C, C)`, and their `distance`."""
+        """Return the matrices `sl` and `cr` of the shared model, `(C, C)`, and the `distance` between them."""
         module = run.worker.modules.build_shared(run.state["model"])
         with inference(module, run.worker.idle_trainer):
             batches, classes = run.worker.client_data.test_batches(), run.data.data.num_classes
@@ -65,9 +65,9 @@ class ClassRelations(RoundFigure):
         return {"sl": sl.cpu().numpy(), "cr": cr.cpu().numpy(), "distance": distance.cpu().numpy()}
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the distance."""
+        """Return the distance between the SL and the CR matrix, to be logged."""
         return {"class_relations/distance": float(arrays["distance"])}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw both matrices."""
+        """Draw the SL and the CR matrix as heat maps."""
         return heat_maps({"SL matrix": arrays["sl"], "softmax of the CR matrix": arrays["cr"]}, rows="class")

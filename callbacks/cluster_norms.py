@@ -24,16 +24,16 @@ class ClusterNorms(RoundCallback):
     """
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the method splits clusters by norms."""
+        """Check that the method splits clusters by the norms of updates, like CFL."""
         owner = type(run.algorithm).__name__
         require(run, "norms", f"callbacks: ClusterNorms: {owner} has no clusters. Leave it out, or use CFL.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the cluster count and of the norms."""
+        """Return the names of the logged metrics: the number of clusters, and the norms of updates."""
         return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Add the norms of the round."""
+        """Add the number of clusters and the norms of their updates to the round's metrics."""
         self.check(run)
         for name in ("mean", "max"):
             for cluster, norm in enumerate(run.state["norms"][name].tolist()):

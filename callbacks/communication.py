@@ -28,34 +28,34 @@ class CommunicationMeter(RoundCallback):
         self.up = self.down = self.total = 0
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the three counts."""
+        """Return the names of the three byte counts: up, down and total."""
         return [f"comm/{what}_bytes" for what in ("up", "down", "total")]
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
-        """Reset the counts of the round."""
+        """Set the byte counts of the round to zero."""
         self.up = self.down = 0
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Count the client's download and upload."""
+        """Add the bytes of the client's download and upload to the round's counts."""
         self.down += result.download_bytes
         self.up += result.upload.nbytes if result.upload and run.algorithm.server else 0
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Add the round's bytes to its metrics."""
+        """Add the round's byte counts, and the total of all rounds so far, to its metrics."""
         self.total += self.up + self.down
         metrics |= {"comm/up_bytes": self.up, "comm/down_bytes": self.down, "comm/total_bytes": self.total}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the total."""
+        """Return the total bytes of all rounds so far."""
         return {"total": self.total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the total."""
+        """Restore the total bytes of all rounds before the resume."""
         self.total = state["total"]
 
 
 class BytesByRound(RoundFigure):
-    """Draw the bytes sent so far by round (UA-PDFL, Fig. 11), as counted by `CommunicationMeter`.
+    """Draw the cumulative bytes over rounds (UA-PDFL, Fig. 11), as counted by `CommunicationMeter`.
 
     Args:
         every: Rounds between figures. By default only the last round.
@@ -67,16 +67,16 @@ class BytesByRound(RoundFigure):
         """Do nothing: the bytes of the round are known at its end."""
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Draw the figure if it is due."""
+        """Draw the figure of bytes if it is due in this round."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         super().on_round_end(run, metrics)
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `up` and `down` of each round so far, `(rounds,)`."""
+        """Return the bytes sent in each round so far, `up` and `down`, each `(rounds,)`."""
         return {way: np.array([row[f"comm/{way}_bytes"] for row in run.csv.rows]) for way in ("up", "down")}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw the cumulative sums."""
+        """Draw the cumulative bytes over rounds: up, down and both."""
         ways = arrays | {"both": arrays["up"] + arrays["down"]}
         rounds = range(1, len(arrays["down"]) + 1)
         figure, (axes,) = panels(1)

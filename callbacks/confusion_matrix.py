@@ -49,7 +49,7 @@ class ConfusionMatrix(RoundFigure):
             raise ConfigError("callbacks: ConfusionMatrix: no client has test samples. Increase scenario.local_test.")
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `global` and `worst`, `(C, C)` samples by true (row) and predicted class, and the worst `client`."""
+        """Return the confusion matrices `global` and `worst`, `(C, C)`, rows by true class, and the worst `client`."""
         arrays: Arrays = {}
         worker, classes = run.worker, run.data.data.num_classes
         if self._tests_globally(run):
@@ -116,5 +116,5 @@ def confusion(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], num_c
 
 
 def accuracy(matrix: np.ndarray) -> float:
-    """Return the accuracy: the share of samples on the diagonal."""
+    """Return the accuracy that a confusion matrix gives: the share of samples on its diagonal."""
     return float(np.trace(matrix) / matrix.sum())

@@ -19,7 +19,7 @@ from fl_lightning.engines.client_callbacks import refused
 
 
 def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
-    """Return the callbacks of a run with the default ones that are missing, in the order of their calls.
+    """Return a run's callbacks and the missing default ones, in the order in which they are called.
 
     Callbacks that watch metrics come after those that may add metrics. Checkpointing comes last, since it saves the
     states of the others.
@@ -39,7 +39,7 @@ def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
 
 
 def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[object]) -> None:
-    """Refuse callbacks that are given under the wrong key, and objects that are not callbacks.
+    """Raise an error for callbacks that are listed under the wrong key, and for objects that are not callbacks.
 
     Args:
         callbacks: Callbacks of the run.
@@ -67,7 +67,7 @@ def describe_misplaced(kind: type) -> str | None:
 
 
 def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:
-    """Return the callbacks by class name; the second one of a class is `<name>-2`."""
+    """Return a mapping from class name to callback; the second callback of a class is `<name>-2`."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
@@ -83,7 +83,7 @@ def states(callbacks: Sequence[RoundCallback]) -> dict[str, dict[str, Any]]:
 
 
 def restore(callbacks: Sequence[RoundCallback], saved: Mapping[str, dict[str, Any]]) -> None:
-    """Restore the callbacks' states. Callbacks without a saved state stay as they are."""
+    """Restore the callbacks' states from a checkpoint. Callbacks without a saved state stay as they are."""
     for name, callback in by_name(callbacks).items():
         if name in saved:
             callback.load_state_dict(saved[name])

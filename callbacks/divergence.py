@@ -55,7 +55,7 @@ class UnitDivergence(RoundFigure):
         self._seen: dict[int, Tensor] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the clients of all pairs exist."""
+        """Check that each pair in `pairs` names two different clients of the run."""
         super().check(run)
         clients = run.clients
         for pair in self.pairs:
@@ -64,7 +64,7 @@ class UnitDivergence(RoundFigure):
                 raise ConfigError(f"callbacks: UnitDivergence.pairs: {[*pair]} is {reason}")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the mean and of `pairs`."""
+        """Return the names of the logged divergences: the mean, and one for each pair in `pairs`."""
         return ["divergence/mean", *(f"divergence/{i}-{j}" for i, j in self.pairs)]
 
     def observe(self, run: FederatedRun, result: Result) -> None:
@@ -84,7 +84,7 @@ class UnitDivergence(RoundFigure):
         return arrays | self._history(run, self.numbers(arrays))
 
     def _history(self, run: FederatedRun, now: Row) -> Arrays:
-        """Return the `rounds` measured so far `(R,)`, `names` `(L,)` and `values` `(L, R)`, NaN if missing."""
+        """Return the divergences logged so far: `rounds` `(R,)`, `names` `(L,)`, `values` `(L, R)`, NaN if missing."""
         rows = [*(row for row in run.csv.rows if "divergence/mean" in row), now | {"round": run.round}]
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("divergence/")))
         values = [[row.get(name, np.nan) for row in rows] for name in names]
@@ -92,7 +92,7 @@ class UnitDivergence(RoundFigure):
         return {"rounds": rounds, "names": np.array(names), "values": np.array(values)}
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the mean over all pairs, and the divergence of `pairs`."""
+        """Return the mean divergence over all pairs of the round's clients, and that of each pair in `pairs`."""
         gaps, place = arrays["divergence"], {int(client): i for i, client in enumerate(arrays["clients"])}
         pairs = len(gaps) * (len(gaps) - 1)
         row = {"divergence/mean": float(gaps.sum() / pairs) if pairs else 0.0}
@@ -100,7 +100,7 @@ class UnitDivergence(RoundFigure):
         return row | {f"divergence/{i}-{j}": float(gaps[place[i], place[j]]) for i, j in present}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw a heat map, and the divergence by round."""
+        """Draw the round's divergences as a heat map, and the logged ones as lines over rounds."""
         figure, (left, right) = panels(2)
         heat_map(left, arrays["divergence"], "divergence", ids=arrays["clients"])
         names = [str(name).removeprefix("divergence/") for name in arrays["names"]]

@@ -47,26 +47,26 @@ class ClientDrift(RoundFigure):
         self._before: Tensors | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the method aggregates models."""
+        """Check that the clients share a model."""
         super().check(run)
         if not run.state["model"]:
             method = type(run.algorithm).__name__
             raise ConfigError(f"callbacks: ClientDrift: clients of {method} share no model. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the means and the values of each client."""
+        """Return the names of the logged drift metrics: the means over clients, and the values of each client."""
         forms = ("drift/{}_mean", "client_<id>/drift_{}")
         return [form.format(what) for form in forms for what in ("distance", "cosine")]
 
     def observe(self, run: FederatedRun, result: Result) -> None:
-        """Store the update of one client."""
+        """Store the update of one client: its trained model minus the model that it started from."""
         trained, shared = trained_model(run, result), run.state["model"]
         start = run.starting_module(result.client).backbone.state_dict()
         _, begun, ended = flatten([shared, start, trained])
         self._before, self._updates[result.client] = shared, (ended - begun).float()
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `clients`, `distance` and `cosine`, each `(K,)`."""
+        """Return `clients`, and `distance` and `cosine` of their updates to the aggregated update, each `(K,)`."""
         assert self._before is not None
         before, after = flatten([self._before, run.state["model"]]).float()
         step = after - before
@@ -80,14 +80,14 @@ class ClientDrift(RoundFigure):
         }
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the means and the values of each client."""
+        """Return the mean distance and cosine similarity over clients, and the values of each client."""
         row = {f"drift/{what}_mean": float(arrays[what].mean()) for what in ("distance", "cosine")}
         for i, client in enumerate(arrays["clients"]):
             row |= {f"client_{client}/drift_{what}": float(arrays[what][i]) for what in ("distance", "cosine")}
         return row
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw a bar per client for distance and cosine."""
+        """Draw the distances and the cosine similarities, each with a bar per client."""
         figure, places = panels(2)
         for axes, what in zip(places, ("distance", "cosine"), strict=True):
             bars(axes, arrays["clients"], arrays[what], f"{what} to the aggregate's update")

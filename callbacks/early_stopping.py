@@ -45,14 +45,14 @@ class EarlyStopping(Monitor):
         self.waited = 0
 
     def check(self, run: FederatedRun) -> None:
-        """Check that some rounds have the metric."""
+        """Check that some rounds will have the watched metric."""
         super().check(run)
         if self.monitor is None and not {*ACCURACIES, *LOSSES}.intersection(round_metrics(run)):
             fix = "Name another metric as monitor, or hold out test data (scenario.local_test)."
             raise ConfigError(f"callbacks: EarlyStopping: no round will have {' or '.join(ACCURACIES)}. {fix}")
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Compare an evaluated round with the best so far."""
+        """Compare the watched metric of an evaluated round with its best value so far."""
         watched = self.watched(metrics)
         if watched is None:
             return
@@ -69,14 +69,14 @@ class EarlyStopping(Monitor):
 
     @property
     def stop_reason(self) -> str:
-        """The metric that has not improved, and the number of evaluations."""
+        """The reason for the stop: the watched metric, and the number of evaluations without improvement."""
         metric = self.monitor or "the watched metric"
         return f"{metric} has not improved for {self.waited} evaluations (best {self.best:.4g})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the number of evaluations since."""
+        """Return the best value of the watched metric, and the number of evaluations since."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the number of evaluations since."""
+        """Restore the best value of the watched metric, and the number of evaluations since."""
         self.best, self.waited = state["best"], state["waited"]

@@ -28,7 +28,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class RoundFigure(RoundCallback):
-    """Measure and draw something every few rounds and after the last planned round.
+    """Base class of callbacks that measure and draw something every few rounds and after the last planned one.
 
     Each time, numbers are added to the round's metrics, and arrays and figure are written to the run folder as
     `figures/<name>/round-<n>.npz` and `.png`. Loggers that support images get the figure as `figures/<name>`.
@@ -61,7 +61,7 @@ class RoundFigure(RoundCallback):
         self._arrays: Arrays | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the figure can be measured and written, and warn of files that were changed.
+        """Check that the figure can be measured and written, and warn of earlier files that were changed or removed.
 
         Raises:
             ConfigError: The method does not reveal the clients' models, there are no classes, another figure logs the
@@ -84,11 +84,11 @@ class RoundFigure(RoundCallback):
         self._verify(run)
 
     def is_due(self, run: FederatedRun, round: int) -> bool:
-        """Whether a round is measured."""
+        """Whether the figure is measured and drawn in a round."""
         return round == run.rounds or (self.every is not None and round % self.every == 0)
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Call `observe` if the round is measured and the client has not failed."""
+        """In rounds with a figure, pass the result of each client that has not failed to `observe`."""
         if result.upload is not None and self.is_due(run, run.round + 1):
             self.observe(run, result)
 
@@ -96,25 +96,25 @@ class RoundFigure(RoundCallback):
         """Store what `measure` needs of a client that has finished its fit."""
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the arrays for numbers and figure. Called after a round's aggregation."""
+        """Return the measured arrays, as input of `numbers` and `draw`. Called after a round's aggregation."""
         raise NotImplementedError
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the numbers to add to the round's metrics."""
+        """Return the numbers to add to the round's metrics, computed from the measured arrays."""
         return {}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw the figure."""
+        """Return the figure of the measured arrays."""
         raise NotImplementedError
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Measure if the round is due."""
+        """Measure if the figure is due, and add its numbers to the round's metrics."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         if self._arrays is not None:
             metrics |= self.numbers(self._arrays)
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Write the arrays and the figure."""
+        """Write the measured arrays and the figure to the run folder, and log the figure."""
         if self._arrays is None:
             return
         name = self._place(run)
@@ -127,15 +127,15 @@ class RoundFigure(RoundCallback):
         self._arrays = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the digests and names of the files written so far."""
+        """Return the digests and names of the figure's files written so far."""
         return {"written": self._written}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the digests and names of the files."""
+        """Restore the digests and names of the figure's files written before the resume."""
         self._written = state.get("written", "")
 
     def _place(self, run: FederatedRun) -> str:
-        """Return the name of the figure's folder."""
+        """Return the name of the figure's folder below `figures/`."""
         number = [one for one in run.callbacks if isinstance(one, RoundFigure) and one.name == self.name].index(self)
         return f"{self.name}-{number + 1}" if number else self.name
 

@@ -63,19 +63,19 @@ class KnowledgeMap(RoundFigure):
         self._chosen: tuple[int, Tensors] | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the client exists."""
+        """Check that the client to be shown exists."""
         super().check(run)
         if not 0 <= self.client < run.clients:
             fix = f"Clients are 0 to {run.clients - 1}"
             raise ConfigError(f"callbacks: KnowledgeMap.client: no client {self.client}. {fix}")
 
     def observe(self, run: FederatedRun, result: Result) -> None:
-        """Store the trained model of the client, or of the first participant."""
+        """Store the trained model of the client to be shown, or of the first participant instead."""
         if self._chosen is None or result.client == self.client:
             self._chosen = result.client, trained_model(run, result)
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `points` and `labels` of the samples, `knowledge` and its `classes`, and the `client`."""
+        """Return the map positions of test samples (`points`) and `knowledge`, their classes, and the `client`."""
         from sklearn.manifold import TSNE  # importing it takes a second
 
         assert self._chosen is not None
@@ -170,7 +170,7 @@ def place_labels(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
 
 
 def places_around(point: np.ndarray, step: float) -> Iterator[np.ndarray]:
-    """Yield places around a point, on twenty circles whose radius grows by `step`."""
+    """Yield positions for a label around a point, on twenty circles with radii `step`, `2 * step`, ...."""
     for ring in range(1, 21):
         for angle in np.linspace(np.pi / 4, 9 * np.pi / 4, 8 * ring, endpoint=False):
             yield point + step * ring * np.array([np.cos(angle), np.sin(angle)])

@@ -53,7 +53,7 @@ class Monitor(RoundCallback):
         self._warned = False
 
     def check(self, run: FederatedRun) -> None:
-        """Check that some rounds have the metric, and warn if `mode` is opposite to its direction."""
+        """Check that some rounds will have the watched metric, and warn if `mode` is opposite to its direction."""
         names = round_metrics(run)
         default = next((one for one in (*ACCURACIES, *LOSSES) if one in names), None)
         if self.monitor is None:
@@ -70,7 +70,7 @@ class Monitor(RoundCallback):
             warnings.warn(message, stacklevel=2)
 
     def watched(self, metrics: Row) -> float | None:
-        """Return the metric of a round, or None if it has none. NaN becomes the worst possible value.
+        """Return the watched metric of a round, or None if the round lacks it. NaN becomes the worst possible value.
 
         Warns at the first evaluated round without the metric, if others will have it.
 
@@ -154,12 +154,12 @@ def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> Row:
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:
-    """Whether a metric is one of these names, in which `<id>` stands for any whole number."""
+    """Whether a metric is one of the given names, in which `<id>` stands for any whole number."""
     return "<id>" not in name and (name in names or _NUMBER.sub("<id>", name) in names)
 
 
 def is_unknown_client(name: str, clients: int) -> bool:
-    """Whether a metric belongs to a client that does not exist."""
+    """Whether a metric such as `client_7/acc` belongs to a client that does not exist."""
     client = re.match(r"client_([0-9]{1,18})/", name)
     return client is not None and int(client[1]) >= clients
 
@@ -176,7 +176,7 @@ def suggest_metric(name: str, names: Sequence[str], clients: int) -> str:
 
 
 def may_add_metrics(run: FederatedRun) -> bool:
-    """Whether the user's own classes may add metrics without naming them beforehand."""
+    """Whether a user's classes or client callbacks may log metrics that are not named before the run begins."""
     terms = run.worker.template.terms()
     return (
         is_own(type(run.worker.template))
@@ -190,5 +190,5 @@ def may_add_metrics(run: FederatedRun) -> bool:
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:
-    """Whether one of a callback's classes is the user's own and defines one of these methods."""
+    """Whether a callback defines one of these methods in a class that is not part of this package."""
     return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

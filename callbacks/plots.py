@@ -44,12 +44,12 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure atomically."""
+    """Write a figure to a PNG file atomically."""
     write_atomically(path, to_png(figure))
 
 
 def to_png(figure: Figure) -> bytes:
-    """Return a figure as PNG data, identical for identical figures."""
+    """Return a figure as PNG data; identical figures give identical data."""
     figure.savefig(image := BytesIO(), format="png", dpi=120)
     return image.getvalue()
 
@@ -80,7 +80,7 @@ def heat_maps(
 
 
 def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()) -> None:
-    """Draw a matrix as colours, centred at zero if it has negative entries."""
+    """Draw a matrix as a heat map; with negative entries, the colour scale is centred at zero."""
     largest = np.abs(matrix).max() if (matrix < 0).any() else None
     limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
     image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
@@ -93,7 +93,7 @@ def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()
 
 
 def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel: str, xlabel: str = "round") -> None:
-    """Draw a line through the points `(x, y)` of each name."""
+    """Draw a line with a label for each series of points `(x, y)`."""
     for name, (x, y) in series.items():
         axes.plot(x, y, label=name, marker=".")
     axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -103,7 +103,7 @@ def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel:
 
 
 def bars(axes: Axes, labels: Sequence[int], heights: np.ndarray, title: str, xlabel: str = "client") -> None:
-    """Draw a bar per label."""
+    """Draw a bar chart with one bar per label."""
     axes.bar([str(label) for label in labels], heights)
     axes.set_xlabel(xlabel)
     axes.set_title(title, fontsize=9)

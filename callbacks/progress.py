@@ -33,7 +33,7 @@ class RoundProgress(RoundCallback):
         self._first_round = 0
 
     def on_fit_start(self, run: FederatedRun) -> None:
-        """Print the columns of a table, and start the progress bars."""
+        """Print the columns of the data if they are a table and, on a terminal, start the progress bars."""
         self._started, self._first_round = time.monotonic(), run.round
         if schema := run.data.data.schema:
             self.console.print(schema.summary(), soft_wrap=True, highlight=False, markup=False)
@@ -52,17 +52,17 @@ class RoundProgress(RoundCallback):
         self._bars.start()
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
-        """Reset the bar of the clients."""
+        """Reset the progress bar of the round's clients."""
         if self._bars:
             self._bars.reset(self._clients, total=len(participants))
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Advance the bar of the clients."""
+        """Advance the progress bar of the round's clients."""
         if self._bars:
             self._bars.advance(self._clients)
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Advance the bar of the rounds. After the first round, print the engine's note."""
+        """Advance the progress bar of rounds, or print a line. After the first round, print the engine's note."""
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
         labels = {"global/acc": "global acc", "client/acc_mean": "client acc", "client/train_loss": "loss"}

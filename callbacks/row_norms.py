@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RowNorms(RoundFigure):
-    """Draw samples, and row norms of the classification layer before and after training, by client and class.
+    """Draw sample counts, and row norms of the classification layer before and after training, by client and class.
 
     Rows are the round's participants. With class-wise averaging, the norms of the class models are drawn too. Logs
     `row_norms/gap`, the mean over clients of `||p - p̃||_2` of the trained models (`p` class shares, `p̃` shares of the
@@ -56,7 +56,7 @@ class RowNorms(RoundFigure):
         raise ConfigError(f"callbacks: RowNorms: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of gap and correlation."""
+        """Return the names of the logged gap and correlation between class shares and row norms."""
         return ["row_norms/gap", "row_norms/correlation"]
 
     def observe(self, run: FederatedRun, result: Result) -> None:
@@ -65,7 +65,7 @@ class RowNorms(RoundFigure):
         self._trained[result.client] = row_norms(trained_model(run, result))
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `clients` `(K,)`; `data`, `received`, `trained` `(K, C)`; `class_models` `(C, C)`, if any."""
+        """Return sample counts and row norms of `clients`, `(K, C)`, and any row norms of `class_models`, `(C, C)`."""
         clients = sorted(self._trained)
         arrays = {
             "clients": np.array(clients),
@@ -81,7 +81,7 @@ class RowNorms(RoundFigure):
         return arrays
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return gap and correlation."""
+        """Return the mean gap and the correlation between class shares and shares of the row norms."""
         shares, estimates = (row_shares(arrays[name]) for name in ("data", "trained"))
         gap = float(np.linalg.norm(shares - estimates, axis=1).mean())
         flat = estimates.std() == 0 or shares.std() == 0
@@ -89,7 +89,7 @@ class RowNorms(RoundFigure):
         return {"row_norms/gap": gap, "row_norms/correlation": correlation}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw the heat maps."""
+        """Draw heat maps of the sample counts and the row norms."""
         panels = {
             "samples": arrays["data"],
             "row norms, received": arrays["received"],
@@ -102,7 +102,7 @@ class RowNorms(RoundFigure):
 
 
 def row_shares(matrix: np.ndarray) -> np.ndarray:
-    """Return each entry's share of its row; zero in a row of zeros."""
+    """Return each entry's share of the sum of its row; zero in a row of zeros."""
     return matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1e-12)
 
 

@@ -1,1 +1,1 @@
-"""Many runs: comparison, report, sweeps, tables of papers; also `watch` and `export`."""
+"""Tools for many runs: comparison, report, sweeps, tables of papers; for a single run: `watch` and `export`."""

@@ -97,5 +97,5 @@ def merge_baselines(baselines: Baselines, more: Any, config: Path) -> Baselines:
 
 
 def to_word(value: Any) -> str:
-    """Return a value as the command line takes it."""
+    """Return an option's value as text for the command line."""
     return value if isinstance(value, str) else json.dumps(value)

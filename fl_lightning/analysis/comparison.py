@@ -71,13 +71,13 @@ class Difference(NamedTuple):
 
     @property
     def stars(self) -> str:
-        """One star for each of the levels 0.05, 0.01 and 0.001 above `p_holm`."""
+        """Significance stars: one for each of the levels 0.05, 0.01 and 0.001 that `p_holm` is below."""
         return "*" * sum(self.p_holm < level for level in LEVELS) if self.p_holm is not None else ""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with the same values of a comparison's keys, and their results.
+    """Runs of a comparison with the same values of the settings that are grouped by, and their results.
 
     Args:
         values: The values of the keys that the runs have.
@@ -103,7 +103,7 @@ class Group:
 
     @property
     def seeds(self) -> list[Any]:
-        """The distinct seeds of its runs."""
+        """The distinct seeds of the group's runs."""
         return _seeds(self.runs)
 
     def name_among(self, groups: Sequence[Group]) -> str:
@@ -115,7 +115,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of groups of runs.
+    """A comparison of groups of runs by one metric.
 
     Args:
         keys: The settings in which the groups differ.
@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The keys that get a column. Keys below another one do not: `algorithm.mu` is shown with `algorithm`."""
+        """The settings with their own column. If `algorithm` has one, `algorithm.mu` has none and is shown there."""
         return [key for key in self.keys if not is_below(key, self.keys)]
 
     @property
@@ -250,7 +250,7 @@ def compare(
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Return the mean and the sample standard deviation; None without values."""
+    """Return the mean and the sample standard deviation of some values; None without values."""
     array = np.array(list(values), dtype=float)
     if not len(array):
         return None
@@ -259,7 +259,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
-    """Return the difference of paired values with its paired t-test; None without a pair."""
+    """Return the mean difference of paired values with its paired t-test; None without a pair."""
     with np.errstate(all="ignore"):
         deltas = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
     deviation = spread(deltas)
@@ -285,13 +285,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _add_holm(differences: list[Difference | None]) -> list[Difference | None]:
-    """Add the corrected p values to the differences that were tested."""
+    """Add the p values after Holm's correction to the differences that were tested."""
     corrected = iter(holm([each.p for each in differences if each and each.p is not None]))
     return [each._replace(p_holm=next(corrected)) if each and each.p is not None else each for each in differences]
 
 
 def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Difference | None:
-    """Return the difference of a group from its reference.
+    """Return the difference between the last metric values of a group and of its reference group.
 
     Runs are paired by their seed, and by the settings that vary inside one of the two groups.
     """
@@ -302,7 +302,7 @@ def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Differ
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:
-        """Return the mean of the last values, by seed and inner settings."""
+        """Return the mean last value of the metric, by seed and by the settings that vary inside a group."""
         values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
             if figures := best_and_last(run.rounds, grouping.metric):
@@ -361,7 +361,7 @@ def _reach(runs: list[Run], target: float, grouping: _Grouping, of: int) -> Reac
 
 
 def _bytes(rows: Sequence[Row]) -> float | None:
-    """Return the bytes of these rounds, up and down; None if they were not recorded."""
+    """Return the bytes sent in these rounds, up plus down; None if they were not recorded."""
     counted = [row[name] for row in rows for name in ("comm/up_bytes", "comm/down_bytes") if name in row]
     return sum(counted) if counted else None
 
@@ -376,7 +376,7 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
 
 
 def _reference_groups(group: Group, groups: list[Group], other_keys: list[str], wanted: dict[str, Any]) -> list[Group]:
-    """Return the groups with the reference's settings and otherwise the settings of a group."""
+    """Return the groups that have the reference's settings, and otherwise the same settings as the given group."""
     return [
         other
         for other in groups
@@ -404,7 +404,7 @@ def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
 
 
 def _compared_settings(run: Run) -> dict[str, str]:
-    """Return the settings that affect results as text, in which NaN equals NaN."""
+    """Return a run's settings that affect results, as text, because texts of NaN are equal."""
     return {key: repr(value) for key, value in run.settings.items() if not _is_uncompared(key)}
 
 
@@ -413,7 +413,7 @@ def _is_uncompared(key: str) -> bool:
 
 
 def _varied(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
-    """Return the settings in which runs of the same class differ, the algorithm's first.
+    """Return the settings in which runs with the same class, such as FedSKC, differ; the algorithm's first.
 
     FedSKC's `tau` counts only if two FedSKC runs differ in it, not because FedAvg has no `tau`.
 
@@ -431,7 +431,7 @@ def _varied(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
 
 
 def _above(key: str, texts: dict[str, str]) -> tuple[str | None, ...]:
-    """Return the values of the keys above a key, such as its class."""
+    """Return the values of the keys above a nested setting: for `algorithm.mu`, the class of `algorithm`."""
     parts = key.split(".")
     return tuple(texts.get(".".join(parts[:i])) for i in range(1, len(parts)))
 
@@ -452,7 +452,7 @@ def format_setting(value: Any) -> str:
 
 
 def _name(key: str, run: Run, grouping: _Grouping) -> str:
-    """Return a run's value of a key, followed by the keys below it that vary."""
+    """Return a run's value of a setting, followed by the nested settings that vary, such as `FedSKC tau=0.1`."""
     settings, texts, varied = run.settings, grouping.texts[run], grouping.varied
     inner = [
         f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"

@@ -257,7 +257,7 @@ def _exit_with_parent() -> None:
 
 
 def _redirect_output(log: Path) -> None:
-    """Append stdout and stderr to a log file, and read stdin from nowhere."""
+    """Redirect this process's stdout and stderr to the end of a log file, and its stdin to the null device."""
     with open(os.devnull) as nothing, log.open("a") as file:
         os.dup2(nothing.fileno(), 0)
         for descriptor in (1, 2):

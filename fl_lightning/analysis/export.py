@@ -42,7 +42,7 @@ Call = Callable[[Tensor], Tensor]
 
 @dataclass
 class Network:
-    """A network to export.
+    """A trained network to export, with its config and example inputs.
 
     Args:
         backbone: The trained network; a copy in float32 is exported.
@@ -78,7 +78,7 @@ class Network:
 
 
 class NetworkWithPreparation(nn.Module):
-    """A network that takes samples as a dataset stores them, or raw rows of a table.
+    """A network with the dataset's preprocessing, which takes samples as stored, or raw rows of a table.
 
     Args:
         backbone: The network.
@@ -90,14 +90,14 @@ class NetworkWithPreparation(nn.Module):
         self.backbone, self.prepare = backbone, prepare
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the network's outputs for a stored batch."""
+        """Return the network's outputs for a batch of samples as stored, after preprocessing."""
         return self.backbone(self.prepare(x))
 
 
 def network_of(
     run: FederatedOrchestrator, model: Mapping[str, Any], client: int | None = None, prepare: bool = False
 ) -> Network:
-    """Return the network of a run to export: the global model, or a client's personalised model.
+    """Return a run's network to export: the global model, or a client's personalised model.
 
     Args:
         run: The run.
@@ -251,7 +251,7 @@ def schema_path(path: Path) -> Path:
 
 
 def write_network(network: Network, path: Path) -> None:
-    """Write a network to a file in the format of its suffix, if the written network gives the same outputs.
+    """Write a network to a file in the format of its suffix, after checking that it keeps its outputs.
 
     Raises:
         ConfigError: The format cannot hold this network, or the file cannot be written.

@@ -123,11 +123,11 @@ class PaperTable:
         )
 
     def figure(self, column: str, row: str) -> str:
-        """Return the entry of `final/summary.json` that a cell shows."""
+        """Return the name of the entry of `final/summary.json` that a cell shows."""
         return self.rows[row].get("metric") or self.columns[column].get("metric") or self.metric
 
     def series(self, column: str, row: str) -> str:
-        """Return the column of `metrics.csv` behind a cell: its figure without `_best`, `_last` or `_last10`."""
+        """Return the name of a cell's column in `metrics.csv`: its metric without `_best`, `_last` or `_last10`."""
         return re.sub(f"({'|'.join(READINGS)})$", "", self.figure(column, row))
 
     def words(self, column: str, row: str) -> list[str]:
@@ -141,7 +141,7 @@ class PaperTable:
 
 
 def read_table(name: str) -> PaperTable:
-    """Return a table, given the path of its file or the name of a shipped one.
+    """Return a paper's table, given the path of its file or the name of a shipped one.
 
     Raises:
         ConfigError: The file does not exist, or is not a valid table; the message says why.
@@ -240,7 +240,7 @@ def _select(names: Sequence[str], all_names: Mapping[str, Any], kind: str) -> li
 
 
 def _full_name(name: str, all_names: Mapping[str, Any], kind: str) -> str:
-    """Return the name that equals a text, or else the only name that contains it."""
+    """Return the row or column name that equals a text, or else the only name that contains it."""
     matches = [name] if name in all_names else [each for each in all_names if name.lower() in each.lower()]
     if len(matches) > 1:
         raise ConfigError(f"--{kind}s: {name!r} is in {' | '.join(matches)}. Give the whole name")
@@ -286,7 +286,7 @@ def table_jobs(
 
 
 def scaling(settings: Settings, scale: float) -> list[str]:
-    """Return the options that make an experiment smaller, as `RULE` says; none for a scale of 1.
+    """Return the `fit` options that make an experiment smaller, by the rule in `RULE`; none for a scale of 1.
 
     Args:
         settings: The experiment's settings, by dotted key.
@@ -344,7 +344,7 @@ def _option(pair: str) -> tuple[str, str]:
 
 
 def _value(word: str) -> Any:
-    """Return a word parsed as YAML, or the word itself if it is not YAML."""
+    """Return an option's value parsed as YAML, or the text itself if it is not YAML."""
     try:
         return load_yaml(word)
     except (ValueError, yaml.YAMLError):
@@ -352,11 +352,11 @@ def _value(word: str) -> Any:
 
 
 def _column_folder(column: Settings) -> str:
-    """Return the folder name of a column: its config and its other options."""
+    """Return the folder name for the runs of a table's column: its config and its other options."""
     options = (f"{key}-{to_word(value)}" for key, value in column.items() if key not in ("config", "metric"))
     return _folder_name("-".join([Path(column["config"]).stem, *options]))
 
 
 def _folder_name(name: str) -> str:
-    """Return a name with only characters that a folder name may have."""
+    """Return a folder name for a text, in which dashes replace unusual characters."""
     return re.sub(r"[^\w.+]+", "-", name).strip("-.")[:80]

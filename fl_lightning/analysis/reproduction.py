@@ -21,7 +21,7 @@ from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
 
 class Reading(NamedTuple):
-    """The result of one run in a cell.
+    """The result of one run, which belongs to one seed of a table's cell.
 
     Args:
         value: The result in the table's unit; None if the run failed or has not finished.
@@ -38,7 +38,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table: our results and the paper's number.
+    """A cell of a reproduced table: our results and the paper's number.
 
     Args:
         readings: The results of our runs, by seed.
@@ -50,23 +50,23 @@ class Cell:
 
     @cached_property
     def values(self) -> dict[int, float]:
-        """The results of finished runs, by seed."""
+        """The results of the cell's finished runs, by seed."""
         return {seed: one.value for seed, one in self.readings.items() if one.value is not None}
 
     @cached_property
     def spread(self) -> Spread | None:
-        """The mean and standard deviation over seeds; None without a finished run."""
+        """The mean and standard deviation of our results over seeds; None without a finished run."""
         return spread(self.values.values())
 
     @cached_property
     def last10(self) -> float | None:
-        """The mean of the last ten evaluated rounds, averaged over seeds."""
+        """The mean over the last ten evaluated rounds, averaged over seeds; None if no run has it."""
         means = [one.last10 for one in self.readings.values() if one.last10 is not None]
         return fmean(means) if means else None
 
     @cached_property
     def reached(self) -> bool:
-        """Whether all runs reached the accuracy; otherwise the mean is a lower bound."""
+        """Whether all runs reached the target accuracy; otherwise our mean number of rounds is a lower bound."""
         return all(one.reached for one in self.readings.values())
 
     @cached_property
@@ -91,7 +91,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for a claim in one column. The margin is the better row's number minus the other row's.
+    """Our result for a claim of a paper in one column: the margins by which the better row is ahead of the other.
 
     Args:
         claim: The claim.
@@ -108,22 +108,22 @@ class Verdict:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """The mean margin with a paired t-test over seeds; None if no margin is known."""
+        """Our mean margin for the claim, with a paired t-test over seeds; None if no margin is known."""
         return paired_difference(list(self.margins.values()), [0.0] * len(self.margins))
 
     @cached_property
     def ahead(self) -> int:
-        """The number of seeds for which the better row is better."""
+        """The number of seeds for which the claim's better row is ahead in our runs."""
         return sum(margin > 0 for margin in self.margins.values())
 
     @cached_property
     def holds(self) -> bool | None:
-        """Whether the better row is better on average; None if no margin is known."""
+        """Whether the claim's better row is better on average in our runs; None if no margin is known."""
         return self.difference.mean > 0 if self.difference else None
 
 
 class Reproduction:
-    """The results of a table's finished runs.
+    """A reproduced table: the results of its finished runs, and the paper's numbers and claims.
 
     Args:
         table: The table, or a part of it.
@@ -155,7 +155,7 @@ class Reproduction:
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """The result for each claim in each of its columns."""
+        """Our result for each of the paper's claims, in each of the claim's columns."""
         return [self._verdict(claim, column) for claim in self.table.claims for column in claim.columns]
 
     def _verdict(self, claim: Claim, column: str) -> Verdict:
@@ -198,5 +198,5 @@ def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:
 
 
 def margin_needed(seeds: int, p: float = 0.05) -> float:
-    """Return the mean margin, in standard deviations, at which a paired t-test gives p; for two seeds or more."""
+    """Return the mean margin, in standard deviations, at which a paired t-test over at least two seeds gives `p`."""
     return float(stats.t.isf(p / 2, seeds - 1)) / math.sqrt(seeds)

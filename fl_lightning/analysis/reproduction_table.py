@@ -23,7 +23,7 @@ COLUMNS += ["paper", "paper_std", "difference", "last10"]
 
 
 def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[str]:
-    """Return the lines above a table: title, unit, seeds, scale and overrides."""
+    """Return the lines above a reproduced table: title, unit, seeds, scale and overridden options."""
     unit = "Percent" if table.unit == "percent" else "Rounds, fewer are better"
     lines = [table.title, f"{unit}; mean ± standard deviation over seeds {', '.join(map(str, table.seeds))}."]
     if scale != 1:
@@ -34,7 +34,7 @@ def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[s
 
 
 def grid(reproduction: Reproduction) -> Grid:
-    """Return the table with our numbers above the paper's, and the rank correlations in the last row."""
+    """Return a reproduced table's cells, our numbers above the paper's, with rank correlations in the last row."""
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:
@@ -56,7 +56,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def format_ours(cell: Cell) -> str:
-    """Return our mean and deviation, with `>` before a lower bound, and the number of missing and failed runs."""
+    """Return our mean and deviation in a cell, with `>` if a lower bound, and counts of finished and failed runs."""
     count = sum(bool(one.reason) for one in cell.readings.values())
     failed = f"{count} failed" if count else ""
     if not cell.spread:
@@ -68,7 +68,7 @@ def format_ours(cell: Cell) -> str:
 
 
 def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
-    """Return a row for each claim and column with results: the paper's margin, ours, and whether the claim holds."""
+    """Return a table of claims, a row for each claim and column: the paper's margin, ours, and whether it holds."""
     lines = [CLAIMS]
     for verdict in verdicts:
         if difference := verdict.difference:
@@ -99,7 +99,7 @@ def verdict_line(verdicts: Sequence[Verdict]) -> str:
 
 
 def failures(reproduction: Reproduction) -> list[str]:
-    """Return a line for each reason why runs failed, with the affected cells."""
+    """Return a line for each reason why runs of a table failed, with the affected cells."""
     cells: dict[str, list[str]] = {}
     for (column, row), cell in reproduction.cells.items():
         for seed, reading in cell.readings.items():
@@ -109,7 +109,7 @@ def failures(reproduction: Reproduction) -> list[str]:
 
 
 def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> Group:
-    """Return the table and its claims for a terminal."""
+    """Return a reproduced table and its claims for a terminal."""
     lines = map(Text, heading(reproduction.table, scale, overrides))
     parts: list[Table | Text] = [*lines, _rich(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
@@ -118,7 +118,7 @@ def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[
 
 
 def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> str:
-    """Return the table and its claims as Markdown."""
+    """Return a reproduced table and its claims as Markdown."""
     title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
     parts = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
@@ -127,7 +127,7 @@ def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Seque
 
 
 def as_csv(reproduction: Reproduction) -> str:
-    """Return the table as CSV: one line per cell, numbers in full precision."""
+    """Return a reproduced table as CSV: one line per cell, numbers in full precision."""
     table, lines = reproduction.table, list[Sequence[object]]([COLUMNS])
     for (column, row), cell in reproduction.cells.items():
         mean, std = cell.spread[:2] if cell.spread else (None, None)

@@ -28,7 +28,7 @@ FIGURE = re.compile(rf"-|-inf|{_NUMBER}( ± {_NUMBER})?( \*+)?", re.ASCII)
 
 
 def to_csv(rows: Iterable[Sequence[Any]]) -> str:
-    """Return rows as CSV with one line per row. A spreadsheet executes no cell as a formula."""
+    """Return rows as CSV with one line per row. Formulas are escaped, so that spreadsheets do not execute them."""
     writer = csv.writer(text := io.StringIO(), lineterminator="\n")
     writer.writerows([_escape_formula("" if cell is None else str(cell)) for cell in row] for row in rows)
     return text.getvalue()
@@ -114,5 +114,5 @@ def _latex(cell: str) -> str:
 
 
 def escape_markdown(cell: str) -> str:
-    """Return text as one line without Markdown's markup characters, which are escaped."""
+    """Return text on one line, with Markdown's markup characters escaped."""
     return re.sub(r"([\\|*`<\[])", r"\\\1", one_line(cell))

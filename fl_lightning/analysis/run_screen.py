@@ -51,7 +51,7 @@ class RunScreen:
     height: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the parts from top to bottom. The plots fill the lines that the other parts leave."""
+        """Yield the parts of the screen from top to bottom. The plots fill the lines that the other parts leave."""
         terminal = Terminal(options.max_width, bool(console.color_system) and not console.no_color, console.encoding)
         status = self.status
         above: list[RenderableType] = [*heading(status, terminal), progress(status), terminal.text(state(status)), ""]
@@ -65,7 +65,7 @@ class RunScreen:
 
 @dataclass(frozen=True)
 class Terminal:
-    """The abilities of a terminal.
+    """Properties of a terminal: width, colours and encoding.
 
     Args:
         width: Number of columns.
@@ -89,7 +89,7 @@ class Terminal:
 
 
 def heading(status: RunStatus, terminal: Terminal) -> list[Text]:
-    """Return the lines with the run's folder, and with its method, dataset, number of clients and seed."""
+    """Return the first lines of the screen: the run's folder, its method, dataset, number of clients and seed."""
     settings = status.run.settings
     total, per_round = settings.get("scenario.clients"), settings.get("clients_per_round")
     words = [" on ".join(str(settings[key]) for key in ("algorithm", "scenario.dataset") if key in settings)]
@@ -152,7 +152,7 @@ def clients(status: RunStatus) -> list[str]:
 
 
 def last_warnings(status: RunStatus, terminal: Terminal) -> list[Text]:
-    """Return the last warnings, each cut to three lines."""
+    """Return the run's last warnings, each cut to three lines of the terminal."""
     length = 3 * terminal.width
     lines = [line if len(line) <= length else f"{line[: length - 3]}..." for line in status.warnings]
     return [terminal.text(line, "yellow") for line in (["last warnings:"] if lines else []) + lines]
@@ -204,7 +204,7 @@ def rows_of_plots(lines: int | None, legends: Sequence[int], beside: bool) -> li
 
 
 def legend(rounds: Sequence[Row], names: Mapping[str, str], terminal: Terminal) -> list[Text]:
-    """Return a line for each curve with its mark, label and last value, and for accuracies the best value."""
+    """Return the legend of a plot: the mark, label and last value of each curve, and the best value of accuracies."""
     lines = []
     for (name, label), color, mark in zip(names.items(), COLORS, MARKS, strict=False):
         figures = best_and_last(points(rounds, name), name, is_lower_better(name))

@@ -102,14 +102,14 @@ class RunMonitor:
         )
 
     def _ended(self, run: Run, last_round: float) -> bool:
-        """Return whether the summary covers all rounds; a resumed run still has the summary of its first end."""
+        """Return whether the run has ended. The summary of an earlier end, before a resume, does not count."""
         if not run.final or run.final["rounds"] != len(run.rounds):
             return False
         stopped_early = (self.folder / "final" / "summary.json").stat().st_mtime >= last_round
         return stopped_early or run.config.get("rounds") == len(run.rounds)
 
     def _has_changed(self, name: str, number: int = 0) -> bool:
-        """Return whether a file, or a number that belongs to it, changed since the last poll."""
+        """Return whether a file, or a number on which its reading depends, has changed since the last poll."""
         try:
             file = (self.folder / name).stat()
             now: object = file.st_ino, file.st_size, file.st_mtime_ns, number
@@ -127,7 +127,7 @@ class RunMonitor:
 
 
 def last_measured(path: Path, round: int) -> list[Row]:
-    """Return the rows of the last evaluated round in a `clients.csv`, up to a given round. Reads the file's end."""
+    """Return the last evaluated round's rows in a `clients.csv`, up to round `round`. Reads only the file's end."""
     size = TAIL
     with suppress(OSError, ValueError), open_file(path) as file:
         header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size

@@ -68,7 +68,7 @@ def test_table(metrics: Row, server: bool) -> Table:
 
 
 def _caption(families: set[str], model: str) -> str:
-    """Return a line for each family of metrics, which names the evaluated models and the data."""
+    """Return the caption of a table of metrics: a line for each group of metrics with its models and data."""
     lines = {
         "global": "global: the global model, on the global test set",
         "client": f"client: each client's model {model}, on its own test split",

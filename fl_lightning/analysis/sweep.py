@@ -42,7 +42,7 @@ STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial.
+    """The result of a trial of a sweep.
 
     Args:
         number: The trial's number, in the order in which trials were proposed.
@@ -63,7 +63,7 @@ class TrialResult:
     reason: str
 
     def describe(self) -> str:
-        """Return the value of a complete trial, else its state with the reason."""
+        """Return the trial's result as text: its value if it is complete, else its state with the reason."""
         if self.state == "complete":
             return f"{self.value:.4f}"
         if self.state == "ended early":
@@ -92,7 +92,7 @@ class Study:
         self._id = self._storage.get_study_id_from_name(self._study.study_name)
 
     def close(self) -> None:
-        """Close the database."""
+        """Close the sweep's database."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
@@ -117,7 +117,7 @@ class Study:
             yield self._job(self._trials()[number])
 
     def _trials(self) -> list[FrozenTrial]:
-        """Return the latest Optuna trial of each number. A trial that runs again is a new one in the database."""
+        """Return the trials by number. If a trial was run again, only its last entry in the database is returned."""
         trials = self._study.get_trials(deepcopy=False)
         return list({trial.user_attrs["point"]: trial for trial in trials}.values())
 
@@ -152,7 +152,7 @@ class Study:
     # --- Recording results ---
 
     def record(self, ended: JobResult) -> TrialResult:
-        """Record the result of a trial.
+        """Record the result of a trial that ended in the database, and return it.
 
         Raises:
             ConfigError: The first trial that ended could not run or lacks the metric, so the sweep itself is wrong.
@@ -196,14 +196,14 @@ class Study:
         self._study.tell(trial.number, state=FAIL)
 
     def _refuse_first(self, reason: str | None) -> None:
-        """Raise an error for this reason if no trial has ended yet."""
+        """Raise an error with this reason if no trial of the sweep has ended yet."""
         if reason and not any(trial.state.is_finished() for trial in self._trials()):
             raise ConfigError(reason)
 
     # --- Early termination ---
 
     def should_stop(self, job: Job) -> bool:
-        """Return whether the pruner ends a running trial after its rounds so far."""
+        """Return whether the pruner ends a running trial early, given its rounds so far."""
         trial = self._trial_of(job.folder)
         if trial.state == RUNNING and self._report_rounds(trial):
             self._study.tell(trial.number, state=PRUNED)
@@ -253,7 +253,7 @@ class Study:
 
 
 def storage_at(path: Path) -> RDBStorage:
-    """Return Optuna's storage in a file. The file is created if it does not exist."""
+    """Return Optuna's storage in a SQLite file. The file is created if it does not exist."""
     return RDBStorage(f"sqlite:///{path.absolute()}")
 
 
@@ -414,7 +414,7 @@ def _update_word(word: str) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """Trials that differ only in the seed.
+    """A setting of a sweep: the trials that differ only in the seed.
 
     Args:
         settings: The settings without the seed.
@@ -426,17 +426,17 @@ class Setting:
 
     @property
     def complete(self) -> list[TrialResult]:
-        """The complete trials."""
+        """The results of the setting's complete trials."""
         return [result for result in self.results if result.state == "complete"]
 
     @property
     def values(self) -> list[float]:
-        """The metric of each complete trial."""
+        """The metric of each of the setting's complete trials."""
         return [result.value for result in self.complete if result.value is not None]
 
 
 def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
-    """Return the settings sorted by their mean over the seeds, the best first. Incomplete ones come last."""
+    """Return the settings sorted by the mean metric over seeds, the best first. Incomplete ones come last."""
     groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in result.settings.items() if k != "seed"), []).append(result)
@@ -450,7 +450,7 @@ def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Settin
 
 
 def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
-    """Return the table of a sweep: the settings, the best first, and the state of incomplete trials."""
+    """Return the table of a sweep's results: the settings, the best first, and the state of incomplete trials."""
     keys = [key for key in sweep.parameters if key != "seed"]
     has_seeds, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
     columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
@@ -471,7 +471,7 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
 
 
 def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
-    """Write the config of the best setting's first seed. Return its trial; None if no trial finished."""
+    """Write the config of the best setting's first complete trial. Return that trial; None if there is none."""
     best = rank_settings(results, sweep.maximize)[0].complete
     if not best:
         return None

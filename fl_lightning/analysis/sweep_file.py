@@ -39,7 +39,7 @@ COMMAND = '[${program}, fit, --config, NAME.yaml, ..., "${args}"]'
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a sweep.
+    """A parameter of a sweep, with the distribution of its values.
 
     Args:
         distribution: The distribution that Optuna draws from; for listed values, categorical over their text.
@@ -50,7 +50,7 @@ class Parameter:
     q: float | None = None
 
     def word(self, drawn: Any) -> str:
-        """Return a drawn value as text for the command line."""
+        """Return a drawn value of the parameter as text for the command line."""
         if self.q is None:
             return to_word(drawn)
         low, high = multiples(self.distribution, self.q)
@@ -59,7 +59,7 @@ class Parameter:
 
     @property
     def values(self) -> list[Any] | None:
-        """All possible values; None if they cannot be listed."""
+        """All possible values of the parameter; None if they cannot be listed."""
         if isinstance(self.distribution, CategoricalDistribution):
             return list(self.distribution.choices)
         if isinstance(self.distribution, IntDistribution):
@@ -101,7 +101,7 @@ class Sweep:
         return (*self.words, *values, *self.words_after)
 
     def grid(self) -> list[dict[str, Any]]:
-        """Return all trials of a grid; the last parameter varies fastest."""
+        """Return all trials of a grid search as values by parameter; the last parameter varies fastest."""
         values = [parameter.values or [] for parameter in self.parameters.values()]
         return [dict(zip(self.parameters, chosen, strict=True)) for chosen in product(*values)]
 
@@ -120,7 +120,7 @@ def sweep_path(name: str) -> Path:
 
 
 def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] = ()) -> Sweep:
-    """Return the sweep that a file describes.
+    """Return the sweep that the content of a W&B sweep file describes.
 
     Args:
         content: The file's content.
@@ -162,7 +162,7 @@ def _check_keys(name: str, content: Any, keys: set[str]) -> None:
 
 
 def _command(content: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the words of `fit` before and after the parameters, with W&B logging switched to offline."""
+    """Return the words of the trials' `fit` command before and after the parameters, with W&B set to offline."""
     words = [_with_environment(word) for word in content] if isinstance(content, list) else []
     if words[:1] == ["${program}"]:
         words[0] = str(program)
@@ -180,7 +180,7 @@ def _command(content: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def _with_environment(word: Any) -> str:
-    """Return a word with the values of environment variables in place of `${envvar:NAME}`."""
+    """Return a word of the command with the values of environment variables in place of `${envvar:NAME}`."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
@@ -191,7 +191,7 @@ def _with_environment(word: Any) -> str:
 
 
 def _log_offline(words: Sequence[str]) -> list[str]:
-    """Return a command line with `--logger.offline true` in place of its value there."""
+    """Return a command line in which `--logger.offline`, if given, has the value true."""
     changed = list(words)
     for i, word in enumerate(words):
         if word == "--logger.offline" and i + 1 < len(words):
@@ -230,7 +230,7 @@ def _metric(content: Any) -> tuple[str, bool]:
 
 
 def _pruner(content: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
-    """Return the pruner for W&B's hyperband, and the first round that it no longer prunes.
+    """Return Optuna's pruner for W&B's hyperband, and the round from which on no trial is pruned.
 
     At rounds min_iter, min_iter * eta, ... the best 1/eta of the trials so far continue. This is a single bracket of
     successive halving; Optuna's HyperbandPruner would distribute the trials over several brackets.
@@ -305,7 +305,7 @@ def _parameter(description: Any) -> Parameter:
 
 
 def _default_distribution(description: Mapping[str, Any]) -> str:
-    """Return the distribution that W&B uses by default."""
+    """Return the distribution that W&B uses for a parameter without a `distribution`."""
     for key, name in (("values", "categorical"), ("value", "constant")):
         if key in description:
             return name
@@ -315,7 +315,7 @@ def _default_distribution(description: Mapping[str, Any]) -> str:
 
 
 def _numeric_parameter(name: str, description: Mapping[str, Any]) -> Parameter:
-    """Return a parameter between two bounds, which are natural logarithms for `log_uniform` and `q_log_uniform`."""
+    """Return a parameter between two bounds, which are natural logarithms in `log_uniform` and `q_log_uniform`."""
     whole, log = name == "int_uniform", "log" in name
     low, high = (_number(key, description[key], whole) for key in BOUNDS)
     if low > high:

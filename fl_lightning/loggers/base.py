@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 
 
 class Labels(NamedTuple):
-    """Default names of a run for loggers; the config and the environment take precedence.
+    """Default name, group and tags of a run for loggers; config and environment variables take precedence.
 
     Attributes:
         name: Name of the run.
@@ -24,7 +24,7 @@ class Labels(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """The arguments of a logger when a run begins or is resumed.
+    """The data that loggers get when a run begins or is resumed: run folder, config, names and last round.
 
     Attributes:
         run_dir: The run folder.
@@ -49,7 +49,7 @@ class RoundLogger(Logger):
     """
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Check the options before anything is written.
+        """Check the logger's options before anything is written.
 
         Args:
             run_dir: The run folder, if it exists.
@@ -59,7 +59,7 @@ class RoundLogger(Logger):
         """
 
     def begin(self, run: Beginning) -> None:
-        """Begin logging, or continue for a resumed run.
+        """Begin logging a run, or continue logging a resumed run.
 
         Raises:
             Exception: The logger cannot begin. It has undone what it began.
@@ -68,7 +68,7 @@ class RoundLogger(Logger):
             self.log_hyperparams(dict(run.config))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Log the summary so far, with the names of `final/summary.json`. Called after each round."""
+        """Log the run's summary so far, with the names of `final/summary.json`. Called after each round."""
 
     def log_files(self) -> None:
-        """Log files. Called when the run folder is complete."""
+        """Log files of the run, such as its final model. Called when the run folder is complete."""

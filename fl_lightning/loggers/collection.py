@@ -34,7 +34,7 @@ FEW_CLIENTS = 1000
 
 
 def has_few_clients(clients: int) -> bool:
-    """Whether each client's metrics are logged by default; warn if there are too many clients."""
+    """Whether a run has few enough clients to log each client's metrics by default; warn if not."""
     if clients > FEW_CLIENTS:
         message = f"log_clients: metrics of single clients are not logged ({clients:,} clients)."
         warnings.warn(f"{message} Set log_clients: true to log them.", stacklevel=2)
@@ -42,7 +42,7 @@ def has_few_clients(clients: int) -> bool:
 
 
 def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
-    """Split a round's metrics into those of the run and, by client, those of single clients, `client_<id>/<name>`."""
+    """Split a round's metrics into those of the run, and by client those of single clients (`client_<id>/<name>`)."""
     shared: Row = {}
     by_client: dict[int, Row] = {}
     for key, value in row.items():
@@ -100,7 +100,7 @@ class MetricsCsv:
                 raise Damaged(f"{self.path.with_name(name)} is not as it was after round {round}")
 
     def rewind(self, round: int) -> None:
-        """Cut the files back to a round. Later rounds will be computed again.
+        """Remove the rows after a round from both files. A resumed run computes these rounds again.
 
         Raises:
             Damaged: The file lacks a round up to that one.
@@ -117,7 +117,7 @@ class MetricsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:
-        """Append one round, first to `clients.csv`. A killed process loses nothing of it.
+        """Append one round to `clients.csv`, then to `metrics.csv`. It survives if the process is killed.
 
         Raises:
             CheckpointError: Writing fails.
@@ -136,7 +136,7 @@ class MetricsCsv:
         self._digest.add(shared)
 
     def flush(self) -> None:
-        """Write all rows to disk, where a power failure does not reach them.
+        """Flush all rows of both files to disk, so that they survive a power failure.
 
         Raises:
             CheckpointError: Writing fails.
@@ -148,7 +148,7 @@ class MetricsCsv:
             raise CheckpointError(f"cannot write to {self.path.parent}: {error}") from error
 
     def _rows_until(self, round: int) -> list[Row]:
-        """Read the rows of rounds 1 to at most `round`, up to the first missing one."""
+        """Read the rows of rounds 1 to at most `round` from `metrics.csv`, up to the first missing one."""
         try:
             rows = [row for row in read_rows(self.path) if row] if self.path.exists() else []
         except ValueError as error:
@@ -188,7 +188,7 @@ class ClientsCsv:
         return (dict(zip(header, cells, strict=False)) for cells in self._lines(round))
 
     def rewind(self, round: int) -> None:
-        """Cut the file back to a round. Columns that only later rounds filled are removed."""
+        """Remove the lines after a round, and the columns that only these lines filled."""
         filled = max((i for cells in self._lines(round) for i, cell in enumerate(cells, 1) if cell), default=0)
         self._columns = self._header()[:filled] or list(self.keys)
         self.digest = Digest.over(self.rows(round))
@@ -198,7 +198,7 @@ class ClientsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, round: int, series: Mapping[int, Row]) -> None:
-        """Append one round's metrics by client and name."""
+        """Append one round's metrics of single clients, a line per client."""
         new = {name for row in series.values() for name in row}.difference(self._columns)
         if new:
             self._columns += sorted(new, key=_column_order)
@@ -217,7 +217,7 @@ class ClientsCsv:
             return next(csv.reader(file), [])
 
     def _lines(self, round: int) -> Iterator[list[str]]:
-        """Yield the complete lines up to a round."""
+        """Yield the cells of each complete line of the file, up to a round."""
         if not self.path.exists():
             return
         with self.path.open(newline="", errors="replace") as file:
@@ -229,7 +229,7 @@ class ClientsCsv:
                 yield cells
 
     def _copy(self, round: int) -> None:
-        """Rewrite the lines up to a round with the current columns."""
+        """Rewrite the file with the lines up to a round and the current columns."""
         with replace_atomically(self.path, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
@@ -285,7 +285,7 @@ class WarningsTxt:
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
     def rewind(self, round: int) -> None:
-        """Cut the file back to a round, and add the warnings raised before the run folder was locked."""
+        """Remove the warnings after a round, and add those raised before the run folder was locked."""
         waiting, self._waiting = self._waiting or [], None
         with suppress(OSError):
             before, kept = self._on_file(), self._lines_until(round)
@@ -302,7 +302,7 @@ class WarningsTxt:
 
     @staticmethod
     def _round_of(line: bytes) -> int:
-        """Return the round of a line; -1 for an incomplete line."""
+        """Return the round of a line of the file; -1 for an incomplete line."""
         match = re.match(rb"round ([0-9]{1,18}): .*\n$", line)
         return int(match[1]) if match else -1
 
@@ -380,7 +380,7 @@ class Loggers:
     def begin(
         self, run_dir: Path, config: dict[str, Any] | None, labels: Labels, counts: np.ndarray, round: int
     ) -> None:
-        """Begin logging, or continue for a resumed run.
+        """Begin logging a run in all loggers, or continue logging a resumed run.
 
         Args:
             run_dir: The run folder.
@@ -407,7 +407,7 @@ class Loggers:
             raise
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of a round."""
+        """Log metrics of a round in all loggers."""
         for one in self._all:
             one.log_metrics(dict(metrics), step)
 
@@ -430,7 +430,7 @@ class Loggers:
                 one.log_summary(summarize(rows, targets) | lowest_losses(rows))
 
     def log_files(self) -> None:
-        """Log files. Called when the run folder is complete."""
+        """Log files of the run in all loggers. Called when the run folder is complete."""
         for one in self._all:
             if isinstance(one, RoundLogger):
                 one.log_files()

@@ -73,7 +73,7 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
         super().__init__(save_dir or "", name, version, prefix)
 
     def begin(self, run: Beginning) -> None:
-        """Begin a file, or continue the one in the run folder after the last finished round."""
+        """Begin a CSV file, or continue the one in the run folder after the last finished round."""
         if self._in_run:
             self._save_dir, self._name, self._version = str(run.run_dir), "csv_logs", ""
             _truncate_csv(run.run_dir / "csv_logs" / "metrics.csv", run.round)
@@ -148,7 +148,7 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
     def log_image(
         self, key: str, images: Sequence[str], step: int | None = None, caption: Sequence[str] | None = None
     ) -> None:
-        """Log images from files."""
+        """Log images from files to TensorBoard."""
         for number, path in enumerate(images):
             name = f"{key}-{number + 1}" if number else key
             self.experiment.add_image(name, imread(path), step, dataformats="HWC")
@@ -194,7 +194,7 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         self._last_round = -1  # the last round in the MLflow run when the run was resumed
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Check the file that names the MLflow run."""
+        """Check that the file that names the MLflow run of a run folder is valid, if it exists."""
         if run_dir:
             _run_id(run_dir)
 
@@ -229,13 +229,13 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
             super().begin(run)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log a round, unless the MLflow run has it already."""
+        """Log a round's metrics, unless the MLflow run has them already."""
         if step is None or step > self._last_round:
             super().log_metrics(metrics, step)
 
 
 def _run_id(run_dir: Path) -> str | None:
-    """Return the id of the MLflow run of a run folder, if there is one."""
+    """Return the id of the MLflow run that a run folder names; None if it names none."""
     place = run_dir / "mlflow" / "run_id"
     if not place.is_file():
         return None

@@ -22,7 +22,7 @@ LONGEST = 128
 
 
 def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of a run and of its group.
+    """Return the name of a run, and the name of its group, which it shares with runs of other seeds.
 
     Args:
         config: The config's name.
@@ -39,7 +39,7 @@ def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mappin
 
 
 def changes(setting: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
-    """Return how a setting differs from the one in the config file: `tau=0.1,local_test=0.3`.
+    """Return how a run's setting differs from the one in its config file, as text: `tau=0.1,local_test=0.3`.
 
     Keys are shortened to their last parts where these are unique.
     """
@@ -54,7 +54,7 @@ def _last_part(key: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a short text for a value: the name of a class, the elements of a list joined by `+`."""
+    """Return a short text for a setting's value: the name of a class, the elements of a list joined by `+`."""
     if isinstance(value, list):
         return "+".join(map(_text, value))
     if isinstance(value, dict) and "class_path" in value:

@@ -34,7 +34,7 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def _commit_of_ref(ref: str, git: Path) -> str | None:
-    """Return the commit that a ref names, from its file or from the packed refs."""
+    """Return the commit that a git ref names, from the ref's file or from the packed refs."""
     if (git / ref).is_file():
         return (git / ref).read_text().strip()
     lines = (line.split(" ") for line in (git / "packed-refs").read_text().splitlines())

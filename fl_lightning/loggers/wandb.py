@@ -211,7 +211,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
     @contextmanager
     def _undo_on_failure(self, folder: Path) -> Iterator[None]:
-        """Close the W&B run and remove its new files if an exception is raised inside."""
+        """Context in which an exception closes the W&B run and removes `folder` if it is new."""
         new = not folder.exists()
         try:
             yield
@@ -224,7 +224,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
     @temporary_files()
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Add metrics, images or tables to the row of a round, which `save` closes.
+        """Add metrics, images or tables to a round's row of the W&B run, which `save` closes.
 
         Rounds that W&B has already are not logged again by a resumed run.
 
@@ -244,13 +244,13 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
     @temporary_files()
     def save(self) -> None:
-        """Close the round's row."""
+        """Close the current round's row of the W&B run."""
         if self._row_is_open:
             self.experiment.log({}, commit=True)
             self._row_is_open = False
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Update the summary of the W&B run with all figures that are not None.
+        """Update the summary of the W&B run with the values of the summary so far that are not None.
 
         `define_metric(summary="max")` is not used for best values: it turns the summary entry of `global/acc` into a
         mapping, which sweeps do not find, and forgets the rounds before an offline resume.
@@ -258,7 +258,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         self.experiment.summary.update({name: value for name, value in summary.items() if value is not None})
 
     def log_files(self) -> None:
-        """Log the artifacts that `log_model` asks for."""
+        """Log the final model and the files for resuming as W&B artifacts, as `log_model` says."""
         run_dir = Path(self._wandb_init["dir"])
         if not self.log_model or self.mode == "disabled":
             return
@@ -294,7 +294,7 @@ NOTE = Path("wandb", "run.json")
 
 @contextmanager
 def _skip_launch() -> Iterator[None]:
-    """Start a W&B run without importing W&B Launch, which takes a second.
+    """Context in which a W&B run starts without importing W&B Launch, which takes a second.
 
     If Launch is imported already, its inputs are processed as usual.
     """
@@ -313,7 +313,7 @@ def _skip_launch() -> Iterator[None]:
 
 
 def read_note(run_dir: Path) -> dict[str, Any]:
-    """Read the file that names the W&B run of a run folder; empty if there is none.
+    """Return the content of the file that names the W&B run of a run folder; empty if there is no file.
 
     Raises:
         ConfigError: The file is damaged, or `wandb` is not a folder.
@@ -341,7 +341,7 @@ def read_note(run_dir: Path) -> dict[str, Any]:
 
 
 def add_checksum(note: Mapping[str, Any]) -> str:
-    """Return the content of the file with its SHA-256, so that changes are detected."""
+    """Return the text of the file that names a W&B run, with its SHA-256, so that changes are detected."""
     digest = hashlib.sha256(json.dumps(note, indent=1).encode()).hexdigest()
     return json.dumps({**note, "sha256": digest}, indent=1) + "\n"
 

@@ -55,7 +55,7 @@ MOST_TEXT = 300
 
 
 def write_report(runs: Sequence[Run], path: Path) -> list[str]:
-    """Write the report of some runs.
+    """Write the HTML report of some runs to a file.
 
     Args:
         runs: At least one run.
@@ -78,7 +78,7 @@ def write_report(runs: Sequence[Run], path: Path) -> list[str]:
 
 
 def is_report(path: Path) -> bool:
-    """Return whether a file is a report."""
+    """Return whether a file is an HTML report written by `write_report`."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -86,7 +86,7 @@ def is_report(path: Path) -> bool:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Return the HTML of a page, given its contents.
+    """Return the HTML of a report, given its data.
 
     The page's Content-Security-Policy allows only its own script and Plotly's, by their hashes, and no network access.
     """
@@ -119,7 +119,7 @@ def escape_json(data: Any) -> str:
 
 
 def contents(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the data of a page about these runs. Numbers have five digits."""
+    """Return the data of a report about these runs. Numbers have five significant digits."""
     left_out: list[str] = []
     names = run_names(runs)
     group_names, groups = groups_of(runs)
@@ -148,7 +148,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def round_number(value: float) -> float | int | None:
-    """Return a number rounded to five digits; None for NaN and infinity, which JSON lacks."""
+    """Return a number rounded to five significant digits; None for NaN and infinity, which JSON lacks."""
     rounded = float(f"{value:.5g}")
     if not math.isfinite(rounded):  # the largest floats round to infinity
         return None
@@ -156,7 +156,7 @@ def round_number(value: float) -> float | int | None:
 
 
 def drawn_rounds(run: Run) -> list[int]:
-    """Return the rounds to draw: all, or for long runs every n-th with an accuracy, and the last one."""
+    """Return the rounds of a run to draw: all or, in long runs, every n-th evaluated one, and the last one."""
     count = len(run.rounds)
     if count <= MOST_ROUNDS:
         return list(range(1, count + 1))
@@ -176,7 +176,7 @@ def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]
 
 
 def metrics(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """Return a run's metrics by name. Rounds without a value are None; metrics without any value are left out."""
+    """Return the values of each metric of a run in these rounds, None if missing; empty metrics are left out."""
     names = dict.fromkeys(name for row in run.rounds for name in row if name != "round")
     columns = {name: [round_number(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
@@ -236,7 +236,7 @@ def split_settings(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], 
 
 
 def setting_texts(run: Run) -> dict[str, str]:
-    """Return a run's settings as text."""
+    """Return a run's settings as text, each cut to `MOST_TEXT` characters."""
     texts = {key: format_setting(value) for key, value in run.settings.items()}
     return {key: each if len(each) <= MOST_TEXT else f"{each[: MOST_TEXT - 1]}…" for key, each in texts.items()}
 
@@ -292,7 +292,7 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return each distinct partition with its runs. More than 200 clients are averaged over neighbours."""
+    """Return each distinct partition with its runs. More than 200 clients are sorted and averaged in groups."""
     found: dict[tuple[int, bytes], dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
@@ -400,7 +400,7 @@ def own_file(run: Run, *parts: str) -> Path:
 
 
 def _read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `read`; None if the file is missing or cannot be read, which adds a line to `left_out`."""
+    """Return what `read` returns; None if the file is missing, or if reading fails, which is noted in `left_out`."""
     try:
         return read(*arguments)
     except FileNotFoundError:
