@@ -42,7 +42,7 @@ class Arrays(Dataset):
         self.path, self.num_classes = path, num_classes
 
     def load(self) -> LoadedData:
-        """Read the `.npz` file, or map the `.npy` files."""
+        """Read the `.npz` file, or memory-map the `.npy` files, and return the training and test data."""
         arrays = self._arrays()
         y_train, y_test = (self._labels(name, arrays[name]) for name in ("y_train", "y_test"))
         x_train, x_test = (self._inputs(name, arrays[name]) for name in ("x_train", "x_test"))
@@ -51,7 +51,7 @@ class Arrays(Dataset):
 
     @property
     def error_prefix(self) -> str:
-        """Return the beginning of error messages: the config key and the file."""
+        """Return the beginning of error messages about the data: the config key and the file."""
         return f"scenario.dataset.path: {one_line(self.path)}"
 
     def _error(self, what: str) -> ConfigError:

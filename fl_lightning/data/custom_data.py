@@ -54,7 +54,7 @@ def find_column(name: str, columns: Sequence[str], key: str) -> str:
 
 
 def column_error(column: pd.Series, key: str, what: str, row: int | None = None) -> ConfigError:
-    """Return the error for a wrong column, or for its wrong value at position `row`.
+    """Return the `ConfigError` for an invalid table column, or for an invalid value at its position `row`.
 
     `key` is the option that names the column, and the message ends with `what`. The column's index holds the file, or
     the split, and the number of each row.
@@ -68,13 +68,13 @@ def column_error(column: pd.Series, key: str, what: str, row: int | None = None)
 
 
 def row_location(column: pd.Series, row: int) -> str:
-    """Return "row 7 of data.csv" for a position in a column."""
+    """Return the row number and file of a position in a table column, as "row 7 of data.csv"."""
     file, number = column.index[row]
     return f"row {number} of {one_line(str(file))}"
 
 
 def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remove the row") -> None:
-    """Refuse a column with missing values."""
+    """Raise a `ConfigError` if a table column has missing values."""
     missing = column.isna().to_numpy()
     if missing.any():
         place = row_location(column, int(missing.argmax()))
@@ -83,14 +83,14 @@ def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remov
 
 
 def refuse_nul(column: pd.Series, key: str) -> None:
-    """Refuse a column with a NUL character in a text."""
+    """Raise a `ConfigError` if a text of a table column has a NUL character."""
     for row, text in enumerate(column):
         if isinstance(text, str) and "\0" in text:  # NumPy drops it at the end: two texts become one
             raise column_error(column, key, ", which has a NUL character. Remove the character", row)
 
 
 def refuse_not_finite(column: pd.Series, key: str) -> None:
-    """Refuse a column with numbers that are not finite in `float32`, the network's input type."""
+    """Raise a `ConfigError` if a table column has numbers that are not finite in `float32`, the type of inputs."""
     finite = finite_in_float32(column)
     if not finite.all():
         fix = ", which is not finite in float32. Correct the number, or remove the row"
@@ -98,7 +98,7 @@ def refuse_not_finite(column: pd.Series, key: str) -> None:
 
 
 def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tensor, int]:
-    """Convert label columns to the labels of `LoadedData`, and return them with the network's number of outputs.
+    """Convert a table's label columns to a tensor; return it and the number of network outputs for these labels.
 
     One column holds classes; several columns of 0 and 1 are multi-label targets. Labels are numbers to predict if
     `regression` is true, or if it is None and a column is floating-point.
@@ -134,7 +134,7 @@ def _flags(column: pd.Series) -> np.ndarray:
 
 
 def _classes(column: pd.Series) -> tuple[Tensor, int]:
-    """Return the class of each row and the number of classes, which are sorted by value."""
+    """Return the class index of each row of a label column, and the number of classes. Classes are sorted by value."""
     try:
         values, codes = np.unique(column.to_numpy(object), return_inverse=True)
     except TypeError as error:
@@ -153,7 +153,7 @@ def _refuse_many_classes(column: pd.Series) -> None:
 
 
 def client_ids(column: pd.Series) -> np.ndarray:
-    """Convert a column to the client ids of `LoadedData`, integers or text."""
+    """Return the client id of each row, integer or text, from a table's client column."""
     refuse_missing(column, "client")
     if column.dtype.kind in "iu":
         return column.to_numpy()
@@ -177,7 +177,7 @@ def token_ids(column: pd.Series, train: int, length: int, vocab_size: int) -> Te
 
 
 def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.ndarray:
-    """Draw the samples to test on: a share of each class, or of each client's samples.
+    """Draw the held-out test samples at random: a share of each class, or of each client's samples.
 
     Returns a boolean mask `(n,)`. The seed is fixed and not the run's, so that runs with different seeds are tested on
     the same samples. Each client, if given, keeps at least one training sample.
@@ -198,7 +198,7 @@ def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.nd
 
 @dataclass
 class Samples:
-    """Labelled samples of custom data, before the inputs are read.
+    """Labels, clients and test mask of a custom dataset's samples, before their inputs are read.
 
     Attributes:
         source: The argument from which `_inputs` reads the inputs.
@@ -216,7 +216,7 @@ class Samples:
 
 
 class CustomDataset(Dataset):
-    """Base class of custom data: labelled samples, their clients, and a share to test on.
+    """Base class of custom datasets, which hold out a share of the samples to test on if the data have no test set.
 
     Args:
         test_share: Share to test on if the data have no test samples: of each class, or of each client's samples.
@@ -228,11 +228,11 @@ class CustomDataset(Dataset):
 
     @abstractmethod
     def _samples(self) -> Samples:
-        """Return the labels and clients of all samples."""
+        """Return the labels, clients and test mask of all samples, and the source of their inputs."""
 
     @abstractmethod
     def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
-        """Read the inputs in this order, and return them with fields of `LoadedData` such as `prepare`."""
+        """Read the samples' inputs in the given order; return them and more fields of `LoadedData`: `prepare` etc."""
 
     def load(self) -> LoadedData:
         """Read the labels, choose the test samples and read the inputs. The two splits share memory."""

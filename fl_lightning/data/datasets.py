@@ -29,7 +29,7 @@ MOST_CLASSES = 10_000_000
 
 @dataclass
 class LoadedData:
-    """A dataset in memory.
+    """A loaded dataset: training and test tensors, and how their batches are prepared.
 
     Args:
         x_train: Training inputs `(n, ...)`; images are `(n, channels, height, width)`, `uint8` or `float32`, texts
@@ -81,7 +81,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def load(self) -> LoadedData:
-        """Read the data into memory.
+        """Read the training and test data and return them as `LoadedData`.
 
         Raises:
             ConfigError: Files are missing or damaged; the message says which files go where.
@@ -112,7 +112,7 @@ class Dataset(ABC):
 
 @contextmanager
 def naming_class(who: str) -> Iterator[None]:
-    """Convert unexpected exceptions in the block to errors that name a class, which is possibly the user's."""
+    """Context manager: convert unexpected exceptions of a class, possibly the user's, to a `ConfigError` naming it."""
     try:
         yield
     except FLError:
@@ -195,7 +195,7 @@ def _check_inputs(name: str, x: Tensor) -> None:
 
 
 def count_outputs(*labels: Tensor) -> int:
-    """Return the number of the network's outputs: classes, or labels per sample."""
+    """Return the number of network outputs for these labels: one per class, or one per label of a sample."""
     y = labels[0]
     if y.is_floating_point() or y.ndim > 1:
         return 1 if y.ndim == 1 else y.shape[1]
@@ -203,7 +203,7 @@ def count_outputs(*labels: Tensor) -> int:
 
 
 class FileDataset(Dataset):
-    """Base class of datasets in files, in the layout in which their authors publish them.
+    """Base class of public datasets, read from files as their authors publish them.
 
     Args:
         data_dir: Folder that contains the dataset's file or folder.
@@ -223,20 +223,20 @@ class FileDataset(Dataset):
 
     @abstractmethod
     def _paths(self) -> Iterable[str]:
-        """Return the paths of the required files and folders below `data_dir`; those of folders end in a slash."""
+        """Return the required files and folders as paths relative to `data_dir`; folder paths end in a slash."""
 
     def _fetch(self) -> None:
         """Download the missing files, if the dataset is `fetchable`."""
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[Any, Any]:
-        """Return inputs and labels of one split. Raises `BadFile` if a file is damaged."""
+        """Read the inputs and labels of the training or the test set. Raises `BadFile` if a file is damaged."""
 
     def _path(self, name: str) -> Path:
         return Path(self.data_dir, name)
 
     def _read_both(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """Return the training and the test split, after downloading them if asked to."""
+        """Read the training and the test set. Missing files are downloaded first if `download` is set."""
         try:
             missing, failed = self._missing(), ""
             if missing and self.download:

@@ -44,14 +44,14 @@ CLASSES = {
 
 
 def fc100_classes(part: str) -> list[int]:
-    """Return CIFAR-100's fine labels in a part of FC100, ascending: 60 of `train`, 20 each of `val` and `test`."""
+    """Return the CIFAR-100 fine labels in FC100's part `train` (60 labels), `val` (20) or `test` (20), ascending."""
     alphabet = sorted(" ".join(CLASSES.values()).split())
     return sorted(map(alphabet.index, CLASSES[part].split()))
 
 
 @dataclass(frozen=True)
 class FewShot:
-    """Size of an episode, and number of test episodes.
+    """Options of few-shot learning: size of an episode, and number of test episodes.
 
     Args:
         ways: Classes per episode.
@@ -77,7 +77,7 @@ class FewShot:
         return EpisodeBatches(x, y, index, self, seed)
 
     def evaluate(self, module: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
-        """Score a client module's encoder on the test episodes."""
+        """Return the accuracy and loss of a module's encoder on few-shot episodes of the test set."""
         return few_shot_score(module.encoder, batches, self)
 
 
@@ -109,7 +109,7 @@ class FC100(CIFAR100):
         self.evaluate_on, self.few_shot = evaluate_on, few_shot
 
     def load(self) -> LoadedData:
-        """Read CIFAR-100 and keep the training classes and the classes to evaluate on."""
+        """Read CIFAR-100. FC100's training classes become the training set, its classes to evaluate on the test set."""
         (x_train, y_train), (x_test, y_test) = self._read_both()
         x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
         train, test = (self._part(x, y, part) for part in ("train", self.evaluate_on))
@@ -150,13 +150,13 @@ class EpisodeBatches(Batches):
             )
 
     def indices(self) -> list[Tensor]:
-        """Return the sample indices of each episode of a pass."""
+        """Draw the episodes of one pass over the client's samples, and return the sample indices of each."""
         episodes = (np.concatenate(sample_episode(self.members, self.task, self.rng)) for _ in range(len(self)))
         return [self.index[torch.from_numpy(episode)].to(self.x.device) for episode in episodes]
 
 
 def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Generator) -> list[np.ndarray]:
-    """Draw an episode from the indices of each class's samples; return one array of indices per class.
+    """Draw one few-shot episode from arrays of sample indices by class; return the drawn indices of each class.
 
     It has `ways` classes, or as many as there are. Support samples come first; a small class may have fewer queries.
     """
@@ -165,7 +165,7 @@ def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Gene
 
 
 def prototype_logits(queries: Tensor, support: Tensor, labels: Tensor, ways: int) -> Tensor:
-    """Return logits `(Q, ways)`: negative squared distances to each class's mean feature (Eq. 1 and 2), in float32.
+    """Return logits `(Q, ways)` in float32: negative squared distances of features to the class means (prototypes).
 
     Args:
         queries: `(Q, d)` features to classify.
@@ -179,7 +179,7 @@ def prototype_logits(queries: Tensor, support: Tensor, labels: Tensor, ways: int
 
 
 def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
-    """Return accuracy and cross-entropy on each test episode, `(episodes, 2)` in float64 on the CPU."""
+    """Return accuracy and cross-entropy of prototypes on each test episode, `(episodes, 2)` in float64 on the CPU."""
     members = members_by_class(labels, task)
     rng = np.random.default_rng(0)  # not the run's seed: the episodes are the same for every model
     episodes = (sample_episode(members, task, rng) for _ in range(task.episodes))
@@ -187,7 +187,7 @@ def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
 
 
 def members_by_class(labels: Tensor, task: FewShot) -> list[np.ndarray]:
-    """Return the indices of each class's test samples. Refuse a test set that is too small for episodes."""
+    """Return the indices of each class's test samples. Raises a `ConfigError` if they are too few for an episode."""
     members = indices_by_class(labels.cpu().numpy())
     if len(members) < task.ways or min(map(len, members)) <= task.shots:
         raise ConfigError(
@@ -208,12 +208,12 @@ def _episode_score(features: Tensor, episode: list[np.ndarray], task: FewShot) -
 
 
 def mean_and_interval(values: Tensor) -> tuple[float, float]:
-    """Return the mean and half of its 95 % interval, `1.96 · s / √n`, with `s` the sample standard deviation."""
+    """Return the mean of values and the half-width of its 95 % interval, `1.96 · s / √n`, with their sample std `s`."""
     return float(values.mean()), float(1.96 * values.std() / math.sqrt(len(values)))
 
 
 def few_shot_score(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], task: FewShot) -> Score:
-    """Score an encoder on episodes of the test set, without changing its mode or device."""
+    """Return an encoder's accuracy and loss on few-shot episodes of the test set. Its mode and device do not change."""
     with torch.no_grad():
         features, labels = zip(*((encoder(x).float(), y) for x, y in batches), strict=True)
     accuracies, losses = episode_scores(torch.cat(features), torch.cat(labels), task).T

@@ -53,7 +53,7 @@ def check_exists(path: Path, folder: bool = False) -> bool:
 
 @contextmanager
 def naming_file(path: Path, what: str) -> Iterator[None]:
-    """Convert exceptions in the block to `BadFile` errors that name the file, and `what` it should be."""
+    """Context manager: convert exceptions to `BadFile` errors that name the file and its expected kind, `what`."""
     try:
         yield
     except BadFile:
@@ -67,7 +67,7 @@ def naming_file(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. Exceptions in the block become `BadFile` errors, as in `naming_file`."""
+    """Context manager: open a regular file for reading. Exceptions become `BadFile` errors, as in `naming_file`."""
     if not check_exists(path):
         raise BadFile(path, "no such file")
     with naming_file(path, what), path.open("rb") as file:
@@ -75,7 +75,7 @@ def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
 
 
 def read_published(path: Path, md5: str, what: str) -> bytes:
-    """Read a file and check that its MD5 checksum is the published one."""
+    """Return the bytes of a file, after checking that its MD5 checksum is the published one."""
     with open_file(path, what) as file:
         content = file.read()
     if (actual := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
@@ -84,7 +84,7 @@ def read_published(path: Path, md5: str, what: str) -> bytes:
 
 
 def read_idx(path: Path, rank: int) -> np.ndarray:
-    """Return the content of an idx file (MNIST's format) of unsigned bytes and `rank` dimensions."""
+    """Return the `uint8` array in an idx file (MNIST's format), which must have `rank` dimensions."""
     with open_file(path, "idx file") as file:
         start, dimensions = struct.unpack(">3sB", file.read(4))
         if start != b"\0\0\x08":  # unsigned bytes
@@ -123,7 +123,7 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Return whether a file ends with the SHA-256 checksum of its name and of the bytes before the checksum."""
+    """Return whether the SHA-256 checksum at the end of a file matches the file's name and its other bytes."""
     digest, end = hashlib.sha256(path.name.encode()), b""
     with open_file(path, "file") as file:
         while block := file.read(1 << 20):
@@ -134,7 +134,7 @@ def has_valid_checksum(path: Path) -> bool:
 
 
 def whole_numbers(values: np.ndarray, name: str) -> Tensor:
-    """Convert integers of any type and shape to `int64`."""
+    """Convert an array of integers, of any dtype and shape, to an `int64` tensor."""
     if not np.issubdtype(values.dtype, np.integer):
         raise ValueError(f"{name} needs one whole number per sample, got {values.dtype} of shape {values.shape}")
     return torch.from_numpy(values.astype(np.int64))

@@ -126,7 +126,7 @@ class HuggingFace(CustomDataset):
     # --- Splits ---
 
     def _splits(self) -> dict[str, Any]:
-        """Return the training split, and the test split if there is one, by name."""
+        """Load the dataset; return the training split, and the test split if there is one, by name."""
         splits = self._load_saved() if os.path.lexists(self.path) else self._load_from_hub()
         options = (("train", self.train), ("test", self.test))
         if not isinstance(splits, dict):
@@ -172,7 +172,7 @@ class HuggingFace(CustomDataset):
     # --- Columns ---
 
     def _columns(self, features: Any) -> tuple[str | None, str | None, list[str]]:
-        """Return the image column, the text column and the label columns; one of the first two is None."""
+        """Return the names of the image column, the text column (one of these two is None) and the label columns."""
         library, names = _library(), list(features)
         options = {"image": [self.image], "text": [self.text], "label": self.label or (), "client": [self.client]}
         for key, columns in options.items():
@@ -201,7 +201,7 @@ class HuggingFace(CustomDataset):
         return None, self.text or _only_column("text", texts), label
 
     def _frame(self, splits: dict[str, Any], columns: list[str]) -> pd.DataFrame:
-        """Return some columns of all samples, indexed by split and row number."""
+        """Return the given columns of all splits as one data frame, indexed by split name and row number."""
         import pandas as pd
 
         frames = {}
@@ -239,7 +239,7 @@ class HuggingFace(CustomDataset):
 
 
 class _EncodedImages(Sequence[EncodedImage]):
-    """Sequence of the encoded images of some splits in a given order. They are read one by one."""
+    """Sequence of the encoded images of the given splits, in the given order. Each image is read when accessed."""
 
     def __init__(self, splits: dict[str, Any], column: str, order: np.ndarray) -> None:
         image = _library().Image(decode=False)
@@ -279,13 +279,13 @@ def _library() -> Any:
 
 
 def _holds_classes(feature: Any) -> bool:
-    """Return whether a column holds one class per sample, or a list of classes."""
+    """Return whether a column's type is `ClassLabel` or a list of `ClassLabel`."""
     kind = _library().ClassLabel
     return isinstance(feature, kind) or isinstance(getattr(feature, "feature", None), kind)
 
 
 def _label_column(features: Any) -> str:
-    """Return the column named `label` or `labels`, or else the only column of classes."""
+    """Return the name of the label column: `label` or `labels`, or else the only column of classes."""
     for name in ("label", "labels"):
         if name in features:
             return name
@@ -296,7 +296,7 @@ def _label_column(features: Any) -> str:
 
 
 def _only_column(key: str, columns: list[str]) -> str:
-    """Return the column named like the option `key`, or else the only one of these columns."""
+    """Return the default column for the option `key`: the one of the same name, or else the only one in `columns`."""
     if key in columns:
         return key
     if len(columns) > 1:

@@ -55,7 +55,7 @@ CHUNK_BYTES = 1 << 24
 
 
 class EncodedImage(NamedTuple):
-    """Encoded image: its name in messages (a path or a row), and its file or bytes."""
+    """An image that is not decoded yet: its name in messages (a path or a row), and its file or bytes."""
 
     name: str
     source: Path | bytes
@@ -116,7 +116,7 @@ class ImageOptions:
         return torch.from_numpy(x)
 
     def transforms(self, x_train: Tensor) -> dict[str, Any]:
-        """Return the fields `prepare` and `augment` of `LoadedData`."""
+        """Return the images' normalization and augmentation as the fields `prepare` and `augment` of `LoadedData`."""
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) != x_train.shape[1]:
                 what = f"{len(values)} number(s), and the images have {x_train.shape[1]} channel(s)"
@@ -239,7 +239,7 @@ class ImageFolder(CustomDataset):
             raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
 
     def _fingerprint(self, images: Sequence[EncodedImage]) -> str:
-        """Return a digest of the options and of the files' names, sizes and times. No file is opened."""
+        """Return the cache's key: a digest of image options and of the files' names, sizes and modification times."""
         files = [(str(path.relative_to(self.path)), path.stat()) for path in (Path(image.name) for image in images)]
         known = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
         return hashlib.sha256(json.dumps([known, self.options.size, self.options.channels]).encode()).hexdigest()[:16]
@@ -252,7 +252,7 @@ def subfolders(folder: Path) -> list[str]:
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
-    """Return the files in a folder's class folders, and the class of each. A class folder may be absent."""
+    """Return the files in the class subfolders of a folder, and the class of each file. A subfolder may be absent."""
     present = set(subfolders(folder))
     files = [files_in(folder / name) if name in present else [] for name in classes]
     labels = [label for label, paths in enumerate(files) for _ in paths]
@@ -310,12 +310,12 @@ def decode_all(images: Sequence[EncodedImage], shape: ImageShape) -> Iterator[np
 
 
 def chunks(images: Sequence[EncodedImage]) -> Iterator[Sequence[EncodedImage]]:
-    """Yield the images in chunks, so that only one chunk is in memory encoded."""
+    """Yield the encoded images in chunks, so that the bytes of only one chunk are in memory."""
     return (images[start : start + CHUNK_IMAGES] for start in range(0, len(images), CHUNK_IMAGES))
 
 
 def check_memory(n: int, shape: ImageShape) -> None:
-    """Refuse images that are larger than the machine's memory when decoded. The process would be killed."""
+    """Raise a `ConfigError` if the decoded images do not fit into the machine's memory."""
     need, available = n * prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > available:
         raise ConfigError(

@@ -33,7 +33,7 @@ Augment = Literal["none", "per_sample", "per_batch"]
 
 
 def make_augment(augment: Augment) -> CropFlip | None:
-    """Return the random crop and flip of training batches, or None for `none`."""
+    """Return the transform that randomly crops and flips training batches, or None if `augment` is `none`."""
     return None if augment == "none" else CropFlip(per_sample=augment == "per_sample")
 
 
@@ -78,7 +78,7 @@ class ImageDataset(FileDataset):
         self.augment = augment
 
     def load(self) -> LoadedData:
-        """Read both splits, after downloading them if asked to."""
+        """Read the training and test images. Missing files are downloaded first if `download` is set."""
         return self._loaded(*self._read_both())
 
     def _loaded(self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], **fields: Any) -> LoadedData:
@@ -100,7 +100,7 @@ class _TorchvisionDataset(ImageDataset):
 
 
 class _IdxDataset(_TorchvisionDataset):
-    """Base class of datasets in MNIST's format."""
+    """Base class of image datasets in MNIST's file format (idx)."""
 
     def _paths(self) -> list[str]:
         return [path for train in (True, False) for path in self._pair(train)]
@@ -118,7 +118,7 @@ class _IdxDataset(_TorchvisionDataset):
 
 
 class _CifarDataset(_TorchvisionDataset):
-    """Base class of the CIFAR datasets. Batches are unpickled only if their checksum is the published one."""
+    """Base class of the CIFAR datasets. Files are unpickled only if their checksum is the published one."""
 
     labels: str
 
@@ -312,7 +312,7 @@ class TinyImageNet(ImageDataset):
 
 
 def decode(path: Path) -> Tensor:
-    """Decode a colour image of 64x64 to `(3, 64, 64)`."""
+    """Read an image file of 64x64 pixels as a colour image `(3, 64, 64)`."""
     with naming_file(path, "image"):
         image = decode_image(str(path), mode=ImageReadMode.RGB)
     if image.shape != (3, 64, 64):
@@ -321,5 +321,5 @@ def decode(path: Path) -> Tensor:
 
 
 def channels_first(images: Tensor) -> Tensor:
-    """Convert `(n, height, width)` or `(n, height, width, channels)` to `(n, channels, height, width)`."""
+    """Convert images `(n, height, width)` or `(n, height, width, channels)` to `(n, channels, height, width)`."""
     return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()

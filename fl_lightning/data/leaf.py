@@ -40,7 +40,7 @@ class _LeafDataset(FileDataset):
 
     @property
     def files(self) -> str:  # type: ignore[override]
-        """Return LEAF's file layout, for error messages."""
+        """Return the paths at which LEAF's files are expected, for error messages."""
         return f"{self.name}/data/{{train,test}}/*.json (written by LEAF's preprocess.sh)"
 
     def _paths(self) -> list[str]:
@@ -48,16 +48,16 @@ class _LeafDataset(FileDataset):
 
     @abstractmethod
     def _inputs(self, x: list[Any]) -> Any:
-        """Return one user's inputs: an array, or a list of texts."""
+        """Convert one user's list `x` in LEAF's JSON to inputs: an array, or a list of texts."""
 
     def _labels(self, y: list[Any]) -> np.ndarray:
-        """Return one user's labels; classes unless overridden."""
+        """Convert one user's list `y` in LEAF's JSON to an array of class indices."""
         if any(type(label) is not int or not 0 <= label < self.num_classes for label in y):
             raise ValueError(f"y must hold integers from 0 to {self.num_classes - 1}")
         return np.array(y, dtype=np.int64)
 
     def _read(self, train: bool) -> tuple[tuple[list[Any], Tensor], np.ndarray]:
-        """Read one split: the inputs by user, all labels, and the user of each sample."""
+        """Read the training or the test set: each user's inputs, all labels, and the user of each sample."""
         folder = self._path(f"{self.name}/data/{'train' if train else 'test'}")
         x: dict[str, Any] = {}
         y: list[np.ndarray] = []
@@ -81,13 +81,13 @@ class _LeafDataset(FileDataset):
 
 
 class _LeafArrays(_LeafDataset):
-    """Base class of datasets whose inputs are numeric in the files."""
+    """Base class of LEAF datasets with images or characters as inputs, which need no vocabulary of words."""
 
     def __init__(self, data_dir: str = "data") -> None:
         super().__init__(data_dir)
 
     def load(self) -> LoadedData:
-        """Read both splits."""
+        """Read the training and the test set, with the user of each sample as its client."""
         ((x_train, y_train), own_train), ((x_test, y_test), own_test) = self._read_both()
         x = [torch.from_numpy(np.concatenate(parts)) for parts in (x_train, x_test)]
         clients = {"client_train": own_train, "client_test": own_test}
@@ -114,7 +114,7 @@ class FEMNIST(_LeafArrays):
 
 
 class Shakespeare(_LeafArrays):
-    """LEAF's Shakespeare: predict the next of a role's characters from the previous 80, 80 classes.
+    """LEAF's Shakespeare: predict a role's next character from its previous 80 characters, 80 classes.
 
     Characters are token ids from 2, in LEAF's order; 1 is any other character. Models need `vocab_size: 82`.
 
@@ -156,7 +156,7 @@ class Sent140(_LeafDataset, TextDataset):  # type: ignore[misc]  # the two `_rea
         TextDataset.__init__(self, data_dir, length=length, vocab_size=vocab_size)
 
     def load(self) -> LoadedData:
-        """Read both splits, and convert the texts to token ids."""
+        """Read the training and test tweets, and convert them to token ids."""
         ((train, y_train), own_train), ((test, y_test), own_test) = self._read_both()
         loaded = self._encoded(list(chain(*train)), list(chain(*test)), y_train, y_test)
         return replace(loaded, client_train=own_train, client_test=own_test)
@@ -168,7 +168,7 @@ class Sent140(_LeafDataset, TextDataset):  # type: ignore[misc]  # the two `_rea
 
 
 def users_in(content: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """Yield the users of one of LEAF's files with their samples, in the file's order.
+    """Yield the name and samples of each user in one of LEAF's JSON files, in the file's order.
 
     Ignores users that are only in `user_data`: LEAF's scripts leave removed users there. Ignores `hierarchies`, the
     play of each role.
@@ -188,7 +188,7 @@ def users_in(content: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
 
 
 def encode_characters(text: str, first: int, other: int) -> np.ndarray:
-    """Return the index of each character in `LETTERS`, counted from `first`; `other` for all other characters."""
+    """Return each character's position in `LETTERS`, counted from `first`, or `other` if it is not in `LETTERS`."""
     places = np.full(128, other, dtype=np.int64)
     places[[ord(letter) for letter in LETTERS]] = np.arange(first, first + len(LETTERS))
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

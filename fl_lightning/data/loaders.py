@@ -51,7 +51,7 @@ class Batches:
         return self.length
 
     def indices(self) -> Iterable[Tensor]:
-        """Yield the indices of each batch of a pass, `(B,)`, on the data's device. Each call draws a new order."""
+        """Yield the sample indices `(B,)` of each batch in one pass over the data, reshuffled if a seed is given."""
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
@@ -68,7 +68,7 @@ class Batches:
 
 
 class ReadyBatches:
-    """Batches whose inputs and labels `ready` prepares for the network one by one, on each pass."""
+    """Batches that the function `ready` prepares for the network, one at a time and anew on each pass."""
 
     def __init__(self, batches: Batches, ready: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self.batches, self.ready = batches, ready
@@ -78,17 +78,17 @@ class ReadyBatches:
 
 
 class ClientDataModule(L.LightningDataModule):
-    """The training batches of one fit, whose inputs `ready` converts to the network's input on the device."""
+    """LightningDataModule of one client's fit: its training batches, which `ready` prepares on the device."""
 
     def __init__(self, batches: Batches, ready: BatchTransform) -> None:
         super().__init__()
         self.batches, self.ready = batches, ready
 
     def train_dataloader(self) -> Batches:
-        """Return the training batches."""
+        """Return the client's training batches."""
         return self.batches
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Prepare a batch after its transfer to the device."""
+        """Convert a batch's inputs to the network's input, after their transfer to the device."""
         x, y = batch
         return self.ready(x), y

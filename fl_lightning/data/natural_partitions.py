@@ -39,7 +39,7 @@ class ByClient(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return the samples of all clients, or of `clients` of them drawn at random."""
+        """Return the samples of every client in the data, or of `clients` clients drawn at random."""
         if data.client_train is None:
             raise ConfigError(
                 f"{self.error_prefix}: the dataset has no client ids (client_train). Use another partition"
@@ -58,7 +58,7 @@ class ByClient(Partition):
         return ClientSplits(parts, tests if tests and any(map(len, tests)) else None, ids.tolist())
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Split by client: `labels` holds the client of each sample."""
+        """Group samples by client, and draw `clients` of the clients. `labels` holds the client of each sample."""
         parts = [part for part in indices_by_class(labels) if len(part) >= self.min_samples]
         return [parts[k] for k in draw_clients(clients, len(parts), "the data", rng)]
 
@@ -86,17 +86,17 @@ class PredefinedSplit(Partition):
 
     @property
     def error_prefix(self) -> str:
-        """Return the beginning of error messages: the config key and the file."""
+        """Return the beginning of error messages about the partition: the config key and the file."""
         return f"scenario.partition.path: {one_line(self.path)}"
 
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return all lists of the file, or `clients` of them drawn at random."""
+        """Return the file's index lists of all clients, or of `clients` clients drawn at random."""
         return self._draw(clients, rng)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return the training lists of `clients` clients; `labels` are ignored."""
+        """Return the file's training indices of `clients` clients drawn at random. `labels` are ignored."""
         return self._draw(clients, rng).train
 
     def _draw(self, clients: int | None, rng: np.random.Generator) -> ClientSplits:
@@ -111,7 +111,7 @@ class PredefinedSplit(Partition):
 
 
 def draw_clients(clients: int, available: int, source: str, rng: np.random.Generator) -> np.ndarray:
-    """Draw the indices of `clients` of the `available` clients, ascending. Messages name the `source`."""
+    """Draw `clients` of `available` clients at random; return their indices, ascending. Errors name the `source`."""
     if clients > available:
         what = f"{clients}, but {one_line(source)} has {available} clients"
         raise ConfigError(f"scenario.clients: {what}. Leave it out (null) to use all")
@@ -119,7 +119,7 @@ def draw_clients(clients: int, available: int, source: str, rng: np.random.Gener
 
 
 def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of each client's samples, for the clients in `ids`."""
+    """Return each client's ascending sample indices, in the order of `ids`. `owners` is the client of each sample."""
     order = np.argsort(owners, kind="stable")
     first, last = (np.searchsorted(owners, ids, side, sorter=order) for side in ("left", "right"))
     return [order[i:j] for i, j in zip(first, last, strict=True)]
@@ -129,7 +129,7 @@ def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
 
 
 def read_index_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
-    """Return each client's `train` and `test` indices by name, in the file's order; `test` may be empty."""
+    """Read each client's `train` and `test` indices from a file, by client name, in its order. `test` may be empty."""
     with naming_file(path, "file of indices"):
         content = _read_arrays(path) if path.suffix == ".npz" else _read_mapping(path)
         lists = {name: _indices(name, value) for name, value in content.items()}

@@ -20,7 +20,7 @@ CLIENTS = 10
 
 @dataclass
 class ClientSplits:
-    """Each client's samples: the result of a partition.
+    """Result of a partition: the indices of each client's training and test samples.
 
     Args:
         train: Each client's training samples, ascending indices. No sample belongs to two clients.
@@ -52,7 +52,7 @@ class Partition(ABC):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Split a dataset. Override this method if labels are not enough to decide; otherwise override `split`.
+        """Split a dataset among clients. Override this if a split needs more than labels, otherwise override `split`.
 
         Args:
             data: The dataset.
@@ -72,7 +72,7 @@ class Partition(ABC):
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Split samples by their labels.
+        """Split samples among clients, given the class of each sample.
 
         Args:
             labels: Class of each sample, `(n,)`.
@@ -91,7 +91,7 @@ class IID(Partition):
     """Random split into parts of equal size (up to one sample)."""
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Shuffle and cut. Every sample is used."""
+        """Shuffle the samples and cut them into equal parts, one per client. Every sample is used."""
         return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients)]
 
 
@@ -128,7 +128,7 @@ class Dirichlet(Partition):
         self.alpha, self.min_samples, self.form = alpha, min_samples, form
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Draw proportions until every client has enough samples, or correct the last draw. Every sample is used."""
+        """Split samples by proportions drawn from Dirichlet(alpha), in the form `form`. Every sample is used."""
         if clients * self.min_samples > len(labels):
             raise self._error(clients, f"{len(labels)} samples are too few")
         forms = {"class": self._by_class, "balanced": self._balanced, "groups": self._in_groups}
@@ -163,7 +163,7 @@ class Dirichlet(Partition):
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw a group's number of samples by class and client, `(C, members)`: at least half an equal share each."""
+        """Draw a group's sample counts by class and client, `(C, members)`, with at least half an equal share each."""
         sizes = np.unique(labels, return_counts=True)[1]
         share = len(labels) / members
         for _ in range(self.max_draws):
@@ -200,7 +200,7 @@ class Shards(Partition):
         self.per_client = per_client
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Sort by class, cut into shards and assign them at random. Every sample is used."""
+        """Sort samples by class, cut them into shards and assign these to clients at random. Every sample is used."""
         count = clients * self.per_client
         if count > len(labels):
             raise ConfigError(
@@ -229,7 +229,7 @@ class QuantitySkew(Partition):
         self.sizes = Dirichlet(alpha, min_samples)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Split all samples as `Dirichlet` splits one class. Every sample is used."""
+        """Split the samples by client sizes drawn from Dirichlet(alpha), regardless of class. Every sample is used."""
         return self.sizes.split(np.zeros_like(labels), clients, rng)
 
 
@@ -257,7 +257,7 @@ class DisjointClasses(_FewClasses):
     """
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Split each class equally among the clients of its block."""
+        """Assign blocks of classes to groups of clients, and split each class equally among its group's clients."""
         sizes = np.unique(labels, return_counts=True)[1]
         blocks = np.array_split(rng.permutation(len(sizes)), -(-len(sizes) // self.classes_per_client))
         groups = np.array_split(rng.permutation(clients), len(blocks))
@@ -307,7 +307,7 @@ class Pathological(_FewClasses):
 
 
 def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str = "sample") -> None:
-    """Check the parts that a partition returned. Messages call a sample `what`.
+    """Check the sample indices per client that a partition returned. Error messages call a sample `what`.
 
     Raises:
         ValueError: A part is missing, or an index is invalid or in two parts.
@@ -327,7 +327,7 @@ def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str =
 
 
 def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of each class's samples, for the classes that occur, in ascending order."""
+    """Return one array of sample indices per class that occurs. Classes and indices are in ascending order."""
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]
     ends = [*(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(order)]
@@ -335,7 +335,7 @@ def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
 
 
 def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Assign samples to clients at random, and return each client's ascending indices.
+    """Assign samples to clients at random, with given counts by class, and return each client's ascending indices.
 
     `counts` `(clients, C)` is the number of samples by client and class that occurs. Samples of a class beyond its sum
     are unused.
@@ -348,13 +348,13 @@ def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Genera
 
 
 def split_classes(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Split each class in proportion to `shares` `(C, clients)`; return `(C, clients)` integers that sum to `sizes`."""
+    """Return sample counts by class and client, `(C, clients)`: the class `sizes` split in proportion to `shares`."""
     cuts = (np.cumsum(shares, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
     return np.diff(cuts, axis=1, prepend=0, append=sizes[:, None])
 
 
 def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
-    """Move samples from the largest clients to those with fewer than `least`.
+    """Return sample counts after moving samples from the largest clients to those with fewer than `least`.
 
     The largest clients are lowered to a common level, each in proportion to its classes, by largest remainder. The
     short clients take the samples class by class, in the order of the class that they have most of. Counts are
@@ -372,7 +372,7 @@ def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
 
 
 def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
-    """Return each size's excess over the level at which all excesses sum to `total`, `(n,)` integers."""
+    """Return each size's excess over a common level, chosen so that the excesses sum to `total`, `(n,)` integers."""
     low, high = 0, int(sizes.max())  # the excess is at least `total` at low, less at high
     while high - low > 1:
         level = (low + high) // 2
@@ -384,14 +384,14 @@ def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
 
 
 def proportional_counts(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Return integers in proportion to each row of `counts` that sum to its total, by largest remainder, `(n, C)`."""
+    """Split each of `totals` in proportion to its row of `counts`, by largest remainder; return integers `(n, C)`."""
     quota, rest = np.divmod(totals[:, None] * counts, np.maximum(counts.sum(axis=1, keepdims=True), 1))
     rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1, kind="stable")
     return quota + (rank < (totals - quota.sum(axis=1))[:, None])
 
 
 def draw_classes(shares: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the classes of `size` samples with probabilities `shares`; return `(C,)` integers, none above `left`.
+    """Draw the classes of `size` samples with probabilities `shares`; return the count of each class, at most `left`.
 
     If a class is used up, the draw continues with the others.
     """
@@ -405,5 +405,5 @@ def draw_classes(shares: np.ndarray, left: np.ndarray, size: int, rng: np.random
 
 
 def equal_sizes(total: int, parts: int) -> np.ndarray:
-    """Return `parts` integers that sum to `total` and differ by at most one, the larger first."""
+    """Return the sizes of `parts` almost equal parts of `total`. They differ by at most one, the larger first."""
     return np.arange(total + parts - 1, total - 1, -1) // parts

@@ -29,7 +29,7 @@ TEST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Shard:
-    """One client's samples, as indices into the training set.
+    """One client's training and test samples, as indices into the training set.
 
     Args:
         train: Samples the client trains on.
@@ -41,7 +41,7 @@ class Shard:
 
 
 class PackedShards(Sequence[Shard]):
-    """Shards of all clients, packed in two tensors. Each shard is a view of them."""
+    """Sample indices of all clients in one tensor each for `train` and `test`. A client's `Shard` is a view of them."""
 
     def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
         self._parts = {
@@ -52,11 +52,11 @@ class PackedShards(Sequence[Shard]):
 
     @classmethod
     def from_shards(cls, shards: Sequence[Shard]) -> PackedShards:
-        """Pack shards; packed ones are returned as they are."""
+        """Pack a sequence of one `Shard` per client. A `PackedShards` is returned unchanged."""
         return shards if isinstance(shards, cls) else cls([one.train for one in shards], [one.test for one in shards])
 
     def concatenate(self, part: str) -> tuple[Tensor, Tensor]:
-        """Return all clients' indices of `train` or `test`, concatenated, and the number of each client, `(K,)`."""
+        """Return all clients' `train` or `test` indices, concatenated, and how many each client has, `(K,)`."""
         indices, starts = self._parts[part]
         return indices, torch.tensor(starts).diff()
 
@@ -95,7 +95,7 @@ class FederatedData:
     objective: Objective = field(default_factory=Classification)
 
     def class_counts(self, part: str = "train") -> np.ndarray:
-        """Return the number of `train` or `test` samples by client and class, `(clients, C)`, or `(clients, 1)`."""
+        """Return the `train` or `test` sample counts by client and class, `(clients, C)`; `C` is 1 without classes."""
         classes = self.objective.stratum_count(self.data.num_classes)
         y = self.objective.strata(self.data.y_train)
         held, sizes = self.concatenate(part)
@@ -103,7 +103,7 @@ class FederatedData:
         return torch.bincount(cell, minlength=len(sizes) * classes).reshape(len(sizes), classes).numpy()
 
     def concatenate(self, part: str = "train") -> tuple[Tensor, Tensor]:
-        """Return all clients' indices of `train` or `test`, concatenated, and the number of each client, `(K,)`."""
+        """Return all clients' `train` or `test` indices, concatenated, and how many each client has, `(K,)`."""
         return PackedShards.from_shards(self.shards).concatenate(part)
 
     def digest(self) -> dict[str, str]:
@@ -128,7 +128,7 @@ class FederatedData:
 
 
 def sha256(tensors: Iterable[Tensor]) -> str:
-    """Return the SHA-256 of tensors: of each its dtype, its shape and its values in row-major order."""
+    """Return one SHA-256 digest of several tensors, over their dtypes, shapes and values in row-major order."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -258,7 +258,7 @@ def _is_number(value: object) -> bool:
 def subsample(
     data: LoadedData, n: int | float, rng: np.random.Generator, objective: Objective = Classification()
 ) -> LoadedData:
-    """Return the dataset with n of its training samples, or that share of them, stratified by class."""
+    """Return the dataset with fewer training samples, `n` or a share `n` of them, drawn stratified by class."""
     labels = objective.strata(data.y_train).numpy()
     if isinstance(n, float):
         n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point
@@ -279,7 +279,7 @@ def select_training_samples(data: LoadedData, kept: np.ndarray) -> LoadedData:
 
 
 def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
-    """Return how many samples each class keeps, `floor(largest · ρ^(-j / (C - 1)))` for class j.
+    """Return the class sizes of a long-tailed training set: `floor(largest · ρ^(-j / (C - 1)))` for class j.
 
     The exponential form of Cao et al. 2019. `largest` is the number that class 0 keeps.
     """
@@ -288,7 +288,7 @@ def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
 
 
 def make_long_tailed(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedData:
-    """Return the dataset with a long-tailed training set, drawn at random. The test set stays whole."""
+    """Return the dataset with its training set subsampled at random to a long tail. The test set stays whole."""
     labels = data.y_train.numpy()
     held = np.bincount(labels, minlength=data.num_classes)
     sizes = np.minimum(long_tail_sizes(held.max(), data.num_classes, rho), held)
@@ -316,7 +316,7 @@ def split_official_test(
 
 
 def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective = Classification()) -> FederatedData:
-    """Return federated data with clients that train on their whole part and are tested on samples of the test set.
+    """Return federated data in which clients train on all their samples and are tested on parts of the test set.
 
     `x_train` and `y_train` of the result hold the training samples followed by the test samples.
     """
@@ -328,7 +328,7 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw `round(share · n)` samples, stratified by class with largest remainders; return a mask `(n,)`.
+    """Draw `round(share · n)` of n samples, stratified by class (largest remainders); return a boolean mask `(n,)`.
 
     At least one sample is left to train on.
     """
@@ -343,7 +343,7 @@ def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator
 
 
 def apportion(total: int, weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return integers that sum to `total`, in proportion to integer weights, by largest remainder.
+    """Split the integer `total` into integers in proportion to integer weights, by largest remainder.
 
     All are zero if all weights are. Ties are broken at random: a fixed order would always favour the first.
     """

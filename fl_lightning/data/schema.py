@@ -21,7 +21,7 @@ LONGEST_LIST = 8
 
 @dataclass(frozen=True)
 class Column:
-    """A feature column of a table.
+    """Description of a table's feature column: its name, dtype, and categories or scale.
 
     Args:
         name: The column's name.
@@ -38,7 +38,7 @@ class Column:
     scale: float = 1.0
 
     def values(self, column: pd.Series) -> np.ndarray:
-        """Return a column's raw values as numbers: a category is its index, or -1 if it is unknown.
+        """Return a table column's values as numbers before encoding: a category is its index, or -1 if it is unknown.
 
         Raises:
             ConfigError: Values are missing, or are not finite numbers where the schema has numbers.
@@ -60,7 +60,7 @@ class Column:
         return pd.Index(self.categories, dtype=object).get_indexer(values).astype(np.float64)
 
     def encode(self, values: Tensor, one_hot: bool) -> Tensor:
-        """Encode raw values `(n, 1)` as inputs of the network: `(n, 1)`, or `(n, categories)` if one-hot."""
+        """Encode numbers from `values`, `(n, 1)`, as network inputs: `(n, 1)`, or `(n, categories)` if one-hot."""
         if self.categories is not None and one_hot:
             # `type_as`, since a trace keeps the device that is given to `arange`.
             return (values == torch.arange(len(self.categories)).type_as(values)).float()
@@ -99,7 +99,7 @@ class TableSchema:
     client: str | None = None
 
     def rows(self, frame: pd.DataFrame) -> Tensor:
-        """Return a table's raw rows, `(n, columns)` in `float64`: numbers as they are, categories as their indices.
+        """Return a table's rows as numbers before encoding, `(n, columns)` in `float64`; a category is its index.
 
         Args:
             frame: A table that has the schema's columns, in any order. Other columns are ignored.
@@ -113,12 +113,12 @@ class TableSchema:
         return torch.from_numpy(np.stack([column.values(frame[column.name]) for column in self.columns], axis=1))
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode raw rows, as `rows` returns them, as the network's inputs `(n, width)` in `float32`."""
+        """Encode the output of `rows` as the network's inputs, `(n, width)` in `float32`."""
         one_hot = self.encoding == "one_hot"
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 
     def examples(self, n: int) -> Tensor:
-        """Return n raw example rows: numbers around their means, and all categories, also an unknown one."""
+        """Return n artificial rows for `encode`: numbers around their means, all categories, and an unknown one."""
         rows = [
             [
                 i % (len(column.categories) + 1) - 1 if column.categories else column.mean + (i - n // 2) * column.scale
@@ -144,7 +144,7 @@ class TableSchema:
 
     @classmethod
     def from_json(cls, text: str) -> TableSchema:
-        """Make a schema from its JSON.
+        """Return the schema in a JSON text from `to_json`.
 
         Raises:
             ConfigError: The text is not the JSON of a schema.
@@ -157,7 +157,7 @@ class TableSchema:
 
 
 def finite_in_float32(column: pd.Series) -> np.ndarray:
-    """Return a mask of the numbers of a column that are finite in `float32`."""
+    """Return a boolean mask of a table column's rows: True where the number is finite in `float32`."""
     with np.errstate(over="ignore"):
         return np.isfinite(column.to_numpy(np.float64).astype(np.float32))
 

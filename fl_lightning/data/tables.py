@@ -49,7 +49,7 @@ SEPARATOR = re.compile(r"[^\w\n\r\0\"'()\[\]{}.+-]")
 
 
 class _FileTable(CustomDataset):
-    """Base class of datasets whose samples are the rows of a file. `Table` describes the arguments."""
+    """Base class of datasets with one sample per row of a CSV or Parquet file. `Table` describes the arguments."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class _FileTable(CustomDataset):
         self.regression, self.client, self.split = regression, client, split
 
     def _samples(self) -> Samples:
-        """Read the file or files. Rows are indexed by file and row number."""
+        """Read the table files; return labels, clients and test mask. Rows are indexed by file and row number."""
         import pandas as pd
 
         frame, test = read_table("path", self.path, self.separator), None
@@ -108,7 +108,7 @@ class _FileTable(CustomDataset):
         return test
 
     def _columns(self) -> dict[str, Sequence[str]]:
-        """Return the column names that each option gives."""
+        """Return the column names that the config gives for each option, such as `label` or `client`."""
         single = {"client": self.client, "split": self.split}
         return {"label": self.label, **{key: [name] for key, name in single.items() if name is not None}}
 
@@ -278,7 +278,7 @@ class TextTable(_FileTable):
 
 
 def check_categories(column: pd.Series) -> None:
-    """Refuse a column that cannot be a categorical feature: dates, lists, mixed numbers and text, or huge integers."""
+    """Raise a `ConfigError` if a column is not categorical: dates, lists, mixed numbers and text, or huge integers."""
     import pandas as pd
 
     values = pd.Series(column.to_numpy(object))
@@ -302,7 +302,7 @@ def check_categories(column: pd.Series) -> None:
 
 
 def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
-    """Return the rows of a CSV or Parquet file. The index numbers them from 1."""
+    """Return the rows of a CSV or Parquet file as a data frame, with row numbers from 1 as the index."""
     import pandas as pd
 
     if parquet := path.endswith((".parquet", ".pq")):

@@ -41,7 +41,7 @@ def split_words(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """Token ids of the most frequent words, from 2, the most frequent first.
+    """Token ids of the most frequent words, numbered from 2 in descending order of frequency.
 
     Args:
         texts: Texts to count words in.
@@ -69,7 +69,7 @@ def check_lengths(length: int, vocab_size: int) -> None:
 
 
 def encode_texts(texts: Sequence[str], train: int, length: int, vocab_size: int) -> Tensor:
-    """Return the token ids of texts, `(n, length)`. The vocabulary is that of the first `train` texts."""
+    """Return the token ids of texts, `(n, length)`. The vocabulary is built from the first `train` texts."""
     vocabulary = Vocabulary(texts[:train], vocab_size)
     with blame("scenario.dataset.length"):
         return vocabulary.encode(texts, length)
@@ -99,10 +99,10 @@ class TextDataset(FileDataset):
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[list[str], list[int]]:
-        """Return texts and labels of one split."""
+        """Read the texts and labels of the training or the test set."""
 
     def load(self) -> LoadedData:
-        """Read both splits, and convert the texts to token ids."""
+        """Read the training and test texts, and convert them to token ids."""
         (train, y_train), (test, y_test) = self._read_both()
         return self._encoded(train, test, torch.tensor(y_train), torch.tensor(y_test))
 

@@ -57,7 +57,7 @@ def suggest_torch_dataset(path: str) -> str | None:
 
 
 def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
-    """Return the inputs and labels of all items of a dataset."""
+    """Read all items of a PyTorch dataset, and return their inputs and their labels as two tensors."""
     with isolate_rng(), naming_class(f"{KEY}.{key}"):
         torch.manual_seed(0)
         np.random.seed(0)
@@ -109,7 +109,7 @@ def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
 
 
 def describe(value: Any) -> str:
-    """Describe the type of a value for messages."""
+    """Return the type of a value in words, for error messages."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return f"of type {one_line(type(value).__name__)}"

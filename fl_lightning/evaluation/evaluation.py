@@ -63,7 +63,7 @@ class Evaluation:
                 )
 
     def is_due(self, round: int, rounds: int) -> bool:
-        """Return whether a round is evaluated in a run with this number of rounds."""
+        """Return whether the models are evaluated in this round of a run with `rounds` rounds."""
         return round % self.every == 0 or round == rounds
 
     def chosen(self, clients: int, seed: int) -> Sequence[int]:
@@ -79,7 +79,7 @@ def evaluate(
     objective: Objective = Classification(),
     measures: Sequence[Measure] = (),
 ) -> Score:
-    """Evaluate a module on batches, without changing its mode or device.
+    """Return a module's loss and metrics on batches, without changing its mode or device.
 
     Args:
         module: Maps inputs to outputs.
@@ -103,7 +103,7 @@ def evaluate_each(
     objective: Objective = Classification(),
     measures: Sequence[Measure] = (),
 ) -> list[Score | None]:
-    """Evaluate a module on several sets of samples that share batches.
+    """Return a module's loss and metrics on each of several sets of samples. A batch may span several sets.
 
     The module's output for a sample must not depend on the other samples of the batch. At most one batch is in memory.
 
@@ -164,7 +164,7 @@ class Tally:
         self.n += len(targets)
 
     def score(self) -> Score:
-        """Return the score.
+        """Return the loss and metrics over all batches added so far.
 
         Raises:
             ConfigError: A metric fails.
@@ -179,7 +179,7 @@ class Tally:
 
 
 def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence[Score] = ()) -> Row:
-    """Return the metrics of a round's models.
+    """Return a round's evaluation metrics by column name, of the global model and of the clients' models.
 
     Args:
         shared: The global model's score on the global test set, if there is a global model.
@@ -212,14 +212,14 @@ def client_summary(scores: Sequence[Score]) -> Row:
 
 
 def personal_means(scores: Sequence[Score]) -> Row:
-    """Return the mean of each metric except the loss over the clients' models on the global test set."""
+    """Return the mean over the clients' models of each metric on the global test set, except the loss."""
     names = dict.fromkeys(name for score in scores for name in score.values if name not in ("loss", "acc_interval"))
     values = {name: [score.values[name] for score in scores if name in score.values] for name in names}
     return {f"personal_on_global/{name}_mean": sum(own) / len(own) for name, own in values.items()}
 
 
 def own_series(scores: Mapping[int, Score]) -> Row:
-    """Return each client's metrics except the loss, as `client_<id>/<name>`."""
+    """Return each client's metrics on its own test split, except the loss, as `client_<id>/<name>`."""
     return {
         f"client_{client}/{name}": value
         for client, score in scores.items()
@@ -229,7 +229,7 @@ def own_series(scores: Mapping[int, Score]) -> Row:
 
 
 def train_metrics(results: Sequence[Result]) -> Row:
-    """Return the means over a round's clients of the training loss and each of its terms."""
+    """Return the training loss and each of its terms, averaged over a round's clients."""
     names = dict.fromkeys(name for result in results for name in result.losses)
     return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
 

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics by name, with the number of classes filled in: `evaluation.metrics`."""
+"""Additional metrics from torchmetrics by name (`evaluation.metrics`), with the number of classes filled in."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BINARY_AUROC = torchmetrics.classification.BinaryAUROC
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric that is computed in addition to those of the objective.
+    """An additional metric of `evaluation.metrics`: its name in the logs, and how to build it.
 
     Args:
         name: Its name in the logs: `f1_score`, as in `global/f1_score`.
@@ -56,7 +56,7 @@ class Measure:
     positive: int | None = None
 
     def start(self) -> Running:
-        """Return a new metric without data."""
+        """Return a new accumulator of this metric, without any data."""
         metric = self.make()
         over_classes = isinstance(metric, AUROCS) and metric.average in ("macro", "weighted")
         kind = RunningAUROC if over_classes or isinstance(metric, BINARY_AUROC) else Running
@@ -76,7 +76,7 @@ class Running:
         self.name, self._metric, self._positive = name, metric, positive
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Update the metric with a batch, on the device of the batch."""
+        """Update the metric with a batch of predictions and labels, on the device of the batch."""
         if self._positive is not None:
             predictions, targets = predictions[:, self._positive], (targets == self._positive).long()
         self._update(predictions, targets)
@@ -86,7 +86,7 @@ class Running:
             self._metric.to(predictions.device).update(predictions, targets)
 
     def value(self) -> float:
-        """Return the value, NaN if it is undefined. For several outputs, return their mean.
+        """Return the metric over all batches so far, NaN if it is undefined. For several outputs, return their mean.
 
         Raises:
             ConfigError: The value is not a single number.
@@ -101,7 +101,7 @@ class Running:
 
 
 class RunningAUROC(Running):
-    """AUROC over the classes (or labels) that have positive and negative samples.
+    """AUROC averaged over the classes (or labels) that have both positive and negative samples.
 
     Torchmetrics counts 0 for all other classes, but a client's few samples often lack a class.
     """
@@ -121,7 +121,7 @@ class RunningAUROC(Running):
         self._held, self._n = self._held + held, self._n + len(targets)
 
     def value(self) -> float:
-        """Return the mean over the classes with a defined AUROC, NaN if there is none."""
+        """Return the mean AUROC over the classes for which it is defined, NaN if there are none."""
         assert isinstance(self._held, Tensor)
         with report_metric_errors(self.name):
             by_class = self._metric.compute().double()
@@ -137,7 +137,7 @@ def _fix_for(kind: str) -> str:
 
 @contextmanager
 def report_metric_errors(name: str) -> Iterator[None]:
-    """Add the metric's name to its errors, and suppress its warnings (about missing classes, for example)."""
+    """Context manager: name a metric in its errors, and suppress its warnings (about missing classes, for example)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -151,7 +151,7 @@ def report_metric_errors(name: str) -> Iterator[None]:
 def measures_of(
     specs: Sequence[str | Mapping[str, Any]], objective: Objective, outputs: int, positive_class: int = 1
 ) -> list[Measure]:
-    """Return the metrics that a config names.
+    """Return the additional metrics that a config lists in `evaluation.metrics`.
 
     Args:
         specs: Names, mappings of `class_path` and `init_args`, or mappings of a chosen name to either.
@@ -224,7 +224,7 @@ def _metric_class(path: str, objective: Objective, outputs: int) -> type[Metric]
 
 
 def _task(name: str) -> str:
-    """Return the prefix of a metric's name that names the kind of labels, or an empty string."""
+    """Return the task prefix of a torchmetrics class name, such as `Binary` or `Multiclass`, or an empty string."""
     return next((task for task in TASKS if name.startswith(task)), "")
 
 
@@ -239,7 +239,7 @@ def _imported(path: str) -> type[Metric]:
 
 
 def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
-    """Return a metric's name. `is_lower_better` reads from it whether lower is better."""
+    """Return a metric's name in the logs. From it `is_lower_better` tells whether lower is better."""
     called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
     if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in RESERVED_NAMES:
         raise ConfigError(f"{KEY}: name: {called!r} is taken or has other characters than letters, digits and _")
@@ -257,7 +257,7 @@ def snake_case(name: str) -> str:
 
 
 def check_measures(measures: Sequence[Measure], objective: Objective, outputs: Tensor, targets: Tensor) -> None:
-    """Compute metrics on one batch to find errors early.
+    """Compute the additional metrics on one batch, to find errors early.
 
     Raises:
         ConfigError: A metric fails, or does not return a single number.

@@ -36,7 +36,7 @@ _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float e
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a `metrics.csv` or `clients.csv`. A line that a kill truncated is an empty row.
+    """Yield the rows of a `metrics.csv` or `clients.csv`. A line truncated when the run was killed is an empty row.
 
     Raises:
         ValueError: The file is not a CSV file, or has two columns of one name.
@@ -46,7 +46,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def parse_rows(content: bytes) -> list[Row]:
-    """Return the rows in the content of a `metrics.csv` or `clients.csv`, or in its header and part of its lines.
+    """Return the rows in the bytes of a `metrics.csv` or `clients.csv`, or of its header and some of its lines.
 
     Raises:
         ValueError: The content is not CSV, or has two columns of one name.
@@ -55,7 +55,7 @@ def parse_rows(content: bytes) -> list[Row]:
 
 
 def read_columns(path: Path) -> dict[str, array[float]]:
-    """Return the columns of a `clients.csv`, with NaN for blank cells. They take a tenth of the memory of rows.
+    """Return the columns of a `clients.csv`, with NaN for blank cells. They need a tenth of the memory of its rows.
 
     Raises:
         ValueError: The file is not a CSV file of numbers, has two columns of one name, or a line of another length.
@@ -117,7 +117,7 @@ def better_goal(name: str) -> Literal["minimize", "maximize"] | None:
 
 
 def model_metrics(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the metrics of models in a run, `acc` first, without losses."""
+    """Return the names of the models' metrics in a run's rows, without losses. `acc` comes first."""
     names = dict.fromkeys(name for row in rows for name in row)
     found = [MODELS.fullmatch(name) for name in names]
     metrics = dict.fromkeys(next(filter(None, match.groups())) for match in found if match)
@@ -125,7 +125,7 @@ def model_metrics(rows: Sequence[Row]) -> list[str]:
 
 
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
-    """Return the first round in which a metric reached a target (R_acc), or None. With `lower`, from above."""
+    """Return the first round in which a metric reached a target (R_acc), or None. `lower` means lower is better."""
     values = ((row["round"], row.get(name, math.nan)) for row in rows)
     return next((int(round) for round, value in values if (value <= target if lower else value >= target)), None)
 
@@ -169,7 +169,7 @@ def _rows(file: Iterable[str]) -> Iterator[Row]:
 
 
 def _lines(file: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the cells of each line of a CSV file, header first. A last line that a kill truncated is left out."""
+    """Yield the cells of each line of a CSV file, header first. An incomplete last line is left out."""
     lines = csv.reader(line for line in file if line.endswith("\n"))
     try:
         names = next(lines, [])
@@ -182,7 +182,7 @@ def _lines(file: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _parse(names: Sequence[str], cells: Sequence[str]) -> Row:
-    """Convert the cells of a line to numbers. A line that a kill truncated is an empty row."""
+    """Convert the cells of a CSV line to numbers by column. A line with missing or invalid cells is an empty row."""
     try:
         return {name: _number(text) for name, text in zip(names, cells, strict=True) if text}
     except ValueError:
