@@ -1,4 +1,4 @@
-"""Federated methods: one file per method, one folder per family.
+"""Federated methods (algorithms): one file per method, one folder per family of methods.
 
 Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge` and `Graph` in a file of this folder is exported. A new
 method needs no change here.
@@ -115,5 +115,5 @@ for _name, _module in public_classes().items():
 
 
 def __getattr__(name: str) -> Any:
-    """Raise an AttributeError for a name that no file defines."""
+    """Raise an AttributeError for a name that no file of the package defines."""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ Weighting = Literal["samples", "uniform"]
 
 
 class Aggregator(Capable):
-    """Turn the uploads of a round into the next shared state, in two steps.
+    """Turn the clients' uploads of a round into the next shared state (`fold`, then `finish`).
 
     `fold` gets the uploads of a round in ascending client id and keeps only what `finish` needs. `finish` also gets the
     merged shared knowledge. State that lasts from round to round is a section of the state that `finish` returns; the
@@ -42,19 +42,19 @@ class Aggregator(Capable):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The shared knowledge that this aggregator needs."""
+        """The shared knowledge, such as class prototypes, that this aggregator reads."""
         return ()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the aggregator's own sections of the state before round 1, without `model`."""
+        """Return the aggregator's own entries of the server's state before round 1, all except `model`."""
         return {}
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Return the weights that a client is sent. By default this is the shared model."""
+        """Return the weights that the server sends to a client, by default the shared model."""
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield the state to pass to `model_for` for each client in turn. By default it is the state itself.
+        """Yield, for each of these clients in turn, the state to pass to `model_for`; by default the state itself.
 
         An aggregator that can compute the models of several clients together overrides this: it adds them to the
         yielded state, where `model_for` finds them. A client's model must not depend on the other clients asked for.
@@ -62,11 +62,11 @@ class Aggregator(Capable):
         return (state for _ in clients)
 
     def fold(self, uploads: Iterable[Upload]) -> Any:
-        """Consume the uploads, and return what `finish` needs of them."""
+        """Read a round's uploads as they arrive, and return what `finish` needs, such as a running mean."""
         raise NotImplementedError
 
     def finish(self, folded: Any, before: State, knowledge: State) -> State:
-        """Return the aggregator's sections of the next state, including `model`.
+        """Return the aggregator's entries of the next shared state, including the new `model`.
 
         Args:
             folded: The result of `fold`.
@@ -89,14 +89,14 @@ class WeightedMean(Aggregator):
         self.weighting = weighting
 
     def fold(self, uploads: Iterable[Upload]) -> RunningMean:
-        """Return the running mean of the clients' weights."""
+        """Return the running mean of the uploaded weights, weighted by samples or equally."""
         mean = RunningMean()
         for upload in uploads:
             mean.add(upload.message.section("model"), upload.n_samples if self.weighting == "samples" else 1)
         return mean
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the mean."""
+        """Return the weighted mean of the round's uploaded weights as the next model."""
         return {"model": folded.value()}
 
 
@@ -124,7 +124,7 @@ class ServerStep(WeightedMean):
         self.moments: dict[str, float] = {}
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the moments before round 1."""
+        """Return the initial moments of the server optimizer, one tensor per parameter."""
         names = parameter_names(model)
         return {
             moment: {name: torch.full_like(model[name], start) for name in names}
@@ -132,7 +132,7 @@ class ServerStep(WeightedMean):
         }
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """Return the direction of one parameter's step and its new moments, in float64.
+        """Return the direction `u(Δ)` of one parameter's server step and the parameter's new moments, in float64.
 
         Args:
             change: `Δ`, the clients' mean minus the old weights.
@@ -141,7 +141,7 @@ class ServerStep(WeightedMean):
         return change, {}
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the weights after the step, and the new moments."""
+        """Return the model after the server optimizer's step, and the optimizer's new moments."""
         model, old = folded.value(), before["model"]
         kept: State = {moment: {} for moment in self.moments}
         for name in parameter_names(model):

@@ -121,12 +121,12 @@ class Algorithm(Capable):
 
     @property
     def only_averages(self) -> bool:
-        """Whether uploads' weights are only averaged. Otherwise the methods that handle them get them on the CPU."""
+        """Whether the server only averages the uploaded weights, so that they can stay on the GPU."""
         return self.aggregator.only_averages and self.uploads_by_copying and self.aggregates_by_parts
 
     @property
     def of_classes(self) -> Iterator[str]:
-        """Names of the parts of the method that need classes."""
+        """Names of the method's parts (loss terms, knowledge, aggregator) that only work with class labels."""
         parts: Iterable[Any] = (self, *self.loss_terms, *self.knowledge, self.aggregator)
         return (type(part).__name__ for part in parts if part.needs_classes)
 
@@ -146,7 +146,7 @@ class Algorithm(Capable):
         return self.module_class(backbone, terms, knowledge, optimizer, lr_scheduler)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the shared state before round 1.
+        """Return the server's shared state before round 1.
 
         Args:
             backbone: A newly initialised backbone. It is not changed.
@@ -160,7 +160,7 @@ class Algorithm(Capable):
         return {"model": model} | self.aggregator.initial(model, num_classes) | knowledge
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return what a client is sent at the start of a round: weights and shared knowledge.
+        """Return the message to a client at the start of a round: the weights and the shared knowledge.
 
         Args:
             state: The state after the previous round.
@@ -171,7 +171,7 @@ class Algorithm(Capable):
         return Message.pack({"model": self.aggregator.model_for(state, client)} | knowledge)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Client: load a download and the client state into the module.
+        """Client: load the server's message and the client's own kept state into its module.
 
         Args:
             module: The client's module with initial weights. What is neither sent nor kept stays initial.
@@ -207,7 +207,7 @@ class Algorithm(Capable):
         """
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Client: return the upload after training.
+        """Client: return the message to the server after training: weights and a summary for each shared knowledge.
 
         Args:
             module: The trained module, in eval mode, without gradients.
@@ -221,13 +221,13 @@ class Algorithm(Capable):
         return Message.pack(model | to_cpu(knowledge), n_samples=n_samples)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Client: return the client state for its next round, after training and upload. It never leaves the client."""
+        """Client: return what the client keeps for its next round, after training and upload. It is not uploaded."""
         kept = {term_section(term): term.remember(module) for term in module.terms()}
         kept[OWN] = self._own(module.backbone)
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
-        """Server: return the number of clients of the next round.
+        """Server: return the number of clients that take part in the next round.
 
         Args:
             state: The state after the previous round.
@@ -237,7 +237,7 @@ class Algorithm(Capable):
         return participants
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Server: return the next shared state from uploads that arrive in ascending client id.
+        """Server: return the next shared state from a round's uploads, which arrive in ascending client id.
 
         Do not change tensors of `state` in place: a checkpoint of it may be being written.
         """
@@ -253,16 +253,16 @@ class Algorithm(Capable):
         return state | knowledge | self.aggregator.finish(folded, state, knowledge)
 
     def shared_names(self, backbone: nn.Module) -> list[str]:
-        """Return the names of the backbone's entries that are sent."""
+        """Return the names of the state dict entries of a backbone that clients and server exchange."""
         return list(self._shared(backbone))
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        """Return the entries that are sent."""
+        """Return the state dict entries of a backbone that clients and server exchange."""
         own = self._own(backbone).keys() | self.fixed | (buffer_names(backbone) if self.buffers == "drop" else set())
         return {name: value for name, value in backbone.state_dict().items() if name not in own}
 
     def _own(self, backbone: nn.Module) -> Tensors:
-        """Return the entries that never leave the client."""
+        """Return the state dict entries of a backbone that stay on their client, such as a personal head."""
         if not self.personal and self.buffers == "average":
             return {}
         buffers = buffer_names(backbone)
@@ -277,11 +277,11 @@ class Algorithm(Capable):
 
 
 def term_section(term: LossTerm) -> str:
-    """Return the section of the client state that holds the state of a loss term."""
+    """Return the name under which a client's kept state stores that of a loss term."""
     return f"term_{term.name}"
 
 
 def recall(module: ClientModule, memory: State) -> None:
-    """Pass the client state of each loss term to its `recall`."""
+    """Restore the state that a client has kept for each loss term of its module."""
     for term in module.terms():
         term.recall(memory.get(term_section(term), {}))

@@ -17,19 +17,19 @@ from fl_lightning.core.task import Result, Task
 
 
 class ClientStates(Protocol):
-    """Interface of the storage of client states between rounds."""
+    """Interface of the storage for what clients keep from one round to the next."""
 
     def get(self, client: int, default: State, /) -> State:
-        """Return a client's state, or the default if it has none."""
+        """Return what a client has kept from its last round, or the default if it has nothing."""
 
     def put(self, client: int, round: int, memory: State) -> None:
-        """Store a client's state after a round. It becomes visible with `end_round`."""
+        """Store what a client keeps after a round. It can be read after `end_round`."""
 
     def end_round(self) -> None:
-        """Make the states that were stored during the round visible."""
+        """Make what clients stored during the round available to reads."""
 
     def with_peers(self, state: State, section: str | None) -> State:
-        """Return the shared state with one section of each client's state as `peer_<k>`."""
+        """Return the shared state plus one section of every client's kept state, as `peer_<client id>`."""
 
 
 class Server:
@@ -65,7 +65,7 @@ class Server:
         self.state: State = {}
 
     def start(self, backbone: nn.Module, num_classes: int) -> None:
-        """Set the state before round 1.
+        """Set the shared state before round 1, from the initial backbone.
 
         Raises:
             ConfigError: The algorithm cannot start with this backbone or these clients.
@@ -76,11 +76,11 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The shared state and, without a server, the published states of peers."""
+        """The shared state, plus what clients publish if the method has public client states."""
         return self.memory.with_peers(self.state, self.algorithm.public)
 
     def participants(self, round: int) -> list[int]:
-        """Sample the clients of a round and return their ids in ascending order.
+        """Sample the clients that take part in a round, and return their ids in ascending order.
 
         All methods with the same seed see the same clients, except methods that choose the number of clients from
         their state.
@@ -90,11 +90,11 @@ class Server:
         return sorted(rng.choice(self.clients, cohort, replace=False).tolist())
 
     def download(self, round: int, client: int) -> Message:
-        """Return the message that a client receives at the start of a round, given the present state."""
+        """Return the message that a client receives at the start of a round, from the current state."""
         return next(self.downloads(round, [client]))
 
     def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
-        """Yield the message for each of these clients, built when it is needed."""
+        """Yield the message that each of these clients receives, built only when it is requested."""
         draws = type(self.algorithm).download is not Algorithm.download  # the base class does not
         unused = generator(self.seed, Stream.DOWNLOAD, round)
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
@@ -102,7 +102,7 @@ class Server:
             yield self.algorithm.download(state, client, rng)
 
     def task(self, round: int, client: int, download: Message, **scores: bool) -> Task:
-        """Return the task of a client that trains in a round.
+        """Return the task of training one client in a round: its message, its kept state, and what to evaluate.
 
         Args:
             round: The round.

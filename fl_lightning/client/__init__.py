@@ -1,1 +1,1 @@
-"""A client: its module and loss terms, what clients share, their optimizers."""
+"""Client side: the LightningModule, loss terms, shared knowledge, optimizers and weights."""

@@ -1,4 +1,4 @@
-"""Networks and objectives as plain data, as `fl-lightning export` writes them into a checkpoint, and back."""
+"""Descriptions of networks and objectives in exported checkpoints (`fl-lightning export`), and building from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fl_lightning.models.wrapped import original_of
 
 
 def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
-    """Return the network that an exported checkpoint describes, with new weights.
+    """Return the network that an exported checkpoint describes, newly initialised.
 
     Args:
         described: The result of `Network.described`.
@@ -42,7 +42,7 @@ def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
 
 
 def described_objective(objective: Objective) -> dict[str, Any]:
-    """Return a plain description of an objective, for `rebuilt_objective`."""
+    """Return a description of an objective (class path and arguments), for an exported checkpoint."""
     kind = type(objective)
     options = {
         name: getattr(objective, name) for name in inspect.signature(kind).parameters if hasattr(objective, name)
@@ -63,7 +63,7 @@ def rebuilt_objective(described: Mapping[str, Any]) -> Objective:
 
 
 def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], Any], trust: bool = False) -> Any:
-    """Return the object of a class path and its arguments, if an exported file may name it."""
+    """Build an object from its class path and arguments in an exported checkpoint, if that class is allowed."""
     from jsonargparse import ArgumentParser  # half a second
 
     fix = f"Build it yourself: load_from_checkpoint(..., {key}=...)"
@@ -80,7 +80,7 @@ def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], An
 
 @cache
 def allowed_objects() -> dict[str, Any]:
-    """Return the object that a checkpoint names: our models and objectives, torch's layers, torchvision's models."""
+    """Return the objects that a checkpoint may name: our models and objectives, torch.nn and torchvision models."""
     from torchvision import models
 
     return {

@@ -1,4 +1,4 @@
-"""Training outside of a client's fit, and which parameters learn."""
+"""Fine-tuning a client's model outside of its fit, and freezing parameters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fl_lightning.client.optimizers import descend
 
 
 def learnable(backbone: nn.Module) -> frozenset[str]:
-    """Names of the parameters that have gradients."""
+    """Return the names of a backbone's parameters that have gradients."""
     return frozenset(name for name, parameter in backbone.named_parameters() if parameter.requires_grad)
 
 
 def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collection[str]) -> None:
-    """Freeze all but some of a backbone's parameters, and set the frozen layers to eval mode.
+    """Freeze all except the chosen parameters of a backbone, and set the frozen layers to eval mode.
 
     Args:
         backbone: It is changed in place.

@@ -33,29 +33,29 @@ class SharedKnowledge(nn.Module):
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` is to be called: where a subclass has one of its own, unless that says otherwise."""
+        """Whether `observe` is called in training: by default, if a subclass overrides it."""
         return type(self).observe is not SharedKnowledge.observe
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return the knowledge that the server broadcasts in round 1."""
+        """Return the knowledge tensors that the server broadcasts in round 1."""
         raise NotImplementedError
 
     def load(self, shared: Tensors) -> None:
-        """Store the downloaded tensors as buffers, on the client."""
+        """Client: store the knowledge tensors received from the server as buffers."""
         for name, value in shared.items():
             held = getattr(self, name, None)
             device = held.device if isinstance(held, Tensor) else value.device
             self.register_buffer(name, value.to(device), persistent=False)
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Client, after each training step: see the batch's outputs. Most knowledge does not need to."""
+        """Client: read a training step's outputs, after each step. Most kinds of knowledge do not need it."""
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's upload, after training, in eval mode without gradients."""
+        """Client: return its part of the knowledge to upload, after training, in eval mode without gradients."""
         raise NotImplementedError
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the knowledge to broadcast next, on the server.
+        """Server: return the knowledge to broadcast in the next round, from the clients' uploads.
 
         Args:
             previous: What was broadcast this round.
@@ -66,7 +66,7 @@ class SharedKnowledge(nn.Module):
 
 
 def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Sum of `(B, d)` values by class, `(C, d)` in float32 or more, and samples a class, `(C,)`."""
+    """Return the sum of values `(B, d)` over the samples of each class, `(C, d)`, and the number of samples, `(C,)`."""
     values = at_least_float32(values)
     members = F.one_hot(targets, num_classes).to(values.dtype)  # a product, not index_add: deterministic on CUDA
     with torch.autocast(values.device.type, enabled=False):
@@ -76,14 +76,14 @@ def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tenso
 def class_sums_over(
     batches: Iterable[tuple[Tensor, Tensor]], values: Callable[[Tensor], Tensor], num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """`class_sums` of `values(x)` over all batches `(x, y)`."""
+    """Return the sums of `values(x)` over the samples of each class in all batches `(x, y)`, and their number."""
     parts = [class_sums(values(x), y, num_classes) for x, y in batches]
     sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
     return sums, counts
 
 
 def mean_over_holders(local: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """Average each class over the clients that hold it, in float64, rounded once.
+    """Average each class's values over the clients that hold the class, in float64.
 
     Args:
         local: The clients' values, `(K, C, d)`.
@@ -126,27 +126,27 @@ class ClassMeans(SharedKnowledge):
         self._epoch = 0
 
     def outputs(self, step: Step) -> Tensor:
-        """Return the outputs to average, `(B, d)`."""
+        """Return the network's outputs on a batch that are averaged by class, `(B, d)`."""
         raise NotImplementedError
 
     def initial(self, num_classes: int) -> Tensors:
-        """Nothing."""
+        """Return no tensors, because no class has a mean before round 1."""
         return {}
 
     @property
     def observes(self) -> bool:
-        """Whether it looks on in training."""
+        """Whether means are computed during training instead of in a pass after it."""
         return self.seen != "after"
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Add the outputs of a batch. With `last_epoch`, start again in each epoch."""
+        """Add a training batch's outputs to the sums by class; `last_epoch` resets them in each epoch."""
         sums, counts = class_sums(self.outputs(step).detach(), step.targets, step.logits.shape[1])
         if self.tracked and (self.seen == "round" or self._epoch == epoch):
             sums, counts = sums + self.tracked[0].to(sums.device), counts + self.tracked[1].to(sums.device)
         self.tracked, self._epoch = (sums, counts), epoch
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """The client's means, `(C, d)`, and which classes they are of, `(C,)`."""
+        """Return the client's mean output of each class, `(C, d)`, and the mask of the classes it has, `(C,)`."""
         sums, counts = self.tracked or self._passed(module, batches, num_classes)
         return {"values": sums / counts.clamp(min=1)[:, None], "known": counts > 0}
 
@@ -158,7 +158,7 @@ class ClassMeans(SharedKnowledge):
         return sums, counts
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """The means over the clients that hold a class."""
+        """Return the mean of each class over the clients that hold it; a class without clients keeps its last mean."""
         sections = [upload.message.section(self.name) for upload in uploads]
         local, held = (torch.stack([section[name] for section in sections]) for name in ("values", "known"))
         values, known = mean_over_holders(local, held)
@@ -169,7 +169,7 @@ class ClassMeans(SharedKnowledge):
 
 
 def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:
-    """Each piece of shared knowledge once, by name, in the order first met."""
+    """Return the shared knowledge objects without those of a repeated name, in order of first occurrence."""
     by_name: dict[str, SharedKnowledge] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, piece)

@@ -1,4 +1,4 @@
-"""The losses of one fit."""
+"""Record of the training losses of one fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_lightning.core.errors import NonFiniteError
 
 
 class LossRecord:
-    """One fit's losses; they stay on the device for an epoch, so that no training step waits for the GPU."""
+    """Training losses of one fit, kept on the device during an epoch so that no step waits for the GPU."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -19,17 +19,17 @@ class LossRecord:
         self._steps = 0
 
     def add(self, losses: dict[str, Tensor]) -> None:
-        """Add one step's losses."""
+        """Add the losses of one training step, by name."""
         self._names = list(losses)
         self._pending += [value.detach() for value in losses.values()]
 
     def add_values(self, names: list[str], values: Tensor) -> None:
-        """Add one step's losses, `(T,)`, in the order of their names."""
+        """Add the losses of one training step as a tensor `(T,)`, in the order of their names."""
         self._names = names
         self._pending += values.unbind()
 
     def settle(self) -> dict[str, float]:
-        """Add the steps since the last call to the sums.
+        """Add the losses recorded since the last call to the fit's sums, and check that they are finite.
 
         Returns:
             The means over these steps alone.
@@ -52,11 +52,11 @@ class LossRecord:
 
     @property
     def steps(self) -> int:
-        """Number of steps that were added."""
+        """Number of training steps recorded so far."""
         return self._steps + len(self._pending) // max(1, len(self._names))
 
     def means(self) -> dict[str, float]:
-        """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""
+        """Return the mean over steps of each loss, and of their sum as `loss`; empty before the first step."""
         self.settle()
         return self._named(self._sums / self._steps) if self._steps else {}
 

@@ -73,28 +73,28 @@ class LossTerm(nn.Module):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Shared knowledge that must travel for this term. By default, that in the term's attributes."""
+        """The shared knowledge that this term reads, by default all `SharedKnowledge` in its attributes."""
         return tuple(piece for piece in self.children() if isinstance(piece, SharedKnowledge))
 
     def begin(self, module: ClientModule) -> None:
-        """Called when a fit starts, on the training device, with the received weights and knowledge loaded.
+        """Prepare the term when a fit starts, on the training device, with the received weights and knowledge loaded.
 
         It is also called once before round 1 with the initial weights, to find errors early. The module's `trainer` has
         the options of the fit.
         """
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """Called when an epoch of the fit starts."""
+        """Prepare the term for an epoch. Called when each epoch of the fit starts."""
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the state that the client keeps for the term until its next round. Called after the fit."""
+        """Return the tensors that the client keeps for this term until its next round. Called after the fit."""
         return {}
 
     def recall(self, kept: Tensors) -> None:
-        """Restore what `remember` returned in the client's last round; empty in its first. Called before a fit."""
+        """Restore the tensors from `remember` in the client's last round, none in its first. Called before a fit."""
 
     def forward(self, step: Step) -> Tensor:
-        """The scalar to add to the loss."""
+        """Return the scalar that this term adds to the loss of a step."""
         raise NotImplementedError
 
 
@@ -170,14 +170,14 @@ class ClientModule(L.LightningModule):
         self._losses = LossRecord()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; Lightning notes the current hook in one, ten times a step, which is no module or tensor."""
+        """Set an attribute, with a fast path for the hook name that Lightning sets many times per step."""
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs `(B, C)` of a batch: logits, where it is classes or labels."""
+        """Return the backbone's outputs `(B, C)` on a batch of inputs, such as logits."""
         return cast(Tensor, self.backbone(x))
 
     @property
@@ -201,7 +201,7 @@ class ClientModule(L.LightningModule):
         self._class_counts = counts
 
     def load_weights(self, weights: Tensors) -> None:
-        """Load shared entries into the backbone, at once if both sides are flat. Other entries do not change.
+        """Load received state dict entries into the backbone. Other entries do not change.
 
         Raises:
             ValueError: The backbone does not have an entry.
@@ -215,34 +215,34 @@ class ClientModule(L.LightningModule):
                 own.copy_(received)
 
     def check_fit(self) -> None:
-        """Check the options of the fit in `self.trainer`. Called before round 1, and when a fit starts.
+        """Check that the method works with the fit's trainer options. Called before round 1, and when a fit starts.
 
         Raises:
             ConfigError: The method does not work with an option. The message names it.
         """
 
     def on_fit_start(self) -> None:
-        """Reset the loss record, and call `begin` of each term."""
+        """Check the fit's options, reset the recorded losses, and call `begin` of each loss term."""
         self.check_fit()
         self._losses = LossRecord()
         for term in self.terms():
             term.begin(self)
 
     def on_train_epoch_start(self) -> None:
-        """Notify each term that an epoch starts."""
+        """Call `begin_epoch` of each loss term."""
         for term in self.terms():
             term.begin_epoch(self)
 
     def terms(self) -> Iterator[LossTerm]:
-        """The loss terms, active or not."""
+        """Return the module's loss terms, active or not."""
         return (cast(LossTerm, term) for term in self.loss_terms)
 
     def pieces(self) -> Iterator[SharedKnowledge]:
-        """The shared knowledge that travels with the module's weights."""
+        """Return the module's shared knowledge objects, one for each kind that is exchanged."""
         return (cast(SharedKnowledge, piece) for piece in self.knowledge)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Step:
-        """Run the backbone on a batch, and record the layer inputs that active terms read."""
+        """Run the backbone on a batch, and return its tensors, including those that active loss terms read."""
         x, y = batch
         with tapped(self.backbone, [name for term in self.terms() if term.active for name in term.taps]) as taps:
             if isinstance(self.backbone, Backbone):
@@ -251,55 +251,55 @@ class ClientModule(L.LightningModule):
             return Step(self(x), y, None, x, self.backbone, taps)
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """Return the objective's loss, such as `ce`, and each active term by name."""
+        """Return a step's losses by name: the objective's, such as `ce`, and each active loss term."""
         losses = {self.objective.term: self.objective.loss(step.logits, step.targets)}
         losses |= {term.name: term(step) for term in self.terms() if term.active}
         return losses
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Sum of the objective's loss and the terms, each recorded."""
+        """Return the sum of the objective's loss and the loss terms on a batch, and record each."""
         step = self.step(batch)
         losses = self.losses(step)
         self.note(step, losses)
         return functools.reduce(torch.add, losses.values())
 
     def note(self, step: Step, losses: dict[str, Tensor]) -> None:
-        """Record a step's losses, and let the shared knowledge that observes training see the step."""
+        """Record a step's losses, and pass the step to `observe` of the shared knowledge that needs it."""
         self._losses.add(losses)
         for piece in self.pieces():
             if piece.observes:
                 piece.observe(step, self.current_epoch)
 
     def record(self, names: list[str], values: Tensor) -> None:
-        """Record the losses `(T,)` of a step that was not made by `training_step`."""
+        """Record the losses `(T,)` of a step that was computed outside of `training_step`."""
         self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:
-        """Raise an error if a loss is not finite. Log the epoch's means if a logger or callback uses them."""
+        """Raise an error if a training loss is not finite. Log the epoch's mean losses if there is a logger."""
         means = self._losses.settle()
         if self.trainer.loggers:
             self.log_dict({f"train_{name}": value for name, value in means.items()})
 
     @property
     def loss_names(self) -> list[str]:
-        """Names that `losses` gives, in every step or in some."""
+        """Names of all losses that `losses` can return."""
         return [self.objective.term, *(term.name for term in self.terms() if term.active)]
 
     @property
     def steps(self) -> int:
-        """Training steps (batches) of this fit so far."""
+        """Number of training steps (batches) of this fit so far."""
         return self._losses.steps
 
     def train_losses(self) -> dict[str, float]:
-        """Return the means over this fit's steps of the objective's loss, each term and their sum (`loss`)."""
+        """Return the mean of each training loss over this fit's steps, and of their sum as `loss`."""
         return self._losses.means()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the objective's metrics: `val_loss` and, for classes, `val_acc`."""
+        """Log the objective's metrics on a batch: `val_loss` and, for classes, `val_acc`."""
         self._log_evaluation("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the objective's metrics: `test_loss` and, for classes, `test_acc`."""
+        """Log the objective's metrics on a batch: `test_loss` and, for classes, `test_acc`."""
         self._log_evaluation("test", batch)
 
     def _log_evaluation(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
@@ -308,7 +308,7 @@ class ClientModule(L.LightningModule):
         self.log_dict({f"{stage}_{name}": value / len(y) for name, value in sums.items()}, batch_size=len(y))
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over the `trainables`, at this round's learning rate, and its scheduler."""
+        """Return the fit's optimizer over `trainables`, at this round's learning rate, and its scheduler."""
         optimizer = self.optimizer_for(self.trainables())
         if self.optimizer_state:
             load_optimizer_tensors(optimizer, self.optimizer_state)
@@ -317,11 +317,11 @@ class ClientModule(L.LightningModule):
         return [optimizer], [self.scheduler_factory(optimizer)]
 
     def trainables(self) -> Iterable[Any]:
-        """Return the parameters, or groups of them, of the fit's optimizer: those of the backbone."""
+        """Return the parameters or parameter groups that the fit's optimizer trains; by default the backbone's."""
         return self.backbone.parameters()
 
     def optimizer_for(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """An optimizer like the client's own, at this round's learning rate, for other parameters."""
+        """Return an optimizer like the client's own, at this round's learning rate, for other parameters."""
         optimizer = (
             self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
         )

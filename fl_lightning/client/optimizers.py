@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: factories, state of optimizers, rates over epochs and rounds."""
+"""Optimizers and learning-rate schedules: factories, optimizer state, learning rates over epochs and rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOK_AHEAD = 10_000
 def descend(
     optimizer: torch.optim.Optimizer, loss: Tensor, clip: Callable[[torch.optim.Optimizer], None] | None = None
 ) -> None:
-    """Make one step with an optimizer other than the trainer's.
+    """Minimise a loss by one step of an optimizer that Lightning's trainer does not manage.
 
     Args:
         optimizer: The optimizer.
@@ -38,7 +38,7 @@ def descend(
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the state of an optimizer, such as momentum, as `<index of the parameter>/<name>`.
+    """Return the state tensors of an optimizer, such as momentum, by `<index of the parameter>/<name>`.
 
     Raises:
         ConfigError: Part of the state is not a tensor.
@@ -55,7 +55,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> None:
-    """Restore the result of `optimizer_tensors`. Learning rates and other options do not change."""
+    """Load state tensors from `optimizer_tensors` into an optimizer. Its learning rate does not change."""
     state: dict[int, Tensors] = {}
     for key, value in kept.items():
         number, _, name = key.partition("/")
@@ -88,7 +88,7 @@ def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: Schedu
 
 
 class LRScales:
-    """The factors on the learning rates in each round, from a scheduler over rounds.
+    """Factors on the clients' learning rates in each round, from a scheduler over rounds.
 
     Args:
         scheduler: Builds the scheduler, which starts from a learning rate of 1. Without one, all factors are 1.
@@ -109,7 +109,7 @@ class LRScales:
             self.of(min(rounds, LOOK_AHEAD))
 
     def of(self, round: int) -> float:
-        """The factor on learning rates in a round, counted from 1."""
+        """Return the factor on the clients' learning rates in a round, counted from 1."""
         if not self._scheduler:
             return 1.0
         if round < self._round:

@@ -1,4 +1,4 @@
-"""Weights of a backbone: loading, selecting, copying."""
+"""Weights of a backbone: loading, selecting and copying state dict entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:
-    """Load shared entries into a backbone. Other entries do not change.
+    """Load some state dict entries into a backbone. Other entries do not change.
 
     Raises:
         ValueError: The backbone does not have an entry.
@@ -30,7 +30,7 @@ def load_weights(backbone: nn.Module, weights: Tensors) -> None:
 
 
 def loads_plainly(backbone: nn.Module) -> bool:
-    """Whether `load_weights` only writes over entries: no part of the network has hooks or a way of its own to load."""
+    """Return whether loading a backbone's state dict only copies values, without hooks or custom loading code."""
 
     def plain(part: nn.Module) -> bool:
         hooked = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
@@ -40,12 +40,12 @@ def loads_plainly(backbone: nn.Module) -> bool:
 
 
 def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
-    """Return the prefixes of the entries of parts of a backbone: `head.` for the part `head`."""
+    """Return the state dict prefixes of parts of a backbone: `head.` for the part `head`."""
     return tuple(f"{part}." for part in parts)
 
 
 def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
-    """Check that every part of a backbone that an option names exists.
+    """Check that a backbone has every part, such as `head`, that an option names.
 
     Args:
         key: The option.
@@ -66,12 +66,12 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
 
 
 def buffer_names(backbone: nn.Module) -> set[str]:
-    """Names of a state dict's entries that are no parameters: BatchNorm's statistics."""
+    """Return the names of a backbone's state dict entries that are not parameters, such as BatchNorm's statistics."""
     return set(backbone.state_dict()) - {name for name, _ in backbone.named_parameters()}
 
 
 def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
-    """Return the entries of a backbone after `reset_parameters` of all its layers.
+    """Return a backbone's state dict with new random weights, from `reset_parameters` of all its layers.
 
     Layers without this method keep their entries. The backbone and torch's random state do not change.
     """
@@ -85,7 +85,7 @@ def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
 
 
 def to_cpu(sections: Mapping[str, Tensors]) -> State:
-    """Detached copies on the CPU, contiguous, half precision widened to float32, free of the module they came from."""
+    """Return detached, contiguous copies of tensors on the CPU, with half precision widened to float32."""
     return detached(sections, "cpu")
 
 

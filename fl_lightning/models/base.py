@@ -52,7 +52,7 @@ class Backbone(nn.Module):
 
 @contextmanager
 def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
-    """Record the inputs of layers while in this context. If a layer is called several times, its last input counts.
+    """Record the inputs of named layers in this context. If a layer is called several times, its last input counts.
 
     Args:
         backbone: The network.
@@ -106,7 +106,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
 
 
 def with_features(module: nn.Module | None) -> Backbone:
-    """Return the module, which has to be a `Backbone`.
+    """Return a module if it is a `Backbone`; otherwise raise an error.
 
     Raises:
         ConfigError: It is not a backbone.
@@ -117,7 +117,7 @@ def with_features(module: nn.Module | None) -> Backbone:
 
 
 def with_encoder(module: nn.Module | None) -> Backbone:
-    """Return the module, which has to be a `Backbone` with a separate encoder and head.
+    """Return a module if it is a `Backbone` with a separate encoder and head; otherwise raise an error.
 
     Raises:
         ConfigError: It is not a backbone, or its encoder and head cannot be called separately.
@@ -144,7 +144,7 @@ def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Modu
 
 
 class ModelFactory(Protocol):
-    """Builds a backbone for a dataset. The `model` key of a config is one, without the shape of the dataset."""
+    """A callable that builds a backbone for a dataset's input shape and classes, such as a config's `model`."""
 
     def __call__(self, *, in_shape: tuple[int, ...], num_classes: int) -> Backbone:
         """Build the backbone for inputs of `in_shape` (without the batch) and `num_classes` classes."""

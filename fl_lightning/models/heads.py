@@ -13,7 +13,7 @@ from fl_lightning.core.errors import ConfigError
 
 
 class Parts(NamedTuple):
-    """The arguments of `Backbone`."""
+    """The arguments of `Backbone`: encoder, head, feature size and predictor."""
 
     encoder: nn.Module
     head: nn.Module
@@ -66,7 +66,7 @@ class Head:
                 raise ConfigError(f"model.head.{name}: {getattr(self, name)} has a width below 1")
 
     def attach(self, encoder: nn.Module, width: int, num_classes: int) -> Parts:
-        """Append the layers to an encoder.
+        """Append the projection, mapping and classification layers to an encoder, and return the backbone's parts.
 
         Args:
             encoder: Maps inputs to `(B, width)`.
@@ -97,7 +97,7 @@ class Head:
 
 
 class CosineLinear(nn.Module):
-    """Logits are scaled cosines between a feature and each class's weights (Gidaris and Komodakis 2018).
+    """A linear layer whose logits are scaled cosines of features and class weights (Gidaris and Komodakis 2018).
 
     Args:
         in_features: Size `d` of a feature.
@@ -122,7 +122,7 @@ class CosineLinear(nn.Module):
 
 
 def prediction_mlp(width: int, hidden: int) -> nn.Sequential:
-    """Return FedSiam-DA's predictor `h`: BatchNorm and ReLU on the hidden layer, none on the output."""
+    """Return FedSiam-DA's predictor `h`, an MLP with BatchNorm and ReLU on its hidden layer only."""
     return nn.Sequential(
         nn.Linear(width, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, width)
     )

@@ -13,7 +13,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def image_shape(in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
-    """Return the channels, height and width of an image that is large enough for a network.
+    """Return an image's channels, height and width, and raise an error if it is too small for a network.
 
     Raises:
         ValueError: The shape is not that of an image, or is too small.
@@ -27,15 +27,15 @@ def image_shape(in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int
 
 
 class GlobalAveragePool(nn.Module):
-    """Average `(B, d, h, w)` to `(B, d)`. Unlike adaptive pooling, this is deterministic on CUDA."""
+    """Average feature maps `(B, d, h, w)` to `(B, d)`. Unlike adaptive pooling, this is deterministic on CUDA."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the mean over height and width."""
+        """Return the mean of feature maps over height and width."""
         return cast(Tensor, torch.mean(x, dim=(2, 3)))
 
 
 def with_norm(module: Module, norm: Norm) -> Module:
-    """Return the module, with every BatchNorm2d replaced by GroupNorm if `norm` is `group`.
+    """Return a network, with every BatchNorm2d replaced by GroupNorm if `norm` is `group`.
 
     GroupNorm has no statistics to average. It has 32 groups (Wu and He 2018), or the greatest common divisor of 32 and
     the number of channels.
@@ -50,7 +50,7 @@ def with_norm(module: Module, norm: Norm) -> Module:
 
 
 def initialise_convolutions(module: nn.Module) -> None:
-    """Initialise every convolution with He-normal weights (fan-out) and zero biases."""
+    """Initialise every convolution of a network with He-normal weights (fan-out) and zero biases."""
     for child in module.modules():
         if isinstance(child, nn.Conv2d):
             nn.init.kaiming_normal_(child.weight, mode="fan_out", nonlinearity="relu")

@@ -108,7 +108,7 @@ class BiLSTM(Backbone):
 
 
 class Words(NamedTuple):
-    """A batch of texts.
+    """A batch of texts as word vectors, with a mask of the positions that are not padding.
 
     Attributes:
         vectors: `(B, length, d)`, zero at padding.
@@ -120,7 +120,7 @@ class Words(NamedTuple):
 
 
 class WordVectors(nn.Embedding):
-    """Look up token ids `(B, length)` and return `Words`.
+    """An embedding of token ids `(B, length)`. It returns `Words`.
 
     Args:
         in_shape: `(length,)`.
@@ -143,22 +143,22 @@ class WordVectors(nn.Embedding):
         super().__init__(vocab_size, embedding_dim, padding_idx=PADDING)
 
     def forward(self, ids: Tensor) -> Words:  # type: ignore[override]
-        """Return the vectors of the words, and which words are real."""
+        """Return the word vectors of token ids, with the mask of the positions that are not padding."""
         known = torch.where(ids < self.num_embeddings, ids, UNKNOWN)
         return Words(super().forward(known), ids != PADDING)
 
 
 class MeanOverWords(nn.Module):
-    """Average the vectors of `Words` to `(B, d)`, zero for a text without words."""
+    """Average a text's word vectors to `(B, d)`, without padding; zero for a text without words."""
 
     def forward(self, words: Words) -> Tensor:
-        """Return the mean over the real words."""
+        """Return the mean vector over the words of each text, without padding."""
         vectors, real = words
         return vectors.sum(dim=1) / real.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 class WordConvolutions(nn.Module):
-    """Return the largest response of each convolution over `Words`, `(B, 3 · channels)`. Windows can exceed the text.
+    """Convolutions over 3, 4 and 5 words, each reduced to its maximum over the text: `(B, 3 · channels)`.
 
     Args:
         embedding_dim: Size of a word's vector.
@@ -172,7 +172,7 @@ class WordConvolutions(nn.Module):
         self.convolutions = nn.ModuleList(nn.Conv1d(embedding_dim, channels, size) for size in self.windows)
 
     def forward(self, words: Words) -> Tensor:
-        """Return the maxima over the windows that start at a real word."""
+        """Return each convolution's maximum over the windows that start at a word, not at padding."""
         vectors, real = words
         maxima = []
         for size, convolution in zip(self.windows, self.convolutions, strict=True):
@@ -183,13 +183,13 @@ class WordConvolutions(nn.Module):
 
 
 class TwoWayLSTM(nn.LSTM):
-    """Run an LSTM over `Words` in both directions, without padding. Return `Words` of size `2 · hidden`."""
+    """A bidirectional LSTM over the word vectors of texts, without padding. It returns `Words` of size `2 · hidden`."""
 
     def __init__(self, embedding_dim: int, hidden: int) -> None:
         super().__init__(embedding_dim, hidden, batch_first=True, bidirectional=True)
 
     def forward(self, words: Words) -> Words:  # type: ignore[override]
-        """Run the LSTM over the real words only."""
+        """Return the LSTM's outputs at each word, skipping padding."""
         vectors, real = words
         lengths = real.sum(dim=1).clamp(min=1).cpu()  # an empty text is read as one word of padding
         packed = pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)

@@ -70,7 +70,7 @@ class FromModule(Backbone):
         self.path, self.cut = module, head
 
     def __getattr__(self, name: str) -> Any:
-        """Raise a clear error if `encoder` or `head` of a module that is kept whole is read."""
+        """Raise a clear error if `encoder` or `head` is read, but the module could not be split into them."""
         if name in ("encoder", "head") and name not in self._modules:
             raise ConfigError(
                 f"model.head: {self.path} computes something after or around {self.cut!r}, so its encoder and head "
@@ -105,7 +105,7 @@ def original_of(backbone: nn.Module) -> nn.Module:
 
 
 def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str) -> bool:
-    """Return whether a module's `forward` returns the output of its head unchanged, so that it can be cut there.
+    """Return whether a module's output is that of its head, unchanged, so that the module can be split there.
 
     It is called with two samples, in train mode and in eval mode. Equal numbers are not enough, because a `clamp` does
     not change small ones. The output must be the same tensor, not modified in place.
@@ -139,7 +139,7 @@ def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str
 
 
 def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
-    """Return a batch of two samples that a module accepts: floating-point numbers or token ids.
+    """Return a random batch of two samples that a module accepts: floating-point numbers or token ids.
 
     Raises:
         ConfigError: The module accepts neither.
@@ -162,7 +162,7 @@ def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
 
 
 def build(path: str, arguments: dict[str, Any]) -> nn.Module:
-    """Import a class or function that builds an `nn.Module`, and call it.
+    """Import a class or function that builds an `nn.Module`, and return what it builds.
 
     Raises:
         ConfigError: That fails, or the result is not an `nn.Module`.

@@ -28,7 +28,7 @@ LAST = "last_update"
 
 
 def update(start: Tensors, end: Tensors) -> Tensor:
-    """Return a client's update `Δ_i`, the change of its parameters by training, `(P,)`, in float64."""
+    """Return a client's update `Δ_i`, the change of its parameters by training, as a float64 vector `(P,)`."""
     before, after = flatten([start, end])
     return after - before
 
@@ -69,7 +69,7 @@ def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 
 
 class Splits(Aggregator):
-    """Average the uploads of each cluster, and split a cluster if its mean update is small but its largest is not.
+    """Average the uploads of each cluster, and split clusters whose mean update is small but some client's is large.
 
     The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has ever uploaded
     (`heard`) and the `round`. The section `norms` holds, for each cluster before it was split, the norm of the `mean`
@@ -95,15 +95,15 @@ class Splits(Aggregator):
         self.weighting = weighting
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Return the model of the client's cluster."""
+        """Return the model of the cluster that a client belongs to."""
         return state[section(int(state["assignment"]["cluster"][client]))]
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Keep every upload, because clusters are split after all have arrived."""
+        """Collect all uploads of the round, because clusters are split only after the last has arrived."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Split the clusters that meet the conditions, then average the uploads in each cluster."""
+        """Split the clusters that meet the norm conditions, then average the uploads in each cluster."""
         assignment = before["assignment"]
         clusters, heard, round = assignment["cluster"].clone(), assignment["heard"].clone(), assignment["round"] + 1
         count = existing = int(clusters.max()) + 1
@@ -125,25 +125,25 @@ class Splits(Aggregator):
         }
 
     def weights(self, members: Sequence[Upload]) -> list[float]:
-        """Return the weight of each member in a mean."""
+        """Return the weight of each member's upload in the cluster's mean: its samples, or 1."""
         return [float(upload.n_samples) if self.weighting == "samples" else 1.0 for upload in members]
 
     def mean(self, members: Sequence[Upload]) -> Tensors:
-        """Return the weighted mean of the members' models."""
+        """Return the weighted mean of the models that the members of a cluster uploaded."""
         return weighted_mean((upload.message.section("model") for upload in members), self.weights(members))
 
     def norms(self, updates: Tensor, members: Sequence[Upload]) -> Tensor:
-        """Return the norm of the mean of updates `(m, P)`, and the largest of their norms."""
+        """Return two norms of a cluster's updates `(m, P)`: that of their mean, and the largest of a single update."""
         weights = torch.tensor(self.weights(members), dtype=torch.float64)
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
     def should_split(self, mean: float, largest: float) -> bool:
-        """Return whether the norms of a cluster's updates meet both conditions, `mean < ε1` and `largest > ε2`."""
+        """Return whether a cluster is split: its mean update's norm is below ε1, its largest update's above ε2."""
         return mean < self.eps1 and largest > self.eps2
 
 
 def group_by_cluster(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list[Upload]]]:
-    """Group uploads by the clients' clusters `(N,)`."""
+    """Group uploads by their clients' clusters, and return `(cluster, uploads)` pairs in ascending order."""
     groups: dict[int, list[Upload]] = {}
     for upload in uploads:
         groups.setdefault(int(clusters[upload.client]), []).append(upload)
@@ -151,7 +151,7 @@ def group_by_cluster(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[
 
 
 def leaving_clients(state: State, cluster: int, members: Sequence[Upload], updates: Tensor) -> list[int]:
-    """Return the clients that leave a cluster when it is split.
+    """Return the clients that move to a new cluster when their cluster is split.
 
     Absent clients follow the group that their last update is nearer to. Clients that have never taken part stay.
 
@@ -202,7 +202,7 @@ class CFL(Algorithm):
         super().__init__(loss_terms, Splits(eps1, eps2, min_rounds, min_size, weighting), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial state, in which all clients are in one cluster."""
+        """Return the initial server state, in which all clients are in one cluster."""
         state = super().initial_state(backbone, num_classes, clients, rng)
         assignment = {
             "cluster": torch.zeros(clients, dtype=torch.int64),
@@ -212,11 +212,11 @@ class CFL(Algorithm):
         return state | {section(0): state["model"], "assignment": assignment}
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the model, and keep it to compute the update after training."""
+        """Load the cluster's model, and note its weights to compute the client's update after training."""
         super().receive(module, download, memory)
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state with the last update, for splits in rounds in which the client is absent."""
+        """Return the client state, including the latest update, which places the client if its cluster splits later."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

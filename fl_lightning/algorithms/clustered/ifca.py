@@ -26,24 +26,24 @@ CHOICE = "choice"
 
 
 def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
-    """Return `F_i(θ)`, the mean loss over all of a client's samples, as a scalar tensor."""
+    """Return `F_i(θ)`, a model's mean loss over all samples of client i, as a scalar tensor."""
     sums = [(module.objective.loss(module(x).float(), y, "sum"), len(y)) for x, y in batches]
     losses, counts = zip(*sums, strict=True)
     return torch.stack(losses).double().sum() / sum(counts)
 
 
 def best_cluster(losses: Tensor) -> int:
-    """Return line 9's `ĵ = argmin_j F_i(θ_j)` of losses `(k,)`. A NaN is never chosen."""
+    """Return the index of the smallest of the clusters' losses `(k,)` (line 9). A NaN is never chosen."""
     return int(losses.nan_to_num(nan=torch.inf).argmin())
 
 
 def section(cluster: int) -> str:
-    """Return the name of the section that holds a cluster's model."""
+    """Return the name under which the server's state and downloads store a cluster's model."""
     return f"cluster_{cluster}"
 
 
 class ClusterFold(NamedTuple):
-    """The running means of a round's uploads.
+    """Running means of a round's uploads: over all participants and over those of each cluster.
 
     Attributes:
         everybody: The mean of all uploads.
@@ -57,7 +57,7 @@ class ClusterFold(NamedTuple):
 
 
 class ClusterMeans(Aggregator):
-    """Average the uploads of the clients that chose each cluster. A cluster that no client chose keeps its model.
+    """Average, for each cluster, the uploads of the clients that chose it. An unchosen cluster keeps its model.
 
     The state's `model` is the mean of all uploads. The section `choices` holds the cluster of each participant.
 
@@ -71,11 +71,11 @@ class ClusterMeans(Aggregator):
         self.weighting, self.shared_layers = weighting, tuple(shared_layers)
 
     def without_shared_layers(self, model: Tensors) -> Tensors:
-        """Return the entries of a model that differ between clusters."""
+        """Return a model's entries without the layers that all clusters share."""
         return {name: value for name, value in model.items() if not name.startswith(self.shared_layers)}
 
     def fold(self, uploads: Iterable[Upload]) -> ClusterFold:
-        """Add each client's weights to the mean of all clients and to the mean of its cluster."""
+        """Add each client's weights to the mean over all clients and to the mean of the cluster that it chose."""
         folded = ClusterFold(RunningMean(), {}, [])
         for upload in uploads:
             weight = upload.n_samples if self.weighting == "samples" else 1
@@ -86,7 +86,7 @@ class ClusterMeans(Aggregator):
         return folded
 
     def finish(self, folded: ClusterFold, before: State, knowledge: State) -> State:
-        """Return the mean of each cluster and of all clients."""
+        """Return the mean model of each chosen cluster, the mean over all participants, and their choices."""
         clients, clusters = torch.tensor(folded.choices).T
         means = {section(cluster): mean.value() for cluster, mean in folded.members.items()}
         return {"model": folded.everybody.value(), "choices": {"client": clients, "cluster": clusters}} | means
@@ -124,7 +124,7 @@ class IFCA(Algorithm):
         super().__init__(loss_terms, self.means, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial state, with a model for each cluster. The first is the initial model.
+        """Return the initial server state with one model per cluster; the first is the initial model.
 
         Raises:
             ConfigError: No entry begins with the name of a shared layer, or there are more clusters than clients.
@@ -141,20 +141,20 @@ class IFCA(Algorithm):
         return state | {section(j): {name: model[name].clone() for name in own} for j, model in enumerate(starts)}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the models of all clusters. Shared layers are sent once."""
+        """Return the message to a client: the models of all clusters. Layers that they share are sent once."""
         own = self.means.without_shared_layers(state["model"])
         sections = {"model": {name: value for name, value in state["model"].items() if name not in own}}
         sections |= {section(j): state[section(j)] for j in range(self.clusters)}
         return Message.pack(sections | {piece.name: state[piece.name] for piece in self.knowledge})
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Store all models in the module's notes, and load the first."""
+        """Keep the received models of all clusters for `prepare`, and load the first into the backbone."""
         super().receive(module, download, memory)
         module.notes = {section(j): download.section(section(j)) for j in range(self.clusters)}
         load_cluster(module, 0)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Load the model with the lowest loss on the training data (line 9)."""
+        """Choose the cluster whose model has the lowest loss on the client's training data (line 9), and load it."""
         losses = []
         with torch.no_grad():
             for cluster in range(self.clusters):
@@ -165,11 +165,11 @@ class IFCA(Algorithm):
         module.notes = {CHOICE: {"cluster": torch.tensor(chosen)}}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights and the number of the chosen cluster."""
+        """Return the trained weights and the number of the cluster that the client chose."""
         message = super().upload(module, batches, n_samples, num_classes)
         return Message(message.tensors, message.numbers | {"cluster": int(module.notes[CHOICE]["cluster"])})
 
 
 def load_cluster(module: ClientModule, cluster: int) -> None:
-    """Load a cluster's model from the module's notes into its backbone."""
+    """Load the received model of a cluster into a client's backbone."""
     load_weights(module.backbone, module.notes[section(cluster)])

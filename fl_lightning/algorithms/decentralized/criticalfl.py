@@ -80,15 +80,15 @@ class PeerCriticalFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def peer_count(self, own: Message) -> int:
-        """Return the number of peers that the client's detector asks for."""
+        """Return the number of peers to collect from, which the client's own critical-period detector has set."""
         return int(own.numbers["peers"])
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return whole models, or the entries that changed most, and the gradient norms."""
+        """Return what a client collects of each peer: whole models or the largest changes, and gradient norms."""
         return {j: collected_part(message) for j, message in peers.items()}
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return the mean of each entry over the client and the peers that sent it."""
+        """Return the mean of each model entry over the client and the peers that sent the entry."""
         uploads = [Upload(-1, own), *received]
         if any(MASK in upload.message.section("model") for upload in uploads):
             uploads = [Upload(client, mask_message(message)) for client, message in uploads]
@@ -96,7 +96,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Mix the models, and update the detector with the peers' gradient norms."""
+        """Average the client's model with the collected ones, and note the peers' gradient norms."""
         super().receive(module, download, memory)
         assert isinstance(module, MeasuredModule)
         norms = [upload.message.numbers["gradient_norm"] for upload in unbundle(download)]
@@ -107,7 +107,7 @@ class PeerCriticalFL(PeerAlgorithm):
         module.received = {name: value.clone() for name, value in self._shared(module.backbone).items()}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the model, the mask of the largest changes, the gradient norm and the next number of peers."""
+        """Return what the client publishes: its model, largest changes, gradient norm and next number of peers."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         if not module.round:
@@ -125,13 +125,13 @@ class PeerCriticalFL(PeerAlgorithm):
         return Message(message.tensors, message.numbers | {"gradient_norm": module.gradient_norm, "peers": peers})
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the publication and the detector."""
+        """Return the client state: the published model and the state of the critical-period detector."""
         kept = super().remember(module, upload)
         return kept | {DETECTOR: module.notes[DETECTOR]} if module.round else kept
 
 
 def collected_part(publication: Message) -> Message:
-    """Return the part of a peer's publication that a client collects: in a critical period, the largest changes."""
+    """Return what peers collect of a published model: all of it, or in a critical period its largest changes."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
     changed = publication.section(CHANGED)
     if not changed:
@@ -145,7 +145,7 @@ def collected_part(publication: Message) -> Message:
 
 
 def mask_message(message: Message) -> Message:
-    """Return a message whose model is stored as masked entries. For a whole model, the mask contains all entries."""
+    """Convert a message's model to a mask of entries and their values; a whole model gets a full mask."""
     model = message.section("model")
     if MASK in model:
         return message

@@ -21,7 +21,7 @@ from fl_lightning.core.state_dicts import State, weighted_mean
 
 
 def metropolis_weights(links: Tensor) -> Tensor:
-    """Return `w_ij = 1/(1 + max(d_i, d_j))` for linked i and j, else 0, and `w_ii = 1 - Σ_j w_ij`; `(N, N)`, float64.
+    """Return Metropolis mixing weights `(N, N)`: `w_ij = 1/(1 + max(d_i, d_j))` for linked i and j; float64.
 
     Rows sum to 1. In an undirected graph, so do columns, and mixing preserves the mean.
 
@@ -59,12 +59,12 @@ class DFedAvgM(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers, weighting="uniform")
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights, the graph and the mixing matrix."""
+        """Return the initial weights, the graph of peers and its mixing matrix."""
         state = super().initial_state(backbone, num_classes, clients, rng)
         return state | {"mixing": {"matrix": metropolis_weights(state["links"]["matrix"])}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the peers' models, each with its mixing weight."""
+        """Return the models that a client collects from its peers, each with its mixing weight."""
         collected = super().download(state, client, rng)
         peers = [upload.client for upload in unbundle(collected)]
         row = state["mixing"]["matrix"][client]
@@ -72,7 +72,7 @@ class DFedAvgM(PeerAlgorithm):
         return Message(collected.tensors, collected.numbers | {f"{section(j)}/weight": w for j, w in weights.items()})
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return `x_i = Σ_j w_ij z_j`. The weight of the client's own model is 1 minus the peers' weights."""
+        """Return `x_i = Σ_j w_ij z_j`, the mean of the client's and its peers' models; `w_ii` is 1 minus the others."""
         weights = [upload.message.numbers["weight"] for upload in received]
         models = [own.section("model"), *(upload.message.section("model") for upload in received)]
         return weighted_mean(models, [1 - sum(weights), *weights])

@@ -31,7 +31,7 @@ NEXT = "next_masks"
 
 
 def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[str, float]:
-    """Return each tensor's density by the Erdős-Rényi kernel (ERK), `min(1, ε Σ shape / Π shape)`.
+    """Return the density of each tensor's mask by the Erdős-Rényi kernel (ERK), `min(1, ε Σ shape / Π shape)`.
 
     ε is chosen so that the share of all entries is `dense_ratio`.
     """
@@ -50,19 +50,19 @@ def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[
 
 
 def random_mask(shape: torch.Size, density: float) -> Tensor:
-    """Return a random mask with a given share of ones, but at least one."""
+    """Return a random boolean mask with a given share of ones, and at least one."""
     mask = torch.zeros(shape.numel(), dtype=torch.bool)
     mask[torch.randperm(len(mask))[: max(1, round(density * len(mask)))]] = True
     return mask.view(shape)
 
 
 def search_rate(round: int, prune_rate: float, rounds: int) -> float:
-    """Return the share of a mask that is replaced in round t, `α_t = a/2 (1 + cos(π t / T))`, and 0 from T on."""
+    """Return the share of a mask's entries that is replaced in round t, `α_t = a/2 (1 + cos(π t / T))`; 0 from T on."""
     return prune_rate / 2 * (1 + math.cos(math.pi * min(round, rounds) / rounds))
 
 
 def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
-    """Replace the `⌈α nnz⌉` smallest weights of a mask by the entries with the highest scores (Algorithm 2).
+    """Return a mask whose `⌈α nnz⌉` smallest weights are replaced by the entries of highest score (Algorithm 2).
 
     An entry that was just dropped can come back. The number of entries in the mask does not change.
 
@@ -80,12 +80,12 @@ def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tens
 
 
 def scatter_values(values: Tensor, mask: Tensor) -> Tensor:
-    """Return weights with the values `(nnz,)` in a mask, and zero elsewhere."""
+    """Return a tensor with the given values `(nnz,)` where a mask is True, and zero elsewhere."""
     return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter_(mask, values)
 
 
 def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """Return Eq. 4's `w̄ = Σ_j w_j / Σ_j m'_j`, entry by entry; 0 where no mask has the entry.
+    """Return the mean of each entry over the clients whose mask contains it (Eq. 4); 0 where no mask does.
 
     Args:
         weights: The weights of each client, zero outside its mask.
@@ -100,7 +100,7 @@ def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Ten
 
 
 class MaskedModule(ClientModule):
-    """A client's module that trains only the weights in a mask.
+    """A client's module that trains only the weights inside a sparse mask.
 
     Attributes:
         masks: The masks of the backbone's parameters by name. Parameters without a mask are trained completely.
@@ -113,24 +113,24 @@ class MaskedModule(ClientModule):
         self.next_masks: Tensors = {}
 
     def on_fit_start(self) -> None:
-        """Apply the mask to the weights before the fit."""
+        """Set the weights outside the mask to zero before the fit."""
         self.masks = {name: mask.to(self.device) for name, mask in self.masks.items()}
         apply_masks(self.backbone, self.masks)
         super().on_fit_start()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Mask the gradient: `g ⊙ m` (Algorithm 1, line 9)."""
+        """Set the gradient outside the mask to zero, `g ⊙ m` (Algorithm 1, line 9)."""
         for name, parameter in self.backbone.named_parameters():
             if parameter.grad is not None and name in self.masks:
                 parameter.grad.mul_(self.masks[name])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Apply the mask after each step, because the momentum of a kept optimizer can belong to an earlier mask."""
+        """Set the weights outside the mask to zero, because momentum of an earlier mask may have moved them."""
         apply_masks(self.backbone, self.masks)
 
 
 def apply_masks(backbone: nn.Module, masks: Tensors) -> None:
-    """Set all weights outside their masks to zero, in place."""
+    """Set a backbone's weights outside their masks to zero, in place."""
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             if name in masks:
@@ -178,7 +178,7 @@ class DisPFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the mean where masks overlap, within the client's new mask (lines 5-6). Before round 1, draw the mask.
+        """Load the mean of the models, inside the client's new mask (lines 5-6). Before round 1, draw a random mask.
 
         If nothing was collected, the trained weights stay unmasked until the next fit begins.
         """
@@ -195,7 +195,7 @@ class DisPFL(PeerAlgorithm):
             apply_masks(module.backbone, module.masks)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return the weights' mean where masks overlap (Eq. 4), and the plain mean of BatchNorm's statistics."""
+        """Return each weight's mean over the masks that contain it (Eq. 4), and the mean of BatchNorm's statistics."""
         messages = [own, *(upload.message for upload in received)]
         shapes = {name: value.shape for name, value in own.section("model").items()}
         masks = [message.section("masks") for message in messages]
@@ -211,7 +211,7 @@ class DisPFL(PeerAlgorithm):
         return mixed | weighted_mean(statistics, [1.0] * len(messages))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights within the mask and the mask itself, then search the next mask."""
+        """Return the weights inside the client's mask and the mask, then search the mask of its next round."""
         assert isinstance(module, MaskedModule)
         message = super().upload(module, batches, n_samples, num_classes)
         model = message.section("model")
@@ -225,13 +225,13 @@ class DisPFL(PeerAlgorithm):
         return message.without("model").plus(sections)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the publication and the mask of the next round."""
+        """Return the client state: the published weights and the mask of the client's next round."""
         assert isinstance(module, MaskedModule)
         masks = {name: pack_mask(mask) for name, mask in module.next_masks.items()}
         return super().remember(module, upload) | {NEXT: masks}
 
     def search_mask(self, module: MaskedModule, batches: Batches) -> Tensors:
-        """Return the mask of the next round. Before round 1 the mask does not change."""
+        """Return the masks of the client's next round. Before round 1 they do not change."""
         rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
         if not module.round or not rate or self.regrow == "none":
             return module.masks
@@ -247,7 +247,7 @@ class DisPFL(PeerAlgorithm):
 
 
 def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
-    """Return `|g|` of the loss summed over all batches, for every entry inside and outside the mask."""
+    """Return `|g|` of the summed loss over a client's data, for every weight inside and outside the mask."""
     parameters = dict(module.backbone.named_parameters())
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

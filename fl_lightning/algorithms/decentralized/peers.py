@@ -61,14 +61,14 @@ class PeerAlgorithm(Algorithm):
         super().__init__(loss_terms, buffers=buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights and the graph."""
+        """Return the initial weights, and the graph of the peers that clients can collect from."""
         if self.n_com is not None and self.n_com >= clients:
             raise ConfigError(f"algorithm.n_com: {self.n_com} peers, but a client has only {clients - 1} others")
         links = torch.from_numpy(self.graph.links(clients, rng))
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the messages that a client collects from this round's peers, one section per peer."""
+        """Return what a client collects in a round: its peers' published models, joined into one message."""
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
         own = publication(state, client)
         limit = self.peer_count(own)
@@ -78,11 +78,11 @@ class PeerAlgorithm(Algorithm):
         return bundle(self.collect(own, published, rng))
 
     def peer_count(self, own: Message) -> int | None:
-        """Return the number of peers that a client collects from; None means all that it is linked to."""
+        """Return the number of peers that a client collects from in a round; None means all linked ones."""
         return self.n_com
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return the parts of the peers' publications that a client collects; by default everything.
+        """Return the parts of the peers' published messages that a client collects; by default everything.
 
         Args:
             own: The client's own publication.
@@ -92,17 +92,17 @@ class PeerAlgorithm(Algorithm):
         return dict(peers)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return the weights that the client trains from: the mean of its own and the collected ones."""
+        """Return the weights that a client starts training from: the mean of its own and the collected models."""
         messages = [own, *(upload.message for upload in received)]
         models = (message.section("model") for message in messages)
         return weighted_mean(models, map(self.weight, messages))
 
     def weight(self, publication: Message) -> float:
-        """Return the weight of a client's publication in a mean."""
+        """Return the weight of a published model in a mean: its client's samples, or 1."""
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Mix the models, and merge the shared knowledge. Before round 1 do nothing."""
+        """Average the client's and the collected models, and merge shared knowledge. Before round 1 do nothing."""
         if LAID_OUT not in memory:
             return
         untrained = to_cpu({"model": self._shared(module.backbone)})
@@ -118,7 +118,7 @@ class PeerAlgorithm(Algorithm):
         recall(module, memory)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the publication and, after the first fit, the merged knowledge and the terms' state.
+        """Return the client state: the published message and, after training, the merged knowledge and terms' state.
 
         The initial model is not part of it: the shared state holds it once.
         """
@@ -128,7 +128,7 @@ class PeerAlgorithm(Algorithm):
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the mean of all clients' publications, with the new uploads in place of older ones."""
+        """Return the mean of all clients' latest models, for evaluation; absent clients keep their earlier ones."""
         first, model = "sums" not in state, state["model"]
         mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
         for client, message in uploads:
@@ -143,12 +143,12 @@ class PeerAlgorithm(Algorithm):
 
 
 def section(peer: int) -> str:
-    """Return the name of the section that holds a peer's publication."""
+    """Return the name under which the state and messages store what a peer published."""
     return f"peer_{peer}"
 
 
 def message_to_tensors(message: Message) -> Tensors:
-    """Convert a message to tensors only, as a section of the state. A number is stored as `number/<name>`."""
+    """Convert a message to tensors only; a number of it becomes the tensor `number/<name>`."""
     return message.tensors | {
         f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
     }
@@ -161,19 +161,19 @@ def tensors_to_message(tensors: Tensors) -> Message:
 
 
 def publication(state: State, peer: int) -> Message:
-    """Return a peer's publication. Before the peer has trained, its model is the initial one."""
+    """Return the message that a peer last published; before the peer has trained, with the initial model."""
     return tensors_to_message(Message.pack({"model": state["untrained"]}).tensors | state[section(peer)])
 
 
 def bundle(messages: Mapping[int, Message]) -> Message:
-    """Join the messages of several peers into one message."""
+    """Join the messages of several peers into one message, with the prefix `peer_<id>/`."""
     tensors = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.tensors.items()}
     numbers = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.numbers.items()}
     return Message(tensors, numbers)
 
 
 def unbundle(message: Message) -> list[Upload]:
-    """Split a message from `bundle` into the peers' messages, by ascending peer. Each has a number of samples."""
+    """Split a message from `bundle` into the peers' messages, in ascending order. Each needs a number of samples."""
     peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
     uploads = []
     for peer in dict.fromkeys(peers):

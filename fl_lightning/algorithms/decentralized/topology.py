@@ -1,4 +1,4 @@
-"""Graphs of the peers that each client can collect from. They stay the same during a run."""
+"""Graphs that say which peers each client can collect models from. They stay the same during a run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from fl_lightning.core.files import read_file
 
 
 class Graph:
-    """A directed graph over clients."""
+    """A directed graph over clients, in which edges point to the peers that a client collects from."""
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the links `(clients, clients)` bool: row i marks the peers of client i, without itself."""
+        """Return the adjacency matrix `(clients, clients)` bool: row i marks the peers of client i, without itself."""
         raise NotImplementedError
 
 
 class Complete(Graph):
-    """Every client is linked to every other."""
+    """A complete graph: every client is linked to every other."""
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return links between all clients."""
+        """Return the adjacency matrix with links between all pairs of clients."""
         return ~np.eye(clients, dtype=bool)
 
 
 class Ring(Graph):
-    """Clients in a circle, each linked to its nearest neighbours on both sides.
+    """A ring of clients, each linked to its nearest neighbours on both sides.
 
     Args:
         reach: Number of neighbours on each side, 1 or more.
@@ -44,13 +44,13 @@ class Ring(Graph):
         self.reach = reach
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return links to the clients at most `reach` steps away."""
+        """Return the adjacency matrix with links to the clients at most `reach` positions away on the ring."""
         steps = np.abs(np.subtract.outer(np.arange(clients), np.arange(clients)))
         return (np.minimum(steps, clients - steps) <= self.reach) & Complete().links(clients, rng)
 
 
 class Torus(Graph):
-    """Clients on a grid with periodic boundaries, each linked to its four neighbours.
+    """A grid of clients with periodic boundaries, each linked to its four neighbours.
 
     Args:
         rows: Number of rows of the grid, a divisor of the number of clients. By default the grid is as square as
@@ -65,7 +65,7 @@ class Torus(Graph):
         self.rows = rows
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return links to the clients above, below, left and right."""
+        """Return the adjacency matrix with links to the clients above, below, left and right on the grid."""
         rows = self.rows or max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
         if clients % rows:
             raise ConfigError(f"algorithm.graph.rows: {clients} clients do not fill {rows} rows of equal length")
@@ -91,7 +91,7 @@ class ErdosRenyi(Graph):
         self.p = p
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return links drawn from `rng`."""
+        """Return a random adjacency matrix drawn from `rng`, symmetric."""
         above = np.triu(rng.random((clients, clients)) < self.p, k=1)
         return above | above.T
 
@@ -110,7 +110,7 @@ class Adjacency(Graph):
         self.path = path
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the links in the file, without its diagonal."""
+        """Return the adjacency matrix in the file, without its diagonal."""
         try:
             matrix = np.asarray(read_matrix(Path(self.path)))
         except (OSError, EOFError, ValueError) as error:
@@ -121,7 +121,7 @@ class Adjacency(Graph):
 
 
 def read_matrix(path: Path) -> np.ndarray | list[list[float]]:
-    """Read the numbers in a `.npy` file, or in a text file with one row per line."""
+    """Read a matrix from a `.npy` file, or from a text file with one row per line."""
     content = read_file(path, 2**30)
     if path.suffix == ".npy":
         return np.load(BytesIO(content), allow_pickle=False)

@@ -35,7 +35,7 @@ Divergence = Literal["jensen_shannon", "symmetric_kl"]
 
 
 def unit_input(inputs: Tensor, value: float = 1.0) -> Tensor:
-    """Return Eq. 4's `X_unit`, a constant tensor in the shape of one input, as a batch of one.
+    """Return the unit input `X_unit` (Eq. 4), a constant tensor in the shape of one input, as a batch of one.
 
     Args:
         inputs: Any batch `(B, ...)`.
@@ -45,18 +45,18 @@ def unit_input(inputs: Tensor, value: float = 1.0) -> Tensor:
 
 
 def unit_representation(logits: Tensor) -> Tensor:
-    """Return Eq. 5's `I = softmax(f(X_unit))`, `(C,)`, from logits `(1, C)`."""
+    """Return a model's unit representation `I = softmax(f(X_unit))` (Eq. 5), `(C,)`, from its logits `(1, C)`."""
     return at_least_float32(logits).softmax(dim=1)[0]
 
 
 def symmetric_kl(one: Tensor, other: Tensor) -> float:
-    """Return the symmetric KL divergence, Eq. 6 as printed: `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`."""
+    """Return the symmetric KL divergence of two representations (Eq. 6), `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`."""
     p, q = clamp_probabilities(one), clamp_probabilities(other)
     return float(((p - q) * (p / q).log()).sum() / 2)
 
 
 def jensen_shannon(one: Tensor, other: Tensor) -> float:
-    """Return the Jensen-Shannon divergence of the paper's text, with the natural logarithm. It is at most ln 2."""
+    """Return the Jensen-Shannon divergence of two clients' representations, in nats. It is at most ln 2."""
     p, q = clamp_probabilities(one), clamp_probabilities(other)
     log_mixture = ((p + q) / 2).log()
     value = ((p * (p.log() - log_mixture)).sum() + (q * (q.log() - log_mixture)).sum()) / 2
@@ -72,7 +72,7 @@ DIVERGENCES = {"jensen_shannon": jensen_shannon, "symmetric_kl": symmetric_kl}
 
 
 class UnitRepresentation(SharedKnowledge):
-    """A model's outputs on the unit input: probabilities `I` (Eq. 5) and features `I^Aux`, which are averaged (Eq. 11).
+    """Outputs of each client's model on the unit input: probabilities `I` (Eq. 5) and features `I^Aux` (Eq. 11).
 
     A client sends `I`, `(C,)`, and `I^Aux = g(X_unit)`, `(d,)`.
 
@@ -92,7 +92,7 @@ class UnitRepresentation(SharedKnowledge):
         self.register_buffer("average", None, persistent=False)
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return no tensors, because there is no average before round 1."""
+        """Return no tensors, because there are no averaged features before round 1."""
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
@@ -102,7 +102,7 @@ class UnitRepresentation(SharedKnowledge):
         return {"distribution": unit_representation(module.backbone(unit)), "features": at_least_float32(features[0])}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return `I^Aux_avg`, the mean over the uploads. Between peers the first upload is the client's own."""
+        """Return the mean of the uploaded features, `I^Aux_avg`. Between peers the first upload is the client's own."""
         counted = [upload for upload in uploads if upload.client >= 0 or not self.reference]
         if not counted:
             return previous
@@ -150,7 +150,7 @@ class UnitAlignment(LossTerm):
         with_encoder(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times Eq. 12, or zero before there is an average."""
+        """Return μ times the squared distance of Eq. 12, or zero before average features are known."""
         average = self.unit.average
         if average is None or step.inputs is None:
             return step.logits.new_zeros(())
@@ -162,7 +162,7 @@ class UnitAlignment(LossTerm):
 
 
 def run_in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Run a module in eval mode with gradients, then restore the mode of each of its parts."""
+    """Return a module's output in eval mode, with gradients, then restore the mode of each of its parts."""
     training = [part for part in module.modules() if part.training]
     recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
     module.eval()
@@ -225,7 +225,7 @@ class UAPDFL(PeerAlgorithm):
         super().__init__(n_com, graph, [term, *(loss_terms or [])], buffers)
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Collect the unit representations, then one model, or all extractors and the similar peers' classifiers."""
+        """Return what is collected: representations, and one model, or all extractors and heads of similar peers."""
         gaps = self.divergences(own, peers.values())
         if self.drops_out(gaps):
             chosen = int(rng.choice(list(peers)))
@@ -236,7 +236,7 @@ class UAPDFL(PeerAlgorithm):
         }
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return the one peer's model, or the means of the extractors and of the classifiers."""
+        """Return the model that a client starts from: one peer's, or means of feature extractors and classifiers."""
         if self.drops_out(self.divergences(own, [upload.message for upload in received])):
             return next(model for upload in received if (model := upload.message.section("model")))
         messages = [own, *(upload.message for upload in received)]
@@ -247,29 +247,29 @@ class UAPDFL(PeerAlgorithm):
         return extractor | weighted_mean(*zip(*heads, strict=True))
 
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
-        """Return the divergences `Div(i, j)` between a client and each of its peers."""
+        """Return the divergence `Div(i, j)` between the unit representations of a client and of each peer."""
         mine = own.section("unit")["distribution"]
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 
     def drops_out(self, gaps: Sequence[float]) -> bool:
-        """Return whether a client takes over one peer's model, because all divergences are within the threshold."""
+        """Return whether a client takes over the model of one random peer, because all peers' models are similar."""
         if not self.dropout or not gaps or self.th_i == 0:
             return False
         return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)
 
     def shares_head(self, gap: float) -> bool:
-        """Return whether a client averages its classifier with that of a peer, given their divergence."""
+        """Return whether a client averages its classifier with a peer's, given the divergence of their outputs."""
         if not self.layerwise:
             return True
         return self.th_i > 0 and (gap <= self.th_i if self.reference else gap < self.th_i)
 
 
 def model_part(model: Tensors, head: bool) -> Tensors:
-    """Return a model's feature extractor `g` (its encoder), or the rest of it, `h`."""
+    """Return the entries of a model's encoder (feature extractor `g`), or all other entries (classifier `h`)."""
     return {name: value for name, value in model.items() if name.startswith("encoder.") != head}
 
 
 def without_head(message: Message) -> Message:
-    """Return a publication without its classifier `h`."""
+    """Return a peer's published message without the entries of its classifier `h`."""
     kept = model_part(message.section("model"), head=False)
     return message.without("model").plus({"model": kept})

@@ -37,7 +37,7 @@ DETECTOR = "critical"
 
 
 def growth(norms: Tensor, window: int) -> float:
-    """Return how much the moving average of the gradient norms grew in the last round, relative to the round before.
+    """Return the relative growth of the moving average of the gradient norms in the last round.
 
     Args:
         norms: `(window + 1,)`, the last FGN at the end.
@@ -49,7 +49,7 @@ def growth(norms: Tensor, window: int) -> float:
 
 @dataclass(frozen=True)
 class CriticalPeriods:
-    """Detect critical periods on the server, and set the number of participants.
+    """Detector of critical learning periods, from gradient norms. It also sets the number of participants.
 
     The detector checks the FGN of the previous round before rounds `every`, `2 every`, and so on, but not before round
     1. Its result holds until the next check.
@@ -72,7 +72,7 @@ class CriticalPeriods:
         check_number("algorithm.delta", self.delta, "(-inf, inf)")
 
     def initial(self) -> Tensors:
-        """Return the state before round 1: a critical period, with `clients_per_round` participants."""
+        """Return the detector's state before round 1: a critical period, with `clients_per_round` participants."""
         return {
             "norms": torch.zeros(self.window + 1, dtype=torch.float64),
             "round": torch.tensor(0),
@@ -82,7 +82,7 @@ class CriticalPeriods:
         }
 
     def update(self, before: Tensors, norm: float, participants: int) -> Tensors:
-        """Return the detector's state after a round.
+        """Return the detector's state after a round, from the round's mean gradient norm and participants.
 
         Args:
             before: The detector's state before the round.
@@ -113,7 +113,7 @@ class CriticalPeriods:
 
 
 def largest_changes(changes: Tensor, keep: float) -> Tensor:
-    """Return the mask of the entries whose change is at least the `1 - keep` quantile, `(P,)` bool.
+    """Return the mask `(P,)` of the model entries that changed most in training: the share `keep` of them.
 
     Args:
         changes: `θ_i - θ^t`, `(P,)`.
@@ -124,12 +124,12 @@ def largest_changes(changes: Tensor, keep: float) -> Tensor:
 
 
 def flatten_entries(model: Tensors, names: Iterable[str]) -> Tensor:
-    """Return the named entries of a model as one vector, `(P,)`."""
+    """Return the named entries of a model, concatenated to one vector `(P,)`."""
     return torch.cat([model[name].flatten() for name in names])
 
 
 def mask_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
-    """Return a model in which some parameters are replaced by a mask of their entries and the values in the mask.
+    """Return a model in which the named parameters are replaced by a mask of their entries and the kept values.
 
     Args:
         model: The whole model.
@@ -141,13 +141,13 @@ def mask_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
 
 
 class EntryMean(Aggregator):
-    """Average each entry over the clients that sent it. An entry that no client sent stays as it was.
+    """Average each single entry of the model over the clients that sent it; an entry that no client sent is kept.
 
     In a round, either all clients send whole models, or all send the result of `mask_entries`.
     """
 
     def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
-        """Add complete entries to a running mean, and masked entries with their weights to sums `(2, P)`."""
+        """Sum the uploads: whole tensors as a running mean, masked entries as sums of values and weights `(2, P)`."""
         mean, sums = RunningMean(), None
         for upload in uploads:
             model, weight = upload.message.section("model"), upload.n_samples
@@ -162,7 +162,7 @@ class EntryMean(Aggregator):
         return mean, sums
 
     def finish(self, folded: tuple[RunningMean, Tensor | None], before: State, knowledge: State) -> State:
-        """Return each entry's mean `Σ n_i θ_i / Σ n_i` over the clients that sent it."""
+        """Return the model of which each entry is the mean over the clients that sent it, weighted by samples."""
         mean, sums = folded
         model = mean.value()
         if sums is None:
@@ -177,7 +177,7 @@ class EntryMean(Aggregator):
 
 
 def check_shares(max_share: float, keep: float) -> None:
-    """Check the options `max_share` and `keep`."""
+    """Check the ranges of the options `max_share` and `keep`."""
     check_number("algorithm.max_share", max_share, "[0, 1]", "the paper's code uses 0.75")
     check_number("algorithm.keep", keep, "(0, 1]", "the paper's code uses 0.2")
 
@@ -186,7 +186,7 @@ def check_shares(max_share: float, keep: float) -> None:
 
 
 class MeasuredModule(ClientModule):
-    """A client's module that measures the gradient norm of its fit.
+    """A client's module that measures the gradient norm of its training.
 
     Attributes:
         critical: Whether the round is in a critical period.
@@ -206,7 +206,7 @@ class MeasuredModule(ClientModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, then sum the squares of all gradients on the device, without synchronising each step."""
+        """Clip the gradients, and add their squared norm to the fit's sum, on the device."""
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         squares = [at_least_float32(p.grad).square().sum() for p in self.backbone.parameters() if p.grad is not None]
         total = torch.stack(squares).sum()
@@ -216,7 +216,7 @@ class MeasuredModule(ClientModule):
 
     @property
     def gradient_norm(self) -> float:
-        """The FGN: the learning rate times the sum over steps of `|g|²`, per epoch, with clipped gradients `g`."""
+        """The federated gradient norm (FGN): learning rate times the sum of clipped `|g|²` over steps, per epoch."""
         return 0.0 if self._squares is None else self._lr * float(self._squares) / self._epochs
 
 
@@ -257,28 +257,28 @@ class CriticalFL(Algorithm):
         super().__init__(loss_terms, EntryMean(), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights and the detector in a critical period."""
+        """Return the initial weights, and a critical-period detector that starts in a critical period."""
         most = torch.tensor(int(self.max_share * clients))
         state = super().initial_state(backbone, num_classes, clients, rng)
         return state | {DETECTOR: self.periods.initial() | {"most": most}}
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
-        """Return the detector's number of participants, at least the experiment's."""
+        """Return the number of the next round's participants: the detector's, at least the experiment's."""
         return max(participants, int(state[DETECTOR]["participants"]))
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the model, and whether the period is critical."""
+        """Return the message to a client: the model, and whether the round is in a critical period."""
         message = super().download(state, client, rng)
         return Message(message.tensors, {"critical": int(state[DETECTOR]["critical"])})
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the model, and keep the received weights to measure their changes."""
+        """Load the model, and keep the received weights to find the entries that training changes most."""
         super().receive(module, download, memory)
         assert isinstance(module, MeasuredModule)
         module.received, module.critical = download.section("model"), bool(download.numbers["critical"])
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the model or its entries that changed most, and the gradient norm."""
+        """Return the whole model, or in a critical period its entries that changed most, and the gradient norm."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         numbers = message.numbers | {"gradient_norm": module.gradient_norm}
@@ -291,7 +291,7 @@ class CriticalFL(Algorithm):
         return Message(masked.tensors, numbers)
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the mean of the uploads, and the detector updated with the gradient norms."""
+        """Return the mean of the uploaded models, and the detector updated with the clients' gradient norms."""
         norms: list[float] = []
 
         def record_norms() -> Iterator[Upload]:

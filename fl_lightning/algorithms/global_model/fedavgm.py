@@ -29,7 +29,7 @@ def momentum_step(change: Tensor, momentum: Tensor, beta: float, nesterov: bool)
 
 
 class ServerMomentum(ServerStep):
-    """The server of FedAvgM, with momentum over the rounds: `v' = β v + Δ`.
+    """The server of FedAvgM, a step with momentum over the rounds: `v' = β v + Δ`.
 
     Args:
         beta: β, in [0, 1).
@@ -47,7 +47,7 @@ class ServerMomentum(ServerStep):
         self.moments = {"momentum": 0.0}
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """Return the direction with momentum, and the new momentum."""
+        """Return the direction of one parameter's server step with momentum, and its new momentum."""
         direction, momentum = momentum_step(change, moments["momentum"], self.beta, self.nesterov)
         return direction, {"momentum": momentum}
 

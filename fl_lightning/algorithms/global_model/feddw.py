@@ -31,12 +31,12 @@ from fl_lightning.models import classification_layer
 
 
 def class_relations(weight: Tensor) -> Tensor:
-    """Return Eq. 3's class relation (CR) matrix `ω ωᵀ`, `(C, C)`, of a classification layer's weights `(C, d)`."""
+    """Return the class relation (CR) matrix `ω ωᵀ` (Eq. 3), `(C, C)`, of a classification layer's weights `(C, d)`."""
     return weight @ weight.T
 
 
 def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return Eq. 4's soft label (SL) matrix: row i is the mean softmax output over the samples of class i.
+    """Return the soft label (SL) matrix (Eq. 4): row i is the mean softmax output over the samples of class i.
 
     Args:
         sums: `(C, C)`; row i is the sum of the softmax outputs of class i.
@@ -49,7 +49,7 @@ def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor:
-    """Return the merged matrix `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` over this round's participants (Eq. 7).
+    """Return the participants' merged SL matrix `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` (Eq. 7).
 
     Args:
         local: `(K, C, C)` SL matrices.
@@ -84,16 +84,16 @@ class SoftLabels(SharedKnowledge):
         self.register_buffer("values", None, persistent=False)
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return the identity matrix and class counts of zero."""
+        """Return the SL matrix before round 1, the identity, with class counts of zero."""
         return {"values": torch.eye(num_classes), "counts": torch.zeros(num_classes)}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's SL matrix (Eq. 4) and its samples of each class."""
+        """Return the client's SL matrix (Eq. 4) and its number of samples of each class."""
         sums, counts = class_sums_over(batches, lambda x: at_least_float32(module(x)).softmax(dim=1), num_classes)
         return {"values": soft_label_matrix(sums, counts), "counts": counts}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Merge the uploads by Eq. 7."""
+        """Return the mean of the clients' SL matrices, weighted by their class counts (Eq. 7)."""
         sections = [upload.message.section(self.name) for upload in uploads]
         local, counts = (torch.stack([section[name] for section in sections]) for name in ("values", "counts"))
         if self.reference:
@@ -111,7 +111,7 @@ class SoftLabels(SharedKnowledge):
 
 
 def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
-    """Return the regulariser `1/C² · ||Ω - softmax(ω ωᵀ)||_F²` (Eq. 11), with softmax by rows.
+    """Return FedDW's regulariser `1/C² · ||Ω - softmax(ω ωᵀ)||_F²` (Eq. 11), with softmax by rows.
 
     Args:
         soft_labels: `Ω`, `(C, C)`; rows sum to 1.
@@ -121,7 +121,7 @@ def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
 
 
 def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Tensor) -> Tensor:
-    """Return the surrogate `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²` (Eq. 26-30), which is convex in `A = ωᵀ`.
+    """Return FedDW's linearised regulariser `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²` (Eq. 26-30), convex in `A = ωᵀ`.
 
     At `A = A0` it equals `||Ω - AᵀA||_F²`, the term without its softmax.
 
@@ -177,11 +177,11 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def load(self, values: Tensor) -> None:
-        """Set the SL matrix, `(C, C)`."""
+        """Store the received SL matrix, `(C, C)`."""
         self.soft_labels.load({"values": values})
 
     def begin(self, module: ClientModule) -> None:
-        """Check the layer, and set the round's μ and linearisation."""
+        """Check the classification layer, and set μ and the linearisation of this round."""
         if classification_layer(module.backbone).bias is not None and not self.allow_bias:
             raise ConfigError(
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
@@ -191,7 +191,7 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times Eq. 11 or its surrogate, or zero before there is an SL matrix."""
+        """Return μ times the regulariser (Eq. 11) or its linearised form, or zero before there is an SL matrix."""
         soft_labels = self.soft_labels.values
         if soft_labels is None or step.backbone is None:
             return step.logits.new_zeros(())

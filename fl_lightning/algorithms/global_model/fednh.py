@@ -47,7 +47,7 @@ def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def update_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
-    """Return the next prototypes `norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`.
+    """Return the next class prototypes `norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`.
 
     A class without samples keeps its prototype.
 
@@ -64,7 +64,7 @@ def update_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: flo
 
 
 class RoundSums(NamedTuple):
-    """The sums over a round's uploads.
+    """Running sums over a round's uploads: weights, class prototypes and class counts.
 
     Attributes:
         mean: The unweighted mean of the clients' weights.
@@ -78,7 +78,7 @@ class RoundSums(NamedTuple):
 
 
 class PrototypeAveraging(Aggregator):
-    """Average the trained weights equally, and move the class prototypes towards those of the clients.
+    """Average the trained weights equally, and move the server's class prototypes towards the clients'.
 
     The prototypes are the only entry of the shared model that clients do not send. Instead they send `values` `(C, d)`
     and `counts` `(C,)` in the section `prototypes`.
@@ -94,7 +94,7 @@ class PrototypeAveraging(Aggregator):
         self.rho = rho
 
     def fold(self, uploads: Iterable[Upload]) -> RoundSums:
-        """Add each client's weights and prototypes to running sums."""
+        """Add each client's weights, class prototypes and class counts to running sums."""
         mean, sums, counts = RunningMean(), torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for upload in uploads:
             mean.add(upload.message.section("model"), 1)
@@ -104,7 +104,7 @@ class PrototypeAveraging(Aggregator):
         return RoundSums(mean, sums, counts)
 
     def finish(self, folded: RoundSums, before: State, knowledge: State) -> State:
-        """Return the mean of the weights and the updated prototypes."""
+        """Return the next model: the mean of the clients' weights, with the updated class prototypes."""
         model = folded.mean.value()
         (name,) = before["model"].keys() - model.keys()
         model[name] = update_prototypes(before["model"][name], folded.sums, folded.counts, self.rho)
@@ -153,7 +153,7 @@ class FedNH(Algorithm):
         return super().client_module(backbone, optimizer, lr_scheduler)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights without the received prototypes, the client's own prototypes and its class counts."""
+        """Return the trained weights without the prototype layer, and the client's own prototypes and class counts."""
         backbone = with_encoder(module.backbone)
         name, _ = prototype_layer(backbone)
         sums, counts = class_sums_over(batches, lambda x: directions(backbone, x), num_classes)
@@ -164,7 +164,7 @@ class FedNH(Algorithm):
 
 
 def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]:
-    """Return the classification layer and its name.
+    """Return the layer of a backbone that holds the class prototypes, and its name.
 
     Raises:
         ConfigError: The model does not end with a linear layer.
@@ -180,6 +180,6 @@ def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]
 
 
 def directions(backbone: Backbone, x: Tensor) -> Tensor:
-    """Return the normalised inputs of the classification layer, `z / |z|`, `(B, d)`."""
+    """Return the normalised features `z / |z|` of a batch, `(B, d)`: the inputs of the classification layer."""
     before = backbone.head[:-1] if isinstance(backbone.head, nn.Sequential) else nn.Identity()
     return F.normalize(at_least_float32(before(backbone.encoder(x))), dim=1)

@@ -72,7 +72,7 @@ class AdaptiveServer(ServerStep):
         self.moments = {"first_moment": 0.0, "second_moment": tau**2 if initial_v is None else initial_v}
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """Return the direction `m / (√v + τ)`, and both moments updated with this round's change."""
+        """Return the direction `m / (√v + τ)` of one parameter's server step, and its new moments `m` and `v`."""
         m = self.beta1 * moments["first_moment"] + (1 - self.beta1) * change
         v = RULES[self.rule](moments["second_moment"], change.square(), self.beta2)
         return m / (v.sqrt() + self.tau), {"first_moment": m, "second_moment": v}

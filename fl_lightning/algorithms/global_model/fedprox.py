@@ -17,7 +17,7 @@ from fl_lightning.core.message import Tensors
 
 
 def proximal_distance(weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
-    """Return the squared distance `||w - w^t||²` (Eq. 2) over all parameters."""
+    """Return the squared distance `||w - w^t||²` (Eq. 2) of the weights to the received ones, over all parameters."""
     parts = [(w - anchor).square().sum() for w, anchor in zip(weights, anchors, strict=True)]
     return sum(parts[1:], start=parts[0])
 
@@ -42,7 +42,7 @@ class Proximal(LossTerm):
         self._anchors: list[Tensor] = []
 
     def begin(self, module: ClientModule) -> None:
-        """Keep the received weights."""
+        """Keep the received weights `w^t`, the centre of the proximal term."""
         starts = module.backbone.named_parameters()
         self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts]
 

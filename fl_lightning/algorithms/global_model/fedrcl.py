@@ -52,7 +52,7 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 
 
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
-    """Return the penalty PEN on similar samples of a class, the mean over i of `log(1 + exp((q - 1)/τ))`.
+    """Return the penalty PEN on too similar samples of a class, the mean over i of `log(1 + exp((q - 1)/τ))`.
 
     `q` is the least similarity of i to another sample of its class if it is at least λ. Otherwise, and without another
     sample, `q` is -1.
@@ -70,7 +70,7 @@ def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: flo
 
 
 def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[str, ...]:
-    """Return the name of the last ReLU of each level. Its input is the level's features.
+    """Return the name of the last ReLU of each level of a network. Its input is the level's features.
 
     Args:
         backbone: The network.
@@ -140,12 +140,12 @@ class RelaxedContrastive(LossTerm):
         self.levels, self.active = levels, w_s > 0 or w_p > 0
 
     def begin(self, module: ClientModule) -> None:
-        """Find the layers to tap."""
+        """Find the layers of the backbone whose inputs are the levels' features."""
         if self.active:
             self.taps = level_taps(module.backbone, self.levels)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the loss from the features in `Step.taps`."""
+        """Return the loss on a batch from the features of each level, in `Step.taps`."""
         losses = [self._level(step.taps[name], step.targets) for name in self.taps]
         return torch.stack(losses).mean()
 

@@ -34,12 +34,12 @@ Aggregation = Literal["dual", "uniform", "weighted"]
 
 
 def positive_similarity(one: Tensor, other: Tensor) -> Tensor:
-    """Return Eq. 3's `D+`, the mean cosine of two representations `(B, d)`; zero where a norm is zero."""
+    """Return `D+` (Eq. 3), the mean cosine of two representations `(B, d)`; zero where a norm is zero."""
     return F.cosine_similarity(one, other, dim=1).mean()
 
 
 def negative_similarity(one: Tensor, other: Tensor) -> Tensor:
-    """Return Eq. 4's `D-`, the negative of `positive_similarity`."""
+    """Return `D-` (Eq. 4), the negative mean cosine of two representations."""
     return -positive_similarity(one, other)
 
 
@@ -80,7 +80,7 @@ class SiameseAlignment(LossTerm):
         self._optimizer: torch.optim.Optimizer | None = None
 
     def begin(self, module: ClientModule) -> None:
-        """Copy the received model."""
+        """Copy the received global model, to be trained alongside the client's."""
         if not self.active:
             return
         backbone = copy.deepcopy(with_encoder(module.backbone))
@@ -92,7 +92,7 @@ class SiameseAlignment(LossTerm):
         self._optimizer = module.optimizer_for(backbone.parameters()) if self.stop_gradient else None
 
     def forward(self, step: Step) -> Tensor:
-        """Return the client's half of `μ L_stop`, or zero outside a fit."""
+        """Return the client model's half of the siamese loss `μ L_stop`, or zero outside a fit."""
         if not self._copy or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         received = self._copy[0]
@@ -107,7 +107,7 @@ class SiameseAlignment(LossTerm):
         return self.mu * stop_gradient_half(predictor(step.features), representation)
 
     def _update(self, received: Backbone, inputs: Tensor, features: Tensor) -> None:
-        """Train the copy for one step on its half of the loss (Eq. 8)."""
+        """Train the copy of the global model for one step on its half of the siamese loss (Eq. 8)."""
         assert received.predictor is not None
         assert self._optimizer is not None
         loss = self.mu * stop_gradient_half(received.predictor(received.encoder(inputs)), features)
@@ -137,27 +137,27 @@ class HistoryContrast(LossTerm):
         self._earlier: list[nn.Module] = []  # a list keeps it out of the client's module
 
     def begin(self, module: ClientModule) -> None:
-        """Load the model of the last round."""
+        """Build the encoder of the client's model at the end of its last round, to compare with."""
         self._earlier = []
         if self.active:
             earlier = frozen_encoder(module.backbone, self._kept)  # refuse a model without encoder before round 1
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """Copy the model at the start of each epoch after the first."""
+        """Copy the client's encoder at the start of each epoch after the first, to compare with."""
         if self.active and module.current_epoch > 0:
             self._earlier = [frozen_encoder(module.backbone)]
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the encoder at the end of the fit."""
+        """Return the client's encoder at the end of the fit, for its next round."""
         return with_encoder(module.backbone).encoder.state_dict() if self.active else {}
 
     def recall(self, kept: Tensors) -> None:
-        """Load the encoder of the client's last round."""
+        """Restore the encoder that the client kept from its last round."""
         self._kept = kept
 
     def forward(self, step: Step) -> Tensor:
-        """Return Eq. 10 on a batch, or zero without an earlier model."""
+        """Return the contrast to the earlier model (Eq. 10) on a batch, or zero without an earlier model."""
         if not self._earlier or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)
@@ -167,7 +167,7 @@ class HistoryContrast(LossTerm):
 
 
 def dual_weights(models: Tensor) -> Tensor:
-    """Return the clients' weights `ξ_k = cos(w_k, w0) / Σ cos` (Eq. 13-15), `(K,)`, in float64.
+    """Return each client's aggregation weight `ξ_k = cos(w_k, w0) / Σ cos` (Eq. 13-15), `(K,)`, in float64.
 
     `w0` is the unweighted mean. If a cosine is not positive, all clients get the same weight, with a warning.
 
@@ -194,11 +194,11 @@ class DualAggregation(Aggregator):
     leaves = ("weights",)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Keep every upload, because the weights depend on the mean."""
+        """Collect all uploads of the round, because the aggregation weights depend on their mean."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return the weighted mean `w = Σ ξ_k w_k` (Eq. 16), and the weights."""
+        """Return the mean of the clients' models by their weights, `w = Σ ξ_k w_k` (Eq. 16), and these weights."""
         models = [upload.message.section("model") for upload in folded]
         weights = dual_weights(flatten(models))
         clients = torch.tensor([upload.client for upload in folded])

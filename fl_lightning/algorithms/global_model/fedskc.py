@@ -35,7 +35,7 @@ Review = Literal["interpolation", "literal"]
 
 
 def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
-    """Return local knowledge `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of class j (Section III-A).
+    """Return a client's knowledge `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of class j (Section III-A).
 
     Args:
         sums: `(C, C)`; row j is the sum of the logits of the client's samples of class j.
@@ -50,7 +50,7 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Return global knowledge by Eq. 1: average the knowledge of similar clients, then over all clients.
+    """Return the global knowledge (Eq. 1): average each client's with similar clients', then over all clients.
 
     Only the clients that hold a class take part in it. With h holders, `min(M, h - 1)` neighbours are used.
 
@@ -73,7 +73,7 @@ def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple
 
 
 class StructuralKnowledge(SharedKnowledge):
-    """Class-wise mean logits of the clients, merged by Eq. 1: `(C, C)` values and a `(C,)` mask of known classes.
+    """Class-wise mean logits of the clients, merged by Eq. 1: `(C, C)` values, `(C,)` mask of known classes.
 
     Args:
         similar_clients: M of Eq. 1, 0 or more.
@@ -92,26 +92,26 @@ class StructuralKnowledge(SharedKnowledge):
         self.register_buffer("known", None, persistent=False)
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return knowledge in which no class is known, for round 1."""
+        """Return the knowledge before round 1, in which no class is known."""
         return {
             "values": torch.zeros(num_classes, num_classes),
             "known": torch.zeros(num_classes, dtype=torch.bool),
         }
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's `c_k` and the mask of the classes that it holds."""
+        """Return the client's knowledge `c_k` and the mask of the classes that it has samples of."""
         sums, counts = class_sums_over(batches, module, num_classes)
         return {"values": local_knowledge(sums, counts), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Merge the uploads by Eq. 1. A class that no participant of the round holds keeps its last knowledge."""
+        """Return the global knowledge (Eq. 1); a class that no participant has keeps its last knowledge."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         values = torch.where(known[:, None], values, previous["values"])
         return {"values": values, "known": known | previous["known"]}
 
 
 class ReferenceKnowledge(StructuralKnowledge):
-    """Structural knowledge as in the authors' code: the mean logits of the last local epoch, without the sigmoid.
+    """Knowledge by the authors' code: class-wise mean logits of the last local epoch, without the sigmoid.
 
     The logits are observed during training. A class that no participant of the round holds becomes unknown.
 
@@ -126,30 +126,30 @@ class ReferenceKnowledge(StructuralKnowledge):
         self._observed: tuple[int, Tensor, Tensor] | None = None
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Sum the training logits of an epoch by class."""
+        """Add a training batch's logits to the epoch's sums by class."""
         sums, counts = class_sums(step.logits.detach(), step.targets, step.logits.shape[1])
         if self._observed and self._observed[0] == epoch:
             sums, counts = sums + self._observed[1], counts + self._observed[2]
         self._observed = (epoch, sums, counts)
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the class means of the observed logits, and the mask of the classes that the client holds."""
+        """Return the mean training logits of each class, and the mask of the classes that the client has."""
         _, sums, counts = self._observed or (0, *class_sums_over(batches, module, num_classes))
         return {"values": local_knowledge(sums, counts, silu=False), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Merge the uploads by Eq. 1."""
+        """Return the global knowledge (Eq. 1); a class that no participant has becomes unknown."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         return {"values": values, "known": known}
 
 
 def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
-    """Return the class of the knowledge: as in the paper, or as in the authors' code."""
+    """Return the class that computes structural knowledge: the paper's, or that of the authors' code."""
     return ReferenceKnowledge if reference else StructuralKnowledge
 
 
 def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
-    """Return the uploads' knowledge `(K, C, C)` and masks `(K, C)`."""
+    """Return the knowledge that the clients uploaded, `(K, C, C)`, and its masks of known classes, `(K, C)`."""
     sections = [upload.message.section(StructuralKnowledge.name) for upload in uploads]
     return torch.stack([s["values"] for s in sections]), torch.stack([s["known"] for s in sections])
 
@@ -158,7 +158,7 @@ def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
 
 
 def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
-    """Return the similarities `s(l_i, c̃^j) = cos(l_i, c̃^j) / U_j` of logits to classes (Eq. 2).
+    """Return the similarities `cos(l_i, c̃^j) / U_j` of a batch's logits to each class's knowledge (Eq. 2).
 
     `U_j` is the batch's mean distance to `c̃^j`, at least 1e-6 and without gradient. The paper computes it over the
     client's whole data.
@@ -178,14 +178,14 @@ def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> T
 
 
 def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
-    """Return the cosine of every sample with every class, `(B, J)`; zero where a norm is zero."""
+    """Return the cosine of every sample's logits with every class's knowledge, `(B, J)`; zero where a norm is zero."""
     return F.normalize(logits, dim=1) @ F.normalize(knowledge, dim=1).T
 
 
 def local_contrastive_loss(
     logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float, spread: Spread = "batch"
 ) -> Tensor:
-    """Return Eq. 3, the mean cross-entropy of the similarities divided by `τ`.
+    """Return the contrastive loss (Eq. 3), the mean cross-entropy of the similarities divided by `τ`.
 
     Classes without knowledge are omitted from the sum, and their samples add nothing.
 
@@ -206,7 +206,7 @@ def local_contrastive_loss(
 
 
 def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
-    """Return Eq. 3 as in the authors' code: without `U_j`, and with the positive twice in the sum.
+    """Return the contrastive loss (Eq. 3) of the authors' code: no `U_j`, the positive twice in the sum.
 
     For a sample of an unknown class, the positive is its own detached logits.
     """
@@ -218,7 +218,7 @@ def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tenso
 
 
 class PaperContrast(NamedTuple):
-    """The contrastive loss of the paper, at full weight in every round.
+    """The local contrastive loss of the paper, at full weight in every round.
 
     Attributes:
         spread: The divisor of the cosines, see `similarity`.
@@ -227,23 +227,23 @@ class PaperContrast(NamedTuple):
     spread: Spread
 
     def scale(self, round: int) -> float:
-        """Return the weight of the loss in a round."""
+        """Return the weight of the contrastive loss in a round: always 1."""
         return 1.0
 
     def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
-        """Return Eq. 3, with the arguments of `local_contrastive_loss`."""
+        """Return the paper's contrastive loss (Eq. 3); for the arguments see `local_contrastive_loss`."""
         return local_contrastive_loss(logits, targets, knowledge, known, tau, self.spread)
 
 
 class ReferenceContrast(NamedTuple):
-    """The contrastive loss of the authors' code. Its weight rises to 1 over the first 100 rounds."""
+    """The local contrastive loss of the authors' code. Its weight rises to 1 over the first 100 rounds."""
 
     def scale(self, round: int) -> float:
-        """Return the weight of the loss in a round."""
+        """Return the weight of the contrastive loss in a round, which rises to 1 over 100 rounds."""
         return min(round / 100, 1.0)
 
     def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
-        """Return Eq. 3 as in the code, with the arguments of `reference_contrastive_loss`."""
+        """Return the authors' contrastive loss; for the arguments see `reference_contrastive_loss`."""
         if known is None:
             known = torch.ones(len(knowledge), dtype=torch.bool, device=logits.device)
         return reference_contrastive_loss(logits, targets, knowledge, known, tau)
@@ -287,19 +287,19 @@ class LocalContrastive(LossTerm):
         self.all_known = False
 
     def load(self, values: Tensor, known: Tensor) -> None:
-        """Set the global knowledge: `values` `(C, C)` and `known` `(C,)` bool."""
+        """Store the received global knowledge: `values` `(C, C)` and `known` `(C,)` bool."""
         self.structural.load({"values": values, "known": known})
         self.all_known = bool(known.all())
 
     def begin(self, module: ClientModule) -> None:
-        """Switch the term off while no class is known."""
+        """Switch the loss term off in this fit if the global knowledge knows no class yet."""
         known = self.structural.known
         self.active = known is not None and bool(known.any())
         self.all_known = known is not None and bool(known.all())
         self.scale = self.contrast.scale(module.round)
 
     def forward(self, step: Step) -> Tensor:
-        """Return Eq. 3 on a batch, or zero without knowledge."""
+        """Return the contrastive loss (Eq. 3) on a batch, or zero without global knowledge."""
         values, known = self.structural.values, self.structural.known
         if values is None or known is None:
             return step.logits.new_zeros(())
@@ -313,7 +313,7 @@ class LocalContrastive(LossTerm):
 
 
 def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale = "count") -> Tensor:
-    """Return the discrepancies `d_k = Σ_j ||c_k^j - c̃^j||_2` over the classes of client k, `(K,)` (Section III-B).
+    """Return each client's distance to the global knowledge, `d_k = Σ_j ||c_k^j - c̃^j||_2`, `(K,)` (Section III-B).
 
     Args:
         local: `(K, C, C)` knowledge of the participants.
@@ -373,15 +373,15 @@ class GlobalDiscrepancy(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The structural knowledge."""
+        """The structural knowledge, from which the aggregation weights are computed."""
         return (self.structural,)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Keep every upload, because Eq. 4 needs all of the knowledge."""
+        """Collect all uploads of the round, because the weights (Eq. 4) need every client's knowledge."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return the weighted mean `w_g = Σ e_k w_k`, and the weights."""
+        """Return the mean of the clients' models by their weights, `w_g = Σ e_k w_k`, and these weights."""
         local, held = stacked_knowledge(folded)
         distances = discrepancy(local, held, knowledge[self.structural.name]["values"], self.gda_scale)
         samples = torch.tensor([upload.n_samples for upload in folded])
@@ -422,7 +422,7 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes known in each round, as in the authors' code."""
+    """Return the classes over which the authors' code sums variances: for each round, those known in it."""
     return now, before
 
 
@@ -463,25 +463,25 @@ class GlobalPeriodReview(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The structural knowledge and the inner aggregator's knowledge."""
+        """The structural knowledge, and the shared knowledge that the inner aggregator reads."""
         return (self.structural, *self.inner.knowledge)
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the inner aggregator's sections of the state."""
+        """Return the inner aggregator's entries of the server's state before round 1."""
         self.inner.clients = self.clients
         return self.inner.initial(model, num_classes)
 
     @property
     def only_averages(self) -> bool:  # type: ignore[override]
-        """Whether the inner aggregator only averages."""
+        """Whether the inner aggregator only averages the uploaded weights."""
         return self.inner.only_averages
 
     def fold(self, uploads: Iterable[Upload]) -> object:
-        """Fold the uploads with the inner aggregator."""
+        """Pass a round's uploads to the inner aggregator's `fold`, and return its result."""
         return self.inner.fold(uploads)
 
     def finish(self, folded: object, before: State, knowledge: State) -> State:
-        """Return the inner aggregator's model, corrected by Eq. 5."""
+        """Return the inner aggregator's model, corrected by the previous round's model (Eq. 5)."""
         inner = self.inner.finish(folded, before, knowledge)
         last, now = before[self.structural.name], knowledge[self.structural.name]
         if not bool(last["known"].any()):  # round 1

@@ -57,7 +57,7 @@ def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
 
 
 def median_of_positive(values: Tensor) -> Tensor:
-    """Return the lower median of the values `(n,)` that are above 0; 1 if there are none.
+    """Return the lower median of those values `(n,)` that are above 0, or 1 if there are none.
 
     As in `torch.median`, all values equal to the median share the gradient. No branch depends on the values, so that
     `vmap` works.
@@ -90,7 +90,7 @@ class ClassifierVariance(LossTerm):
         self.lam, self.active = lam, lam > 0
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term for a batch's logits."""
+        """Return the variance term `λ V` for a batch's logits."""
         return self.lam * variance_loss(at_least_float32(step.logits).softmax(dim=1))
 
 
@@ -118,7 +118,7 @@ class HypersphericalUniformity(LossTerm):
             with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term for a batch's features, in float32."""
+        """Return the uniformity term `μ U` for a batch's features, in float32."""
         assert step.features is not None
         with torch.autocast(step.features.device.type, enabled=False):
             features = at_least_float32(step.features).flatten(1)

@@ -23,7 +23,7 @@ from fl_lightning.models import frozen_encoder, with_encoder
 
 
 def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:
-    """Return Eq. 3, the batch mean of `-log[e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + Σ e^{cos(z, z_prev)/τ})]`.
+    """Return the model-contrastive loss (Eq. 3): features `z` are pulled to `z_glob`, and pushed away from `z_prev`.
 
     Args:
         now: `z`, the representations of the model in training, `(B, d)`.
@@ -61,7 +61,7 @@ class ModelContrast(LossTerm):
         self._previous: list[nn.Module] = []
 
     def begin(self, module: ClientModule) -> None:
-        """Copy the received encoder, and load those of the client's last rounds."""
+        """Copy the received encoder, and build the encoders of the client's last rounds."""
         if self.active:
             self._received = [frozen_encoder(module.backbone)]
             self._previous = [frozen_encoder(module.backbone, kept) for kept in self._kept or [{}]]
@@ -75,7 +75,7 @@ class ModelContrast(LossTerm):
         return {f"{age}/{name}": value for age, weights in enumerate(kept) for name, value in weights.items()}
 
     def recall(self, kept: Tensors) -> None:
-        """Load the encoders of the client's last rounds."""
+        """Restore the encoders that the client kept from its last rounds."""
         ages = len({name.partition("/")[0] for name in kept})
         self._kept = [{} for _ in range(ages)]
         for key, value in kept.items():
@@ -83,7 +83,7 @@ class ModelContrast(LossTerm):
             self._kept[int(age)][name] = value
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term on a batch, or zero outside a fit."""
+        """Return `μ` times the model-contrastive loss (Eq. 3) on a batch, or zero outside a fit."""
         if not self._received or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         received, *previous = (at_least_float32(encoder(step.inputs)) for encoder in (*self._received, *self._previous))

@@ -58,7 +58,7 @@ def next_server_control(server: Tensor, mean_change: Tensor, participants: int, 
 
 
 class ControlVariates(LossTerm):
-    """A term whose gradient is SCAFFOLD's correction `c - c_i`: `<c - c_i, y - x>`.
+    """A loss term `<c - c_i, y - x>` whose gradient is SCAFFOLD's correction `c - c_i`.
 
     `y` are the trainable parameters and `x` their values before the fit. The term is part of `SCAFFOLD`, which sends
     `c`.
@@ -78,15 +78,15 @@ class ControlVariates(LossTerm):
         self._corrections: Tensors = {}
 
     def load(self, server: Tensors) -> None:
-        """Set the server's control variate `c`. Missing entries are zero."""
+        """Store the received server's control variate `c`. Missing entries are zero."""
         self._server = server
 
     def recall(self, kept: Tensors) -> None:
-        """Load the client's control variate `c_i`, which is zero before its first fit."""
+        """Restore the client's control variate `c_i`, which is zero before its first fit."""
         self._own = kept
 
     def begin(self, module: ClientModule) -> None:
-        """Keep the received weights, and compute the correction of each step."""
+        """Keep the received weights `x`, and compute the correction `c - c_i`."""
         self.lr = learning_rate(module)
         parameters = dict(trainable_parameters(module.backbone))
         server, self._own = (complete_control(control, parameters) for control in (self._server, self._own))
@@ -95,7 +95,7 @@ class ControlVariates(LossTerm):
         self._server = {}
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term at the current weights, or zero outside a fit."""
+        """Return `<c - c_i, y - x>` at the current weights `y`, or zero outside a fit."""
         if not self._starts or step.backbone is None:
             return step.logits.new_zeros(())
         now = dict(step.backbone.named_parameters())
@@ -103,7 +103,7 @@ class ControlVariates(LossTerm):
         return sum(parts[1:], start=parts[0])
 
     def controls(self, module: ClientModule) -> tuple[Tensors, Tensors]:
-        """Return the next control variate `c_i⁺` and its change `Δc = c_i⁺ - c_i`. Without steps it stays `c_i`."""
+        """Return the client's next control variate `c_i⁺` and its change `Δc`; without steps it stays `c_i`."""
         if not module.steps * self.lr:
             return self._own, {name: torch.zeros_like(value) for name, value in self._own.items()}
         new = {
@@ -118,7 +118,7 @@ class ControlVariates(LossTerm):
 
 
 def trainable_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that are trained, by name. Each has a control variate."""
+    """Return a module's parameters that are trained, by name. Each has a control variate."""
     return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
 
 
@@ -133,7 +133,7 @@ def complete_control(control: Tensors, parameters: dict[str, nn.Parameter]) -> T
 
 
 def learning_rate(module: ClientModule) -> float:
-    """Return η, the learning rate of every step.
+    """Return the learning rate η that every step of a fit uses.
 
     Raises:
         ConfigError: The fit is not plain SGD with one learning rate. The message names the key.
@@ -187,12 +187,12 @@ class SCAFFOLD(Algorithm):
         super().__init__([ControlVariates(), *(loss_terms or [])], server, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights, and a server's control variate `c` of zeros."""
+        """Return the initial weights, and the server's control variate `c`, all zeros."""
         zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable_parameters(backbone)}
         return super().initial_state(backbone, num_classes, clients, rng) | {CONTROL: zeros}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the weights and the server's control variate `c`."""
+        """Return the message to a client: the weights and the server's control variate `c`."""
         return super().download(state, client, rng).plus({CONTROL: state[CONTROL]})
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
@@ -201,7 +201,7 @@ class SCAFFOLD(Algorithm):
         control_term(module).load(download.section(CONTROL))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights and the change `Δc` of the client's control variate."""
+        """Return the trained weights and the change `Δc` of the client's control variate."""
         _, change = control_term(module).controls(module)
         return super().upload(module, batches, n_samples, num_classes).plus(to_cpu({CONTROL: change}))
 
@@ -224,5 +224,5 @@ class SCAFFOLD(Algorithm):
 
 
 def control_term(module: ClientModule) -> ControlVariates:
-    """Return the loss term with a client's control variates."""
+    """Return the loss term of a client's module that holds its control variates."""
     return next(term for term in module.terms() if isinstance(term, ControlVariates))

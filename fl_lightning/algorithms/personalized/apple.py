@@ -55,7 +55,7 @@ def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: 
 
 
 def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
-    """Return the penalty's factor `λ(r)`: `ε^(r/L)` or `(cos(π r/L) + 1) / 2`, and 0 from round L on.
+    """Return the factor `λ(r)` of the ratios' penalty: `ε^(r/L)` or `(cos(π r/L) + 1) / 2`; 0 from round L on.
 
     Args:
         round: r, from 0.
@@ -68,7 +68,7 @@ def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
 
 
 def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are mixed from cores, by name: all that the model does not freeze."""
+    """Return a backbone's parameters that are mixed from all clients' cores, by name: those not frozen."""
     return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
 
 
@@ -98,7 +98,7 @@ class MixedModule(ClientModule):
     def set_mixture(
         self, client: int, ratios: Tensor, first: Tensor, core: Sequence[Tensor], others: Sequence[Tensor]
     ) -> None:
-        """Set the core, the others' cores and the ratios, and load the mixture.
+        """Set the client's core, the other clients' cores and the mixing ratios, and load their mixture.
 
         Args:
             client: i.
@@ -117,7 +117,7 @@ class MixedModule(ClientModule):
         self.mix()
 
     def mix(self) -> list[Tensor]:
-        """Load the mixture, and return its parameters with their graph for the gradients."""
+        """Load the mixture of cores into the backbone, and return its parameters with their autograd graph."""
         mixture = personal_model(self.ratios, self.client, list(self.core), self.others)
         with torch.no_grad():
             for weights, value in zip(mixed_parameters(self.backbone).values(), mixture, strict=True):
@@ -125,17 +125,17 @@ class MixedModule(ClientModule):
         return mixture
 
     def trainables(self) -> Iterable[Any]:
-        """Return the core, and the ratios with their own learning rate."""
+        """Return the optimizer's parameter groups: the core, and the mixing ratios with their own learning rate."""
         return [{"params": list(self.core)}, {"params": [self.ratios], "lr": self.dr_lr}]
 
     def on_fit_start(self) -> None:
-        """Move the others' cores to the training device, and load the mixture."""
+        """Move the other clients' cores to the training device, and load the mixture."""
         self.others = [value.to(self.device) for value in self.others]
         self._mixture = self.mix()
         super().on_fit_start()
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """Return the losses and the penalty `μ λ(r) ||p_i - p^0||²`."""
+        """Return the losses of a step and the penalty on the mixing ratios, `μ λ(r) ||p_i - p^0||²`."""
         losses = super().losses(step)
         if scale := self.mu * penalty_weight(self.round - 1, self.length, self.schedule):
             losses["ratios"] = scale * (self.ratios - self.first).square().sum()
@@ -143,11 +143,11 @@ class MixedModule(ClientModule):
 
     @property
     def loss_names(self) -> list[str]:
-        """The names of the losses and of the penalty."""
+        """The names of the losses, including the penalty on the mixing ratios."""
         return [*super().loss_names, *["ratios"] * (self.mu > 0)]
 
     def on_after_backward(self) -> None:
-        """Propagate the mixture's gradient to the core and the ratios, before a gradient scaler unscales it."""
+        """Propagate the gradient of the mixture's weights to the core and the mixing ratios."""
         weights = mixed_parameters(self.backbone).values()
         pairs = [(value, p.grad) for value, p in zip(self._mixture, weights, strict=True)]
         mixture, gradients = zip(*[(value, grad) for value, grad in pairs if grad is not None], strict=True)
@@ -155,24 +155,24 @@ class MixedModule(ClientModule):
         self.backbone.zero_grad()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Update the mixture."""
+        """Compute and load the mixture again, after a step has changed the core and the ratios."""
         with torch.enable_grad():
             self._mixture = self.mix()
 
     def on_train_end(self) -> None:
-        """Free the graph of the mixture."""
+        """Free the autograd graph of the mixture."""
         self._mixture = []
 
 
 class Cores(Aggregator):
-    """Record which clients have trained a core. Cores are not averaged."""
+    """Record which clients have trained a core model. Cores are not averaged."""
 
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
-        """Return the clients that uploaded."""
+        """Return the ids of the clients that uploaded a core this round."""
         return [client for client, _ in uploads]
 
     def finish(self, folded: list[int], before: State, knowledge: State) -> State:
-        """Return the clients that have trained a core, in any round."""
+        """Return the server's record of the clients that have trained a core in any round."""
         trained = before[CORES]["trained"].clone()
         trained[folded] = True
         return {CORES: before[CORES] | {"trained": trained}}
@@ -214,7 +214,7 @@ class APPLE(Algorithm):
         self.module_class = partial(MixedModule, dr_lr=dr_lr, mu=mu, length=length, schedule=schedule)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights, which clients have trained, and the initial ratios `p^0_j = n_j / Σ n`."""
+        """Return the initial weights, a record of clients with a trained core, and the initial mixing ratios."""
         samples = torch.tensor(self.samples or [1] * clients, dtype=torch.float64)
         cores = {
             "trained": torch.zeros(clients, dtype=torch.bool),
@@ -223,7 +223,7 @@ class APPLE(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {CORES: cores}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the other clients' cores, the initial ratios and the shared knowledge."""
+        """Return the message to a client: other clients' cores, the initial mixing ratios and the shared knowledge."""
         others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
         cores = bundle({j: tensors_to_message(state[section(j)]) for j in others})
         first = {RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}}
@@ -231,7 +231,7 @@ class APPLE(Algorithm):
         return Message(known.tensors | cores.tensors, cores.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the client's core and ratios, and the mixture."""
+        """Load the client's core and mixing ratios, and the mixture of its core with the received ones."""
         assert isinstance(module, MixedModule)
         initial = {name: p.detach().clone() for name, p in mixed_parameters(module.backbone).items()}
         super().receive(module, download, memory)
@@ -246,13 +246,13 @@ class APPLE(Algorithm):
         module.set_mixture(client, ratios, first, [own[name] for name in initial], others)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the core, not the mixture."""
+        """Return the client's trained core model; the mixture is not uploaded."""
         assert isinstance(module, MixedModule)
         core = to_cpu({"model": dict(zip(mixed_parameters(module.backbone), module.core, strict=True))})
         return super().upload(module, batches, n_samples, num_classes).without("model").plus(core)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the core, which the server sends to others, and the ratios, which stay private."""
+        """Return the client state: the core, which the server sends to others, and the private mixing ratios."""
         assert isinstance(module, MixedModule)
         core: Tensors = message_to_tensors(Message.pack({"model": upload.section("model")}, **upload.numbers))
         return super().remember(module, upload) | {CORE: core} | to_cpu({RATIOS: {"values": module.ratios}})

@@ -40,7 +40,7 @@ def class_shares(counts: Tensor) -> Tensor:
 
 
 def weight_distribution(weight: Tensor) -> Tensor:
-    """Return the estimated class distribution `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2` (Eq. 9), `(C,)`.
+    """Return the class distribution estimated from a layer's row norms, `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2` (Eq. 9).
 
     It is uniform if every row is zero.
 
@@ -53,7 +53,7 @@ def weight_distribution(weight: Tensor) -> Tensor:
 
 
 def distribution_gap(shares: Tensor, weight: Tensor) -> Tensor:
-    """Return WDR's distance `Ω_i = ||p_i - p̃_i||_2`, not squared.
+    """Return the distance `||p_i - p̃_i||_2` between a client's true and estimated class distributions (WDR).
 
     Args:
         shares: `p_i`, `(C,)`.
@@ -93,7 +93,7 @@ class WeightDistribution(LossTerm):
         self.shares: Tensor | None = None
 
     def begin(self, module: ClientModule) -> None:
-        """Keep the client's class shares."""
+        """Keep the client's class shares `p_i` for the fit."""
         if module.class_counts is None:
             raise ConfigError(
                 "WeightDistribution: module.class_counts is missing. Set it to the client's training samples per class."
@@ -101,7 +101,7 @@ class WeightDistribution(LossTerm):
         self.shares = class_shares(module.class_counts).to(module.device)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term at the current weights, or zero outside a fit."""
+        """Return the regularizer at the current weights, or zero outside a fit."""
         if self.shares is None or step.backbone is None:
             return step.logits.new_zeros(())
         weight = classification_layer(step.backbone).weight
@@ -142,13 +142,13 @@ def class_models(state: State) -> Tensors:
 
 
 class ClassShares(SharedKnowledge):
-    """The true class shares, for the ablation that aggregates by them. They are uploaded and not broadcast."""
+    """True class shares of the clients, uploaded for the ablation that weights by them, and not broadcast."""
 
     needs_classes = True
     name = "class_shares"
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return no tensors, because nothing is broadcast."""
+        """Return no tensors, because class shares are never broadcast."""
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
@@ -157,12 +157,12 @@ class ClassShares(SharedKnowledge):
         return {"values": class_shares(module.class_counts)}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return no tensors, because the aggregator reads the uploads."""
+        """Return no tensors, because class shares are only read by the aggregator."""
         return {}
 
 
 class ClassWise(Aggregator):
-    """Average a model for each class, and send each client the mixture that matches its class distribution.
+    """Average a model for each class, and send each client the mixture for its own class distribution.
 
     Class models are not stored. The state keeps the round's uploads and `q`, from which the initial model of any client
     is a weighted sum. All uploads of a round are therefore in memory at once. The shared `model` is FedAvg's mean of
@@ -185,11 +185,11 @@ class ClassWise(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The class shares, if clients have to send them."""
+        """The clients' true class shares if the aggregation uses them, otherwise nothing."""
         return (ClassShares(),) if self.distribution == "true" else ()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the initial state, in which every class model is the initial model."""
+        """Return the entries of the state before round 1, in which every class model is the initial model."""
         if self.distribution == "weights":
             class_layer_name(model)  # refuse a model without one before round 1
         q = torch.ones(1, num_classes, dtype=torch.float64)
@@ -200,12 +200,12 @@ class ClassWise(Aggregator):
         }
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Return the client's initial model by Eq. 7, from its latest distribution."""
+        """Return a client's personal initial model (Eq. 7), mixed for its latest class distribution."""
         name = start_section(client)
         return state[name] if name in state else next(self.ahead(state, [client]))[name]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Add the initial models of clients to the state, computed in blocks.
+        """Yield, for each of these clients in turn, the state with the client's initial model, computed in blocks.
 
         The product of a block always has the same shape, so its rounding does not depend on the number of clients. The
         models are mixed from class models or uploads, whichever are fewer, in float64.
@@ -225,11 +225,11 @@ class ClassWise(Aggregator):
                 yield state | {start_section(client): own}
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Keep every upload, because class models need all of them."""
+        """Collect all uploads of the round, because every class model is a mean of all of them."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Aggregate by Eq. 4-5. A class without weight keeps its model."""
+        """Return the uploads and their weights in each class model (Eq. 4-5). A class of weight 0 keeps its model."""
         models = [upload.message.section("model") for upload in folded]
         samples = torch.tensor([upload.n_samples for upload in folded])
         distributions = torch.stack([self._distribution(upload) for upload in folded])
@@ -256,18 +256,18 @@ class ClassWise(Aggregator):
 
 
 def start_section(client: int) -> str:
-    """Return the name of the section that `ahead` adds to the state for a client."""
+    """Return the name under which `ahead` stores a client's initial model in the state."""
     return f"start_{client}"
 
 
 def block_rows(stacked: Tensors) -> int:
-    """Return the number of initial models that are computed together. It depends only on the size of one."""
+    """Return how many clients' initial models are computed together; it depends only on the size of one model."""
     numbers = sum(value[0].numel() for value in stacked.values())
     return max(1, min(16, BLOCK_BYTES // (8 * numbers)))
 
 
 def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
-    """Split clients, in order, into blocks in which no two have the same row, `client % rows`."""
+    """Split clients, in order, into blocks in which `client % rows` is different for each client."""
     block: dict[int, int] = {}
     for client in clients:
         if client % rows in block:
@@ -279,12 +279,12 @@ def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
 
 
 def class_layer(model: Tensors) -> Tensor:
-    """Return the classification layer's weights `(C, d)` among a model's entries."""
+    """Return the classification layer's weights `(C, d)` among the entries of a model's state dict."""
     return model[class_layer_name(model)]
 
 
 def class_layer_name(model: Tensors) -> str:
-    """Return the name of the entry with the classification layer's weights: the last matrix of the `head`.
+    """Return the name of a model's entry with the classification layer's weights: the last matrix of the `head`.
 
     Raises:
         ConfigError: There is no such entry.

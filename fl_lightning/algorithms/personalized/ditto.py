@@ -50,7 +50,7 @@ class TwoModels(ClientModule):
         self.own_schedule = self.scheduler_factory(self.own_optimizer) if self.scheduler_factory else None
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Train the personalised model for a step, then return the shared model's loss."""
+        """Train the personalised model for one step, then return the shared model's loss."""
         draws = RandomStates(self.device)
         descend(self.own_optimizer, self.own_loss(*batch), self.clip_gradients)
         with draws.drawing():
@@ -64,7 +64,7 @@ class TwoModels(ClientModule):
         return loss + self.lam / 2 * proximal_distance(list(self.own.parameters()), self.received)
 
     def on_train_epoch_end(self) -> None:
-        """Step the scheduler of the personalised model too."""
+        """Step the personalised model's learning-rate scheduler, besides the shared model's."""
         super().on_train_epoch_end()
         if self.own_schedule:
             self.own_schedule.step()
@@ -102,13 +102,13 @@ class Ditto(Algorithm):
         self.module_class = partial(TwoModels, lam=lam)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the shared model, and the personalised model of the client's last round or the initial one."""
+        """Load the shared model and the client's personalised model, which starts as the initial model."""
         super().receive(module, download, memory)
         if PERSONAL_MODEL in memory:
             load_weights(own_model(module), memory[PERSONAL_MODEL])
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state with the personalised model.
+        """Return the client state, including the personalised model.
 
         Raises:
             NonFiniteError: The personalised model contains NaN or Inf.
@@ -122,5 +122,5 @@ class Ditto(Algorithm):
         return super().remember(module, upload) | kept
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Replace the shared model by the personalised one."""
+        """Replace the shared model by the client's personalised one."""
         module.backbone.load_state_dict(own_model(module).state_dict())

@@ -28,7 +28,7 @@ LAST = 10
 
 
 def mix_models(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:
-    """Return the mixture `θ̂ = θ_i + (θ - θ_i) ⊙ W` (Eq. 5)."""
+    """Return the mixture of a client's last model and the received one, `θ̂ = θ_i + (θ - θ_i) ⊙ W` (Eq. 5)."""
     return {name: own + (received[name] - own) * weights[name] for name, own in local.items()}
 
 
@@ -48,13 +48,13 @@ def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, receive
 
 
 def has_converged(losses: Sequence[float], threshold: float) -> bool:
-    """Return whether the losses of the last `LAST` passes have a standard deviation below a threshold."""
+    """Return whether the losses of the last `LAST` passes over the data vary less than a threshold."""
     last = torch.tensor(losses[-LAST:], dtype=torch.float64)
     return len(losses) > LAST and float(last.std(correction=0)) < threshold
 
 
 def top_names(backbone: nn.Module, layers: int) -> list[str]:
-    """Return the names of the last parameter tensors on the way to the logits, without a siamese predictor."""
+    """Return the names of a backbone's last parameter tensors before the logits, without a siamese predictor."""
     names = [name for name, _ in backbone.named_parameters() if not name.startswith("predictor.")]
     return names[max(0, len(names) - layers) :]
 
@@ -100,7 +100,7 @@ class FedALA(Algorithm):
         super().__init__(loss_terms, aggregator, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the download, and keep the model to mix it with: the client's last one or the initial one."""
+        """Load the received model, and keep the client's last one (at first the initial one) to mix with it."""
         initial = dict(module.backbone.named_parameters())
         names = top_names(module.backbone, self.layers)
         module.notes = {
@@ -110,7 +110,7 @@ class FedALA(Algorithm):
         super().receive(module, download, memory)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Learn the mixing weights, and load the mixture. Do nothing if both models are equal, as in round 1."""
+        """Learn the mixing weights, and load the mixture of the last and the received model if they differ."""
         parameters = dict(module.backbone.named_parameters())
         local = {name: own.to(parameters[name]) for name, own in module.notes[LOCAL].items()}
         received = {name: parameters[name].detach() for name in local}
@@ -122,7 +122,7 @@ class FedALA(Algorithm):
         module.notes[WEIGHTS] = weights
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the top layers of the trained model, and the mixing weights."""
+        """Return the client state: the trained layers that are mixed, and the mixing weights."""
         model = module.backbone.state_dict()
         kept = {LOCAL: {name: model[name] for name in module.notes[LOCAL]}, WEIGHTS: module.notes[WEIGHTS]}
         return super().remember(module, upload) | to_cpu({name: tensors for name, tensors in kept.items() if tensors})
@@ -130,7 +130,7 @@ class FedALA(Algorithm):
     def _learn_weights(
         self, module: ClientModule, batches: Batches, local: Tensors, received: Tensors, weights: Tensors
     ) -> Tensors:
-        """Return the mixing weights after this round's passes over a sample of the client's data."""
+        """Return the mixing weights after this round's training passes over a sample of the client's data."""
         x, y = (torch.cat(part) for part in zip(*batches, strict=True))
         sample = torch.randperm(len(y))[: max(1, int(self.share * len(y)))].to(y.device)
         passes = 1 if weights else self.max_epochs

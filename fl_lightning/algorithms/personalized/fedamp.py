@@ -26,7 +26,7 @@ UPLOADED = "uploaded"
 
 
 def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: float) -> Tensor:
-    """Return FedAMP's mixing weights `ξ_ij = α A'(||w_i - w_j||²)` for each j ≠ i, `(m,)`, with sum at most 1.
+    """Return FedAMP's weights `ξ_ij = α A'(||w_i - w_j||²)` of the other clients' models, `(m,)`, with sum at most 1.
 
     `A'(x) = exp(-x/σ)/σ`. A larger sum, which is possible for a large α, is scaled to 1. The rest to 1 is `ξ_ii`.
 
@@ -42,7 +42,7 @@ def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: 
 
 
 def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float, sigma: float) -> Tensor:
-    """Return HeurFedAMP's mixing weights `ξ_ij` for each j ≠ i, `(m,)`.
+    """Return HeurFedAMP's weights `ξ_ij` of the other clients' models for client i, by cosine, `(m,)`.
 
     `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, with h ≠ i.
 
@@ -57,18 +57,18 @@ def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float,
 
 
 class LastUploads(Aggregator):
-    """Record which clients have uploaded, for a server that uses each client's last upload.
+    """Record which clients have uploaded at least once, for servers that use each client's last upload.
 
     In the section `heard`, `last` `(N,)` marks this round's participants and `ever` all participants so far. The
     state's `model` stays the initial one, which is every client's model before it trains.
     """
 
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
-        """Return the ids of the participants."""
+        """Return the ids of the clients that uploaded this round."""
         return [upload.client for upload in uploads]
 
     def finish(self, folded: list[int], before: State, knowledge: State) -> State:
-        """Mark the participants as having uploaded."""
+        """Return the server's record of clients that have uploaded, with this round's participants added."""
         last = torch.zeros_like(before["heard"]["ever"])
         last[folded] = True
         return {"heard": {"last": last, "ever": before["heard"]["ever"] | last}}
@@ -103,16 +103,16 @@ class FedAMP(Algorithm):
         super().__init__([Proximal(lam / alpha), *(loss_terms or [])], LastUploads(), buffers="local")
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return the mixing weights `ξ_ij` for each j ≠ i. `ξ_ii` is 1 minus their sum."""
+        """Return the weights `ξ_ij` of the other clients' models for client i. Its own is 1 minus their sum."""
         return message_weights(own, others, self.alpha, self.sigma)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights, with no client marked as having uploaded."""
+        """Return the initial weights, and the record of clients that have uploaded: none."""
         nobody = torch.zeros(clients, dtype=torch.bool)
         return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": nobody, "ever": nobody}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the client's cloud model `u_i`, and no model before a client has uploaded."""
+        """Return the message to a client: its cloud model `u_i`, and no model while no client has uploaded."""
         sections = {piece.name: state[piece.name] for piece in self.knowledge}
         if state["heard"]["last"].any():
             sections["cloud"] = self.cloud_model(state, client)
@@ -130,7 +130,7 @@ class FedAMP(Algorithm):
         return weighted_mean([own, *others], [max(0.0, 1 - weights.sum().item()), *weights.tolist()])
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the client's own model, and set `u_i` as the proximal centre if there is one."""
+        """Load the client's own last model, and set the received cloud model as the proximal term's centre."""
         super().receive(module, download, memory)
         load_weights(module.backbone, memory.get(UPLOADED, {}))
         cloud = download.section("cloud")
@@ -139,7 +139,7 @@ class FedAMP(Algorithm):
                 term.anchor, term.active = cloud, term.active and bool(cloud)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: its own model, which is also its upload."""
+        """Return the client state: its own trained model, which is also its upload."""
         return super().remember(module, upload) | {UPLOADED: upload.section("model")}
 
 
@@ -168,6 +168,6 @@ class HeurFedAMP(FedAMP):
         self.self_weight, self.sigma = self_weight, sigma
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return the mixing weights `ξ_ij` for each j ≠ i."""
+        """Return the weights `ξ_ij` of the other clients' models for client i, by cosine."""
         share = 1 / (len(others) + 1) if self.self_weight is None else self.self_weight
         return heuristic_weights(own, others, share, self.sigma)

@@ -62,7 +62,7 @@ class FedBABU(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Return a client's LightningModule, in which the frozen parts of the backbone have no gradient.
+        """Return a client's LightningModule, with the fixed parts of the backbone, such as the head, frozen.
 
         Raises:
             ConfigError: The backbone does not have a frozen part.
@@ -73,7 +73,7 @@ class FedBABU(Algorithm):
         return super().client_module(backbone, optimizer, lr_scheduler)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Fine-tune the model."""
+        """Fine-tune the client's model on its training data before evaluation."""
         for name, parameter in module.backbone.named_parameters():
             if name.startswith(self.frozen):
                 parameter.requires_grad_(True)
@@ -84,6 +84,6 @@ class FedBABU(Algorithm):
         return self.tune == "full" or name.startswith(self.frozen) == (self.tune == "head")
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        """Return all entries except frozen weights, which every client has. Buffers in frozen parts are shared."""
+        """Return the state dict entries that are exchanged: all except frozen weights. Frozen buffers are included."""
         frozen = {name for name, _ in backbone.named_parameters() if name.startswith(self.frozen)}
         return {name: value for name, value in super()._shared(backbone).items() if name not in frozen}

@@ -25,7 +25,7 @@ from fl_lightning.core.state_dicts import at_least_float32
 
 
 def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean logits of each class as in FedGen's code: counts start from 1.
+    """Return the mean logits of each class as in FedGen's code, in which sample counts start from 1.
 
     A class without samples has a row of zeros.
 
@@ -37,7 +37,7 @@ def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 class MeanLogits(ClassMeans):
-    """The mean training logits of each class, `(C, C)`; row c is for class c.
+    """The clients' mean training logits of each class, `(C, C)`; row c is for class c.
 
     Args:
         cumulative: As in FedGen's code, average over all of a client's rounds, with counts from 1 and rows of zeros for
@@ -51,11 +51,11 @@ class MeanLogits(ClassMeans):
         self.cumulative = cumulative
 
     def outputs(self, step: Step) -> Tensor:
-        """Return the logits."""
+        """Return a batch's logits, which are averaged by class."""
         return step.logits
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's mean logits, and the mask of the classes that have a mean."""
+        """Return the client's mean logits of each class, and the mask of the classes that have a mean."""
         if not self.cumulative or self.tracked is None:
             return super().summarize(module, batches, num_classes)
         sums, counts = self.tracked
@@ -99,17 +99,17 @@ class LogitDistillation(LossTerm):
         self.logits = MeanLogits(cumulative)
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the sums of logits over all rounds so far, if `cumulative`."""
+        """Return the client's sums of logits over all rounds so far, if `cumulative`."""
         if not self.logits.cumulative or self.logits.tracked is None:
             return {}
         return dict(zip(("sums", "counts"), self.logits.tracked, strict=True))
 
     def recall(self, kept: Tensors) -> None:
-        """Load the sums of logits of earlier rounds."""
+        """Restore the client's sums of logits of its earlier rounds."""
         self.logits.tracked = (kept["sums"], kept["counts"]) if kept else None
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term on a batch, or zero without knowledge."""
+        """Return the distillation loss on a batch, or zero before mean logits are known."""
         values, known = self.logits.values, self.logits.known
         if values is None or known is None:
             return step.logits.new_zeros(())

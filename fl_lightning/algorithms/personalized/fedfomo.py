@@ -39,7 +39,7 @@ AFFINITY = "affinity"
 
 
 def model_benefit(previous_loss: float, loss: float, distance: float) -> float:
-    """Return the benefit of model n, `w_n = (L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||` (Eq. 3).
+    """Return the benefit of another client's model to this client, `(L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||` (Eq. 3).
 
     Args:
         previous_loss: `L(θ_prev)` on the client's validation data.
@@ -50,7 +50,7 @@ def model_benefit(previous_loss: float, loss: float, distance: float) -> float:
 
 
 def mixing_shares(benefits: Tensor) -> Tensor:
-    """Return the models' shares in the mixture, `max(w, 0)` normalised to a sum of 1 (Eq. 4), `(M,)`.
+    """Return each model's share in the mixture, from benefits `w`: `max(w, 0)`, normalised to sum 1 (Eq. 4), `(M,)`.
 
     All are 0 if no benefit is positive.
     """
@@ -62,7 +62,7 @@ def mixing_shares(benefits: Tensor) -> Tensor:
 def choose_models(
     row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator
 ) -> list[int]:
-    """Choose the models that a client is sent: those with the highest affinity, or random ones if it explores.
+    """Choose which clients' models a client is sent: those of highest affinity, or random ones to explore.
 
     Args:
         row: The client's row of the affinity matrix, `(N,)`. Ties are broken at random.
@@ -76,14 +76,14 @@ def choose_models(
 
 
 class Affinities(Aggregator):
-    """Add the models' benefits to the affinity matrix, and record which clients have a model."""
+    """Sum the benefits of clients' models to each other in a matrix, and record which clients have a model."""
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
-        """Return the benefits that each client computed for the models it received."""
+        """Return, for each client that uploaded, the benefits of the models it received."""
         return [(client, message.section(AFFINITY)) for client, message in uploads]
 
     def finish(self, folded: list[tuple[int, Tensors]], before: State, knowledge: State) -> State:
-        """Add the benefits to the affinities: `P_i += w`."""
+        """Return the affinity matrix `P` with the round's benefits added, `P_i += w`."""
         matrix, trained = before[AFFINITY]["matrix"].clone(), before[AFFINITY]["trained"].clone()
         for client, benefits in folded:
             trained[client] = True
@@ -139,7 +139,7 @@ class FedFomo(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {AFFINITY: affinity}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the chosen models and the shared knowledge."""
+        """Return the message to a client: the models chosen for it, and the shared knowledge."""
         affinity = state[AFFINITY]
         others = [j for j in affinity["trained"].nonzero()[:, 0].tolist() if j != client]
         explores = rng.random() < self.epsilon - self.decay * int(affinity["rounds"])
@@ -149,14 +149,14 @@ class FedFomo(Algorithm):
         return Message(known.tensors | models.tensors, models.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the client's own last model, and keep the received models."""
+        """Load the client's own last model, and keep the received models for `prepare`."""
         own = tensors_to_message(memory.get(UPLOADED, {})).section("model")
         super().receive(module, download.plus({"model": own}), memory)
         module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copy_model(module)}
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Weight the client's own and the received models by Eq. 3 and 4, and load the mixture."""
+        """Load the mixture of the client's own and the received models, by their benefit to it (Eq. 3 and 4)."""
         previous, models = module.notes.pop(PREVIOUS), [self._copy_model(module), *module.notes.values()]
         peers = [int(name) for name in module.notes]
         benefits = self._benefits(module, previous, models, list(validation) or list(batches))
@@ -166,18 +166,18 @@ class FedFomo(Algorithm):
         module.notes = {AFFINITY: of_peers, PREVIOUS: self._copy_model(module)}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the trained model, and the benefits of the received models."""
+        """Return the trained model, and the benefits of the received models to the client."""
         message = super().upload(module, batches, n_samples, num_classes)
         return message.plus({AFFINITY: module.notes[AFFINITY]})
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the trained model, which the server sends to others, and its start."""
+        """Return the client state: its trained model, which others can receive, and the mixture it started from."""
         model = Message.pack({"model": upload.section("model")}, n_samples=upload.numbers["n_samples"])
         own = {UPLOADED: message_to_tensors(model), PREVIOUS: module.notes[PREVIOUS]}
         return super().remember(module, upload) | own
 
     def _copy_model(self, module: ClientModule) -> Tensors:
-        """Return a copy of the model without the personal parts."""
+        """Return a CPU copy of the module's weights without the personal parts."""
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:

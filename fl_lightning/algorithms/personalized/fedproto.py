@@ -29,7 +29,7 @@ class Prototypes(ClassMeans):
     name = "prototypes"
 
     def outputs(self, step: Step) -> Tensor:
-        """Return the features."""
+        """Return a batch's features, which are averaged by class."""
         assert step.features is not None
         return step.features
 
@@ -75,11 +75,11 @@ class PrototypeAlignment(LossTerm):
         self.prototypes = Prototypes(seen)
 
     def begin(self, module: ClientModule) -> None:
-        """Check that the backbone has features."""
+        """Check that the backbone has an encoder for the features."""
         with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term on a batch, or zero without prototypes."""
+        """Return `λ` times the distance to the class prototypes on a batch, or zero without prototypes."""
         values, known = self.prototypes.values, self.prototypes.known
         if values is None or known is None or step.features is None:
             return step.logits.new_zeros(())
@@ -102,7 +102,7 @@ class NearestPrototype(nn.Module):
         self.register_buffer("known", known)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return logits `(B, C)` of features `(B, d)`."""
+        """Return logits `(B, C)`, the negative mean squared distances of features `(B, d)` to the prototypes."""
         gaps = (at_least_float32(features)[:, None] - self.prototypes).square().mean(dim=2)
         return -gaps.masked_fill(~self.known, torch.inf)
 

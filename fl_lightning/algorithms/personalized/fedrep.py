@@ -19,7 +19,7 @@ from fl_lightning.core.errors import ConfigError, check_number
 
 
 class HeadThenBody(ClientModule):
-    """A client that trains the personal parts for some epochs, and then the others.
+    """A client's module that trains the personal parts for some epochs, and then all other parts.
 
     Parts that are not trained are in eval mode, so their BatchNorm statistics do not change. They have no gradient, so
     momentum and weight decay do not change them.
@@ -36,7 +36,7 @@ class HeadThenBody(ClientModule):
         self.among = learnable(self.backbone)
 
     def check_fit(self) -> None:
-        """Refuse a fit that leaves no epoch for the second phase."""
+        """Raise an error if the fit has no epoch left after those of the head."""
         last = self.trainer.max_epochs if self.head_epochs else None
         if last is not None and 0 <= last <= self.head_epochs:
             raise ConfigError(
@@ -45,7 +45,7 @@ class HeadThenBody(ClientModule):
             )
 
     def on_train_epoch_start(self) -> None:
-        """Set which parts learn in this epoch."""
+        """Freeze the body in the first epochs and the head in the later ones."""
         first = self.current_epoch < self.head_epochs
         learn_only(self.backbone, lambda name: name.startswith(self.personal) == first, self.among)
         super().on_train_epoch_start()
@@ -89,7 +89,7 @@ class FedRep(FedPer):
         self.module_class = partial(HeadThenBody, personal=self.personal, head_epochs=head_epochs)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Train the head for the final epochs."""
+        """Train the head for `final_epochs` epochs on the client's data before evaluation."""
         if self.final_epochs:
             assert isinstance(module, HeadThenBody)
             learn_only(module.backbone, lambda name: True, module.among)  # a fit ends with the head frozen

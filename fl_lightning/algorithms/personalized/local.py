@@ -38,11 +38,11 @@ class Local(Algorithm):
                 )
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return an empty message."""
+        """Return an empty message, because clients do not send their models."""
         return Message()
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the state unchanged, after all clients have trained."""
+        """Return the server's state unchanged, after all clients have trained."""
         for _ in uploads:
             pass
         return state

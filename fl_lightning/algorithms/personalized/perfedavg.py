@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 def take_step(weights: Tensors, gradient: Tensors, length: float) -> Tensors:
-    """Return the weights after a gradient step, `w - length · g`. Weights without a gradient do not change."""
+    """Return the weights after one gradient step, `w - length · g`; without a gradient they do not change."""
     return weights | {name: weights[name] - length * g for name, g in gradient.items()}
 
 
@@ -70,7 +70,7 @@ def split_batch(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, 
 
 
 class MetaStep(ClientModule):
-    """A client whose training step minimises the meta-objective: the loss after one step of length α.
+    """A client's module whose training step minimises the meta-objective: the loss after one step of length α.
 
     Logged losses, shared knowledge and BatchNorm's statistics come from the batch `D'`, after that step. The trainer
     receives a loss with this value whose gradient is the meta-gradient.
@@ -86,7 +86,7 @@ class MetaStep(ClientModule):
         self.alpha, self.delta = alpha, delta
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return a loss whose gradient is the meta-gradient."""
+        """Return a loss on a batch whose gradient is the meta-gradient."""
         seen: list[tuple[Step, dict[str, Tensor]]] = []
         own: Tensors = {name: p for name, p in self.backbone.named_parameters() if p.requires_grad}
         start = {name: p.detach().clone() for name, p in own.items()}
@@ -114,12 +114,12 @@ class MetaStep(ClientModule):
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:
-    """Return the sum of a step's losses."""
+    """Return the sum of a step's losses: the objective's and the loss terms'."""
     return functools.reduce(torch.add, losses.values())
 
 
 def load_parameters(weights: Tensors, parameters: Tensors) -> None:
-    """Write weights into parameters."""
+    """Copy weights into parameters, in place."""
     with torch.no_grad():
         for name, value in weights.items():
             parameters[name].copy_(value)
@@ -127,7 +127,7 @@ def load_parameters(weights: Tensors, parameters: Tensors) -> None:
 
 
 def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
-    """Take the step `w - α ∇f(w)` in place, with the mean loss over all of a client's training data."""
+    """Take one gradient step `w - α ∇f(w)` in place, on the mean loss over all of a client's training data."""
     optimizer, n = torch.optim.SGD(module.backbone.parameters(), lr=alpha), 0
     optimizer.zero_grad()
     with torch.enable_grad():
@@ -178,6 +178,6 @@ class PerFedAvg(Algorithm):
         self.module_class = partial(MetaStep, alpha=alpha, delta=None if order == "first" else delta)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Adapt the model to the client's data."""
+        """Adapt the model to the client with one gradient step on its training data."""
         for _ in range(self.adapt_steps):
             adapt(module, batches, self.alpha)
