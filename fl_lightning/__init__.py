@@ -88,7 +88,7 @@ __all__ = sorted({"runs", *HOMES})
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a module that defines some, on first use."""
+    """Import a public name, or a module that defines public names, on first use."""
     if name in _NAMES or name in MODULES:
         return load(f"{__name__}.{MODULES.get(name, name)}")
     if name not in HOMES:

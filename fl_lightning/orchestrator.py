@@ -1,4 +1,4 @@
-"""The round loop."""
+"""The round loop of a federated experiment."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class FederatedOrchestrator:
         return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
 
     def _fit_clients(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
-        """Train the participants and yield their results by ascending client id.
+        """Train the participants of a round, and yield their results by ascending client id.
 
         `results` collects the successful ones without upload and client state.
         """
@@ -255,7 +255,7 @@ class FederatedOrchestrator:
         return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
 
     def client_module(self, client: int) -> ClientModule:
-        """Return a client's module as the last round left it, in train mode.
+        """Return a client's module as it is after the last finished round, in train mode.
 
         With a server it has the weights that the server would send next, otherwise those that the client trained last.
         Use it in a `Trainer.fit` of your own, or call `eval()` before you predict.
@@ -329,7 +329,7 @@ class FederatedOrchestrator:
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
     def _reduce_to_dry_run(self) -> None:
-        """Reduce an experiment, once it is built and checked, to a dry run."""
+        """Reduce the experiment, which is already built and checked, to a dry run."""
         self.rounds, self.clients_per_round = dry_run.ROUNDS, min(dry_run.CLIENTS, self.clients_per_round)
         self.min_clients, self.on_client_failure = 1, "raise"
         self.logger.mute()

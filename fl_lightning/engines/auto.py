@@ -57,11 +57,11 @@ class AutoEngine(Engine):
         self._chosen: Engine | None = None
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Leave it to the engine that was chosen."""
+        """Return the value of `work()`, called within `in_one_fit` of the chosen engine if there is one."""
         return self._chosen.in_one_fit(worker, work) if self._chosen else work()
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Choose an engine if none is chosen yet and there is something to train, then pass the tasks on."""
+        """Run the tasks with the chosen engine. The first tasks that train clients are timed to choose it."""
         tasks = iter(tasks)
         if self._chosen:
             return self._chosen.run(worker, tasks)
@@ -116,7 +116,7 @@ class AutoEngine(Engine):
         self.note = f"engine: {best}, by milliseconds a fit: {measured}"
 
     def _candidates(self, seconds: float, tasks: int) -> Iterator[str]:
-        """Return the engines that can be tried in the available time.
+        """Yield the names of the engines that are worth timing against `sequential`.
 
         Args:
             seconds: Seconds of a fit, one after another.
@@ -129,7 +129,7 @@ class AutoEngine(Engine):
 
 
 def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> float:
-    """Carry out tasks and measure the time."""
+    """Run tasks with an engine and return the mean seconds per task."""
     started = time.perf_counter()
     engine.in_one_fit(worker, lambda: deque(engine.run(worker, tasks), maxlen=0))
     return (time.perf_counter() - started) / len(tasks)
@@ -140,7 +140,7 @@ EngineName = Literal["auto", "sequential", "stacked", "processes", "ray"]
 
 
 def engine_of(engine: Engine | EngineName) -> Engine:
-    """Return the engine with a name and default arguments; an engine object is returned as it is."""
+    """Return a new engine with default arguments for a name such as `stacked`, or an engine object unchanged."""
     if isinstance(engine, Engine):
         return engine
     kinds: dict[str, type[Engine]] = {**ENGINES, "auto": AutoEngine, "ray": RayEngine}

@@ -1,4 +1,4 @@
-"""The interface of an engine, and the order in which its results are used."""
+"""The base class of engines, and the reordering of their results by client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Engine(ABC):
     note: str = ""
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Return the value of `work`. Clients that its calls of `run` train in this process may share a `Trainer.fit`.
+        """Return the value of `work()`. Within it, clients trained in this process may share one `Trainer.fit`.
 
         Args:
             worker: The worker object of the tasks.
@@ -37,14 +37,14 @@ class Engine(ABC):
         """Yield one result per task in any order. Take a task from the iterator only when it can be started."""
 
     def check(self, worker: Worker) -> None:  # noqa: B027, most engines take every worker
-        """Refuse a worker that this engine cannot run, before the first round.
+        """Check, before the first round, that this engine can run the experiment.
 
         Raises:
             ConfigError: Names the key and the fix.
         """
 
     def start(self, worker: Worker) -> None:  # noqa: B027, most engines have nothing to start
-        """Prepare what the first tasks would otherwise wait for, such as processes. `run` does not require this call.
+        """Start what the first tasks would otherwise wait for, such as worker processes. Calling it is optional.
 
         Args:
             worker: The worker object of the tasks to come.
@@ -57,11 +57,11 @@ class Engine(ABC):
         """Release processes and memory. Called at the end of every run; `run` may be called again afterwards."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return what a resumed run needs to continue in the same way. It is part of checkpoints."""
+        """Return the engine's state for checkpoints, such as a choice that a resumed run must keep."""
         return {}
 
     def load_state_dict(self, state: dict[str, str]) -> None:  # noqa: B027, most engines have no choices to keep to
-        """Restore what `state_dict` returned."""
+        """Restore the engine's state that `state_dict` returned."""
 
 
 def in_client_order(results: Iterable[Result], clients: Iterable[int]) -> Iterator[Result]:

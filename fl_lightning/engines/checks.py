@@ -1,4 +1,4 @@
-"""Checks of options, optimizer and schedule before round 1."""
+"""Checks of the Trainer options, the optimizer and the learning-rate schedule before round 1."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_share(trainer: L.Trainer, batches: int) -> None:
-    """Refuse a fraction of batches that leaves no batch for the client with the fewest."""
+    """Refuse a `limit_train_batches` fraction that leaves no batch for the client with the fewest."""
     share = trainer.limit_train_batches
     if isinstance(share, float) and share * batches < 1:
         raise ConfigError(
@@ -59,7 +59,7 @@ def check_share(trainer: L.Trainer, batches: int) -> None:
 
 
 def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
-    """Refuse a Trainer whose fit takes no step, never ends, starts processes, or computes in another precision.
+    """Refuse a Trainer whose fit takes no step, never ends, starts processes, or cannot use the requested precision.
 
     Args:
         trainer: The trainer.
@@ -108,7 +108,7 @@ def warn_of_ignored_training(model: torch.nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: bool) -> None:
-    """Refuse an optimizer with a number that is not finite, or one that cannot step on dense gradients.
+    """Refuse an optimizer with an option that is not finite, or one that cannot step on dense gradients.
 
     Args:
         optimizer: An optimizer over parameters that are not needed any more, because it takes a step.
@@ -134,7 +134,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
 
 
 def check_schedule(module: ClientModule, epochs: int) -> None:
-    """Refuse a schedule that ends before the last epoch of a fit, or whose learning rates are not numbers."""
+    """Refuse a learning-rate schedule that ends before a fit's last epoch, or gives rates that are not numbers."""
     if module.scheduler_factory:
         optimizer = module.optimizer_for(module.backbone.parameters())
         rates = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
@@ -143,6 +143,6 @@ def check_schedule(module: ClientModule, epochs: int) -> None:
 
 
 def most_epochs(trainer: L.Trainer, batches: int) -> int:
-    """Return the number of epochs of a fit, given the number of batches per epoch."""
+    """Return the maximum number of epochs of a client's fit, given its number of batches per epoch."""
     bounds = [trainer.max_epochs, -1 if trainer.max_steps < 0 else math.ceil(trainer.max_steps / batches)]
     return min(bound for bound in bounds if bound is not None and bound >= 0)

@@ -38,7 +38,7 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, value: dumper.represent
 
 
 def refused(kind: type) -> str | None:
-    """Return what to use instead of a callback in a client's fit, or None if the callback works there."""
+    """Return what to use instead of a callback class in a client's fit; None if the callback works there."""
     lightnings = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("lightning.")]
     return next((INSTEAD[name] for name in lightnings if name in INSTEAD), None)
 
@@ -56,7 +56,7 @@ def check_client_callbacks(given: Sequence[Callback]) -> None:
 
 
 def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
-    """Call `setup` of the callbacks, so that their errors appear before round 1.
+    """Call `setup` of copies of the client callbacks, so that their errors appear before round 1.
 
     Args:
         given: The callbacks.
@@ -101,17 +101,17 @@ class MetricRecorder(Logger):
 
     @property
     def name(self) -> None:
-        """None, because it writes no files."""
+        """The logger's name: None, because it writes no files."""
 
     @property
     def version(self) -> None:
-        """None, because it writes no files."""
+        """The logger's version: None, because it writes no files."""
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the run's loggers have the config."""
+        """Do nothing: the run's own loggers record the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Store the values."""
+        """Store the last value of each metric."""
         self.metrics |= metrics
 
 

@@ -55,11 +55,11 @@ class ClientData:
 
     @cached_property
     def eval_batch_size(self) -> int:
-        """Samples per batch where nothing is trained. A CPU's caches hold no more of a convolution's activations."""
+        """Number of samples per batch outside of training: fewer on a CPU, so that activations fit into its cache."""
         return 128 if self.device.type == "cpu" else 512
 
     def split(self, client: int) -> tuple[Tensor, Tensor]:
-        """Return the samples that a client trains on and those that it holds out for its method, both ascending."""
+        """Return the indices of a client's training samples, and of those held out for validation, both ascending."""
         index = self.data.shards[client].train
         back = len(index) - self.sample_count(client)
         if not back:
@@ -73,13 +73,13 @@ class ClientData:
         return samples - round(self.algorithm.validation * samples)
 
     def strata(self, client: int) -> Tensor:
-        """Return the number of training samples of a client in each stratum of the labels, its classes for example."""
+        """Return a client's number of training samples in each stratum of the labels, such as each class."""
         objective, loaded = self.data.objective, self.data.data
         strata = objective.strata(loaded.y_train[self.split(client)[0]])
         return torch.bincount(strata, minlength=objective.stratum_count(loaded.num_classes))
 
     def batches(self, task: Task) -> Batches:
-        """Return a task's training batches as stored, in the client's order for this round.
+        """Return a client's training batches in its order for the task's round, not yet prepared or augmented.
 
         Raises:
             ConfigError: The client has too few samples for a batch.
@@ -102,15 +102,15 @@ class ClientData:
         return self.ordered_batches(self.split(client)[0])
 
     def own_test_batches(self, client: int) -> ReadyBatches:
-        """Return a client's own test split, prepared, on the training device."""
+        """Return a client's own test split as prepared batches on the training device."""
         return self.ordered_batches(self.data.shards[client].test)
 
     def test_batches(self) -> ReadyBatches:
-        """Return the global test set, prepared, on the training device."""
+        """Return the global test set as prepared batches on the training device."""
         return self._prepared(self._stored.x_test, self._stored.y_test, None)
 
     def ordered_batches(self, index: Tensor | None) -> ReadyBatches:
-        """Return some of the training samples, or all, in this order, prepared, on the training device."""
+        """Return training samples by index in this order, all if None, as prepared batches on the training device."""
         return self._prepared(self._stored.x_train, self._stored.y_train, index)
 
     def prepare(self, x: Tensor) -> Tensor:

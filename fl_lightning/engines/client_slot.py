@@ -1,4 +1,4 @@
-"""A client module that is built once and serves one client after another."""
+"""A client module that is built once and reset for each client, which is faster than building a new one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONSTANTS = (
 
 
 class ClientSlot:
-    """A client module whose weights are in one flat tensor, for one client after another.
+    """A client module with its weights in one flat tensor, which is reset and used for one client after another.
 
     `reset` makes the module equal to a newly built one, in a tenth of the time. An upload can take the memory of the
     weights with it instead of a copy (`ClientModule.spent`).
@@ -59,7 +59,7 @@ class ClientSlot:
         self._place(self._initial.clone())
 
     def reset(self, overwritten: Set[str] = frozenset()) -> ClientModule:
-        """Return the module as a newly built one would be.
+        """Reset the module to the state of a newly built one, and return it.
 
         Args:
             overwritten: Entries of the backbone that are overwritten before they are read.
@@ -90,7 +90,7 @@ class ClientSlot:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the module has its parts and weights, these are where they were placed, and no hooks are on them."""
+        """Whether the module still has its original submodules and weights, in place and without gradient hooks."""
         same_parts = all(attributes["_modules"] == children for attributes, children in self._children)
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self._flags)
         return (same_parts and not hooked) and all(
@@ -104,14 +104,14 @@ class ClientSlot:
         return self._layout.empty(self._weights[0].dtype, self._weights[0].device)
 
     def _place(self, flat: Tensor) -> None:
-        """Make the weights views of a flat tensor."""
+        """Make the module's weights views of one flat tensor."""
         self._placed = FlatTensors(flat, self._layout, self._others, self._order)
         for (name, _), weight in zip(self._layout.shapes, self._weights, strict=True):
             weight.data = self._placed[name]
 
 
 def can_reset(module: ClientModule, shared: Iterable[str]) -> bool:
-    """Return whether a `ClientSlot` can hold a module.
+    """Return whether a `ClientSlot` can hold a module and reset it for the next client.
 
     Its weights must be of one type and ordinary tensors, and its parts may only have attributes that can be restored.
     """
@@ -125,29 +125,29 @@ def can_reset(module: ClientModule, shared: Iterable[str]) -> bool:
 
 
 def default_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a new tensor of the same shape."""
+    """Return the strides that a new contiguous tensor with a tensor's shape has."""
     return torch.empty(tensor.shape, device="meta").stride()
 
 
 def weights_of(entries: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the floating-point entries with these names."""
+    """Return the floating-point tensors of a state dict that have these names."""
     return {name: entries[name] for name in names if entries[name].is_floating_point()}
 
 
 def owner(network: nn.Module, entry: str) -> tuple[dict[str, Any], str, str]:
-    """Return where an entry of a state dict is: the attributes of its module, which of them, and its name there."""
+    """Return the attributes of the module with a state-dict entry, `_parameters` or `_buffers`, and the name in it."""
     path, _, name = entry.rpartition(".")
     attributes = vars(network.get_submodule(path))
     return attributes, "_parameters" if name in attributes["_parameters"] else "_buffers", name
 
 
 def is_container(value: Any) -> bool:
-    """Return whether a value is a container that the slot restores."""
+    """Return whether an attribute's value is a container that `ClientSlot.reset` restores."""
     return type(value) in CONTAINERS
 
 
 def values_of(part: nn.Module) -> Iterator[Any]:
-    """Yield the attributes of a module and the contents of its containers."""
+    """Yield the values of a module's attributes; for dicts, lists and sets, the values inside."""
     for value in vars(part).values():
         if is_container(value):
             yield from value.values() if isinstance(value, dict) else value
@@ -156,7 +156,7 @@ def values_of(part: nn.Module) -> Iterator[Any]:
 
 
 def is_restorable(value: Any) -> bool:
-    """Return whether a value is a constant, or is reset by the slot."""
+    """Return whether an attribute's value is never changed in place, or is a tensor or module that can be reset."""
     return isinstance(value, (*CONSTANTS, Tensor, nn.Module))
 
 

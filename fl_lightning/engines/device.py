@@ -54,7 +54,7 @@ class DeviceCopies:
         self._last: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, download: Message) -> Message:
-        """Return a download with its weights on the device. Nobody writes into them."""
+        """Return a client's download with its weights on the device. They must not be written to."""
         before, self._last = self._last, {}
 
         def there(value: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def compile_backbone(backbone: nn.Module) -> None:
-    """Compile a network in place. What one client's fit compiled is reused for all clients and rounds.
+    """Compile a network in place with `torch.compile`. All clients and rounds reuse the compiled code.
 
     The encoder and the head are compiled apart where the module has them, since loss terms look between the two. A
     second size of batch makes the graph's batch size free, so that ragged last batches do not compile again.

@@ -28,7 +28,7 @@ Half precision needs some tolerance; outputs that depend on the batch are far of
 
 
 class Evaluator:
-    """Evaluate a run between its rounds.
+    """Evaluates the global model and the clients' models between the rounds of a run.
 
     Args:
         evaluation: What is evaluated, and how often.
@@ -47,7 +47,7 @@ class Evaluator:
         self.scored = evaluation.chosen(server.clients, server.seed)
 
     def scores_wanted(self, round: int) -> dict[str, bool]:
-        """Return which scores of a client's trained model are wanted in a round, as fields of `Task`."""
+        """Return which evaluations of the clients' trained models a round needs, as fields of `Task`."""
         due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
         return {
             "evaluate": due and how.client_model == "trained",
@@ -55,7 +55,7 @@ class Evaluator:
         }
 
     def after_round(self, round: int, results: Sequence[Result]) -> Row:
-        """Return the metrics of a round, or none if it is not evaluated.
+        """Return the evaluation metrics of a finished round; an empty row if the round is not evaluated.
 
         Args:
             round: The round. Its uploads are aggregated.
@@ -71,7 +71,7 @@ class Evaluator:
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
 
     def test(self, round: int) -> Row:
-        """Evaluate the global model, and each client's model as it is after a round on its own test split."""
+        """Return metrics of the global model, and of each client's model after a round on its own test split."""
         server = self.server
         downloads = server.downloads(round + 1, self.scored) if server.algorithm.server else repeat(Message())
         return {"round": round, **self._measure(self.without_training(round, self.scored, downloads, evaluate=True))}
@@ -105,7 +105,7 @@ class Evaluator:
 def evaluate_untrained(
     engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]
 ) -> Iterator[Result]:
-    """Yield the results of tasks without training, in the order of these clients.
+    """Run tasks that do not train, and yield their results in the order of these clients.
 
     Raises:
         ClientFailure: One of them fails.
@@ -149,13 +149,13 @@ def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> I
 
 
 def sends_one_model(worker: Worker) -> bool:
-    """Return whether all clients that keep no part of the network are scored with the same model."""
+    """Return whether all clients without private layers are evaluated with the same model."""
     algorithm = worker.algorithm
     return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 
 
 def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[Result]:
-    """Return the results of a task for each of these clients, or an empty list if they must be scored one by one."""
+    """Evaluate one model for all these clients at once; return an empty list if they must be evaluated one by one."""
     try:
         module = worker.modules.receive(task)
         with inference(module, worker.idle_trainer):

@@ -48,7 +48,7 @@ class ModuleCopier(Generic[M]):
             self._structure = None
 
     def build(self, blank: Iterable[str] = ()) -> M:
-        """Build a new copy.
+        """Build a new copy of the module.
 
         Args:
             blank: Entries of the state dict that will be written over, and whose numbers may be any until then.

@@ -1,4 +1,4 @@
-"""Client modules: with the run's initial weights, with shared weights, or as a client starts a task."""
+"""Construction of client modules with initial weights, with given shared weights, or as a client starts a task."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ModuleFactory:
         return module
 
     def receive(self, task: Task, reuse: bool = False) -> ClientModule:
-        """Return the client's own module at the start of a task. torch's random state is then the client's.
+        """Return the client's module at the start of a task, with the download loaded and torch's random state set.
 
         Args:
             task: The task.
@@ -99,14 +99,14 @@ class ModuleFactory:
         return module
 
     def personalize(self, task: Task) -> ClientModule:
-        """Return the client's module as it is evaluated before it trains on a task."""
+        """Return a client's module for evaluation without training: it has the download and is personalised."""
         module = self.receive(task)
         with inference(module, self.trainer):
             self.algorithm.personalize(module, self.clients.training_batches(task.client))
         return module
 
     def check_weights(self, module: ClientModule) -> None:
-        """Upload the weights of a module one by one if its training has replaced some of them."""
+        """Unset `shared_weights` of a module if training replaced a weight; weights are then uploaded one by one."""
         if module.shared_weights is not None and self._slot and not self._slot.is_intact:
             module.shared_weights = None
 
@@ -117,7 +117,7 @@ class ModuleFactory:
 
     @cached_property
     def _slot(self) -> ClientSlot | None:
-        """Place of the clients' module, or None if a module must be built for each."""
+        """The client module that is reset for each client; None if a new module must be built for each."""
         module = self.build().to(self.trainer.strategy.root_device)
         shared = self.algorithm.shared_names(module.backbone)
         return ClientSlot(module, shared, self.algorithm.fixed) if can_reset(module, shared) else None

@@ -32,7 +32,7 @@ class RemoteTraceback(Exception):
 
 
 class PoolWorker(ABC):
-    """One worker of a pool, as the engine sees it. It answers requests in order.
+    """The engine's handle of one worker process or actor, which answers requests in order.
 
     Attributes:
         ready: Whether it has loaded the worker object.
@@ -45,7 +45,7 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send a task and the blocks of shared tensors that it needs, or a worker object.
+        """Send the worker a task and the shared tensors that it needs, or the run's `Worker` object.
 
         Args:
             handle: The handle of the serialized task or worker object.
@@ -54,7 +54,7 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def answer(self) -> Answer:
-        """Return the next answer.
+        """Return the worker's answer to the oldest open request.
 
         Raises:
             WorkerLost: The worker ended or does not respond.
@@ -66,7 +66,7 @@ class PoolWorker(ABC):
 
 
 class PoolEngine(Engine):
-    """Distributes tasks to workers: the largest first, common tensors once per round, tasks of a lost worker again.
+    """Base class of engines with several workers: largest tasks first, shared tensors sent once, lost tasks repeated.
 
     Workers are started when there are tasks for them, and kept from round to round.
     """
@@ -79,7 +79,7 @@ class PoolEngine(Engine):
 
     @abstractmethod
     def size(self, worker: Worker) -> int:
-        """Return the number of workers for a worker object.
+        """Return the number of worker processes or actors for the run's `Worker` object.
 
         Raises:
             ConfigError: No worker can be started.
@@ -87,18 +87,18 @@ class PoolEngine(Engine):
 
     @abstractmethod
     def _start_worker(self) -> PoolWorker:
-        """Start a worker."""
+        """Start a worker process or actor, and return its handle."""
 
     @abstractmethod
     def _new_storage(self) -> Callable[[SerializedValue], Any]:
-        """Return a function that stores values where every worker can read them, as long as their handles exist."""
+        """Return a function that stores a value where all workers can read it, and returns a handle that keeps it."""
 
     @abstractmethod
     def _wait(self) -> Sequence[PoolWorker]:
         """Wait until workers have answered or are lost, and return them."""
 
     def check(self, worker: Worker) -> None:
-        """Check that the worker object can be serialized and that workers can be started.
+        """Check that the run's `Worker` object can be serialized and that workers can be started.
 
         Raises:
             ConfigError: One of the two fails.
@@ -107,7 +107,7 @@ class PoolEngine(Engine):
         serialize_worker(worker)
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield results as they arrive. Each worker has a few tasks queued.
+        """Send tasks to the workers, a few to each at a time, and yield the results as they arrive.
 
         Raises:
             ConfigError: The workers cannot load the worker object.
@@ -154,7 +154,7 @@ class PoolEngine(Engine):
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
-        """Make workers use a worker object, drop the tasks of an interrupted round, and return the pool's size."""
+        """Make workers load a `Worker` object, drop tasks of an interrupted round, and return the pool's size."""
         self._lost.clear()
         size = min(self.size(worker), len(worker.data.shards))
         for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:
@@ -177,7 +177,7 @@ class PoolEngine(Engine):
         pool_worker.end()
 
     def _assign(self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int]) -> None:
-        """Give the largest task to the worker with the least to do, until all queues are full."""
+        """Send the largest waiting task to the worker with the least queued work, until all queues are full."""
 
         def load(pool_worker: PoolWorker) -> int:
             return sum(work(task) for task in pool_worker.tasks)
@@ -224,7 +224,7 @@ class PoolEngine(Engine):
         return answer.result
 
     def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count a lost worker. Return the failure of the task it was running if that task is not tried again."""
+        """Count a lost worker. Return a failed result for its current task if that was lost too often to retry."""
         task = pool_worker.tasks[0] if pool_worker.tasks else None
         if task or not pool_worker.ready:
             self._lost[task.client if task else None] += 1
@@ -240,7 +240,7 @@ class PoolEngine(Engine):
 
 
 def serialize_worker(worker: Worker) -> SerializedValue:
-    """Serialize a worker object and the settings of this process.
+    """Serialize the run's `Worker` object and this process's torch and warning settings.
 
     Raises:
         ConfigError: It cannot be sent to another process.

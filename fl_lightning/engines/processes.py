@@ -80,7 +80,7 @@ class ProcessesEngine(PoolEngine):
         self._at_exit = util.Finalize(self, end_all, args=(self._pool_workers,), exitpriority=1)
 
     def size(self, worker: Worker) -> int:
-        """Return the number of processes.
+        """Return the number of worker processes.
 
         Raises:
             ConfigError: There is no such GPU, or clients do not train on GPUs.
@@ -124,7 +124,7 @@ class ProcessesEngine(PoolEngine):
 
 
 class Process(PoolWorker):
-    """A worker that is a process of this machine.
+    """A worker of the pool that is a process on this machine.
 
     Args:
         context: The `multiprocessing` context that starts it.
@@ -148,7 +148,7 @@ class Process(PoolWorker):
         theirs.close()
 
     def send(self, handle: Place, blocks: dict[int, Place] | None = None) -> None:
-        """Send a task or a worker object."""
+        """Send a task, or the run's `Worker` object, to the process through shared memory."""
         spans = None if blocks is None else {number: block.spans for number, block in blocks.items()}
         files = {block.file.fd for block in (blocks or {}).values()}
         self._expected += 1
@@ -158,7 +158,7 @@ class Process(PoolWorker):
             send(self.connection, (handle.spans, spans), handle.file.fd, *files)
 
     def answer(self) -> Answer:
-        """Copy the answer into this process's own memory."""
+        """Return the process's next answer, copied from shared memory."""
         try:
             spans, (file,) = receive(self.connection)
         except (EOFError, OSError, RuntimeError):  # it ended while it was sending
@@ -174,7 +174,7 @@ class Process(PoolWorker):
             self._process.kill()
 
     def end(self) -> None:
-        """Close the connection. The process ends when it notices, which is at once."""
+        """End the process by closing its connection. Kill it if it does not end in time."""
         self.connection.close()
         self._process.join(GRACE)
         if self._process.is_alive():
@@ -201,7 +201,7 @@ class Process(PoolWorker):
 
 
 def serve(connection: Connection, threads: int, trainer: dict[str, Any]) -> None:
-    """Run a worker process. It ends as soon as the connection is closed or the other side dies.
+    """Main function of a worker process. It ends as soon as the connection is closed or the other side dies.
 
     Only the main process handles SIGINT and SIGTERM. Tasks run outside of the main thread, so that Lightning installs
     no signal handlers either.
@@ -217,7 +217,7 @@ def serve(connection: Connection, threads: int, trainer: dict[str, Any]) -> None
 
 
 def work(connection: Connection, threads: int, trainer: dict[str, Any], requests: SimpleQueue[Request]) -> None:
-    """Answer requests until the process ends."""
+    """Answer requests, in a thread of the worker process, until the process ends."""
     try:
         torch.set_num_threads(threads)
         TaskServer(trainer).serve(requests.get, partial(reply, connection))
@@ -230,19 +230,19 @@ def work(connection: Connection, threads: int, trainer: dict[str, Any], requests
 
 
 def next_request(connection: Connection) -> Request:
-    """Return the next request."""
+    """Wait for the next request of the main process, and return it."""
     (spans, blocks), files = receive(connection)
     return Request(files[0].read(spans), None if blocks is None else partial(read_block, files[-1], blocks))
 
 
 def reply(connection: Connection, serialized: SerializedValue) -> None:
-    """Send an answer."""
+    """Send a serialized answer to the main process."""
     place = MemoryFile().append(serialized)
     send(connection, place.spans, place.file.fd)
 
 
 def read_block(file: MemoryFile, blocks: dict[int, list[Span]], block: int) -> list[Tensor]:
-    """Return the tensors of one block of shared tensors, without copying."""
+    """Return the tensors of one block of the round's shared tensors, as views of shared memory."""
     return deserialize(file.read(blocks[block]))
 
 
@@ -253,7 +253,7 @@ Span = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """The place of a serialized value: the file, and the span of each part."""
+    """The place of a serialized value: the file, and the byte range of each part in it."""
 
     file: MemoryFile
     spans: list[Span]
@@ -271,7 +271,7 @@ class MemoryFile:
         self._end = 0
 
     def append(self, serialized: SerializedValue) -> Place:
-        """Append a serialized value."""
+        """Append a serialized value to the file, and return its place."""
         spans = []
         for part in serialized.parts:
             start = -(-self._end // ALIGNMENT) * ALIGNMENT
@@ -284,7 +284,7 @@ class MemoryFile:
         return Place(self, spans)
 
     def read(self, spans: list[Span]) -> list[np.ndarray]:
-        """Return parts without copying. Other processes do not see writes to them."""
+        """Return the bytes at these spans as arrays, without copying. Other processes do not see writes to them."""
         memory = np.frombuffer(mmap.mmap(self.fd, spans[-1][1], access=mmap.ACCESS_COPY), np.uint8)
         return [memory[start:end] for start, end in spans]
 
@@ -293,7 +293,7 @@ class MemoryFile:
 
 
 def new_file() -> int:
-    """Return an empty file without a name, in memory where the system supports it, otherwise on disk."""
+    """Return the descriptor of a new file without a name, in memory where the system supports it, otherwise on disk."""
     if sys.platform == "linux":
         return os.memfd_create("fl-lightning")
     with tempfile.TemporaryFile() as file:
@@ -301,14 +301,14 @@ def new_file() -> int:
 
 
 def send(connection: Connection, message: Any, *fds: int) -> None:
-    """Send a small message and open files."""
+    """Send a small message and open file descriptors to another process."""
     connection.send((message, len(fds)))
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         sendfds(channel, list(fds))
 
 
 def receive(connection: Connection) -> tuple[Any, list[MemoryFile]]:
-    """Receive what `send` sent."""
+    """Return the message and the open files that another process sent with `send`."""
     message, number = connection.recv()
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         return message, [MemoryFile(fd) for fd in recvfds(channel, number)]

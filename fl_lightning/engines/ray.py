@@ -101,7 +101,7 @@ class RayEngine(PoolEngine):
 
 
 class Actor(PoolWorker):
-    """A worker that is an actor of a Ray cluster.
+    """A worker of the pool that is an actor of a Ray cluster.
 
     Args:
         threads: Torch's threads, and so its cores.
@@ -115,11 +115,11 @@ class Actor(PoolWorker):
         self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # it sees only its own GPUs
 
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send a task or a worker object."""
+        """Send a task, or the run's `Worker` object, to the actor."""
         self.expected.append(self._actor.serve.remote(handle, blocks))
 
     def answer(self) -> Answer:
-        """Fetch the answer and copy it out of the object store."""
+        """Return the actor's next answer, copied from Ray's object store."""
         ray = import_ray()
         try:
             return deserialize(ray.get(self.expected.pop(0)), copy=True)
@@ -132,7 +132,7 @@ class Actor(PoolWorker):
 
 
 class RemoteServer:
-    """The actor: a `TaskServer` in a thread, since it serves several calls in one `Trainer.fit`.
+    """The class of the Ray actor: a `TaskServer` in a thread, so that several calls can share one `Trainer.fit`.
 
     Args:
         threads: Torch's threads.
@@ -147,7 +147,7 @@ class RemoteServer:
         threading.Thread(target=self._run, args=(threads, trainer), daemon=True).start()
 
     def serve(self, parts: list[np.ndarray], blocks: dict[int, Any] | None) -> list[np.ndarray]:
-        """Run a task on copies of its tensors, or load a worker object, whose data stay in the object store.
+        """Run a task on copies of its tensors, or load a `Worker` object without copying its data.
 
         The object store is read-only, and methods may change the tensors of a task.
         """
@@ -170,12 +170,12 @@ class RemoteServer:
 
 
 def read_block(blocks: dict[int, Any], block: int) -> list[torch.Tensor]:
-    """Return a copy of the tensors of one block."""
+    """Return the tensors of one block of the round's shared tensors, copied from Ray's object store."""
     return deserialize(import_ray().get(blocks[block]), copy=True)
 
 
 def places_on(node: dict[str, float], threads: int, gpus: float) -> int:
-    """Return how many workers fit on a machine with these resources."""
+    """Return how many workers with these numbers of threads and GPUs fit on a machine of the cluster."""
     rooms = [node.get("CPU", 0.0) // threads]
     if gpus:
         rooms.append(node.get("GPU", 0.0) // gpus if gpus >= 1 else node.get("GPU", 0.0) * (1 // gpus))
@@ -197,7 +197,7 @@ def import_ray() -> ModuleType:
 
 @contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """Keep the signal handlers. Ray's would end a run before it reaches a safe point."""
+    """Context that restores the signal handlers at its end. Ray's would end a run before it reaches a safe point."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

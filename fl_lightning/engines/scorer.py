@@ -15,7 +15,7 @@ from fl_lightning.evaluation.extra_metrics import measures_of
 
 
 class Scorer:
-    """Evaluates modules. Call it within `inference`.
+    """Evaluates client modules on the global test set or on clients' test splits. Call it within `inference`.
 
     Args:
         clients: The samples of each client.
@@ -34,7 +34,7 @@ class Scorer:
 
     @property
     def score_names(self) -> list[str]:
-        """Names of the metrics of a model."""
+        """Names of the metrics in each evaluation of a model."""
         sums = self.objective.sums(torch.zeros(1, self.data.num_classes), self.data.y_train[:1])
         return [*sums, *(measure.name for measure in self.measures)]
 

@@ -29,13 +29,13 @@ class SequentialEngine(Engine):
         self._fit: Fit | None = None
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Return the value of `work`, whose calls of `run` share a `Trainer.fit` if clients can share one."""
+        """Return the value of `work()`. Its calls of `run` share one `Trainer.fit` if clients can share one."""
         if self._worker is not worker:
             self._worker, self._can_share = worker, self.shared_fit and can_share_fit(worker)
         return run_shared_fit(worker, lambda fit: self._with(fit, work)) if self._can_share else work()
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Carry out tasks when their results are asked for."""
+        """Yield the results of tasks in order. Each task is run when its result is requested."""
         for task in tasks:
             yield worker.run(task, self._fit)
             if task.fit and not self._fit:

@@ -28,7 +28,7 @@ Block = Callable[[int], list[Tensor]]
 
 
 class SerializedValue:
-    """A serialized value.
+    """A value as a pickle and separate byte arrays for the elements of its tensors and arrays.
 
     Args:
         value: Anything that can be pickled. Strides of its CPU tensors, and which of them are the same, are kept.
@@ -51,7 +51,7 @@ class SerializedValue:
 
 
 def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: bool = False) -> Any:
-    """Return the value that was serialized.
+    """Return the value from the parts of its `SerializedValue`.
 
     Args:
         parts: The parts of the `SerializedValue`. Tensors are views of them, unless they are copied.
@@ -97,14 +97,14 @@ class _Pickler(pickle.Pickler):
 
 
 def rebuild_tensor(elements: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Return a tensor with these elements."""
+    """Return a tensor with this shape and stride over a buffer of its elements, without copying."""
     if not math.prod(shape):
         return torch.empty_strided(shape, stride, dtype=dtype)
     return as_tensor(elements, dtype).as_strided(shape, stride)
 
 
 def as_tensor(elements: Any, dtype: torch.dtype) -> Tensor:
-    """Return a buffer as a tensor without copying."""
+    """Return a one-dimensional tensor over a buffer, without copying."""
     with warnings.catch_warnings():  # Ray's bytes are read-only, and nothing writes to them
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(elements, dtype=dtype)
@@ -150,7 +150,7 @@ class SharedTensorStore:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a plain tensor in this machine's memory."""
+    """Return whether a value is an ordinary CPU tensor that requires no gradient."""
     return (
         type(value) is Tensor
         and value.layout == torch.strided

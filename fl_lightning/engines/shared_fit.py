@@ -1,4 +1,4 @@
-"""Several clients in one `Trainer.fit`, one after another. One batch of the Trainer is the whole fit of a client."""
+"""Several clients trained one after another in one `Trainer.fit`. The fit has one batch, in which all of them train."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 def can_share_fit(worker: Worker) -> bool:
-    """Return whether a client's fit within a shared fit equals its own fit.
+    """Return whether clients can be trained in one shared `Trainer.fit` with the same results as in separate fits.
 
     That is not so if the trainer or the module has parts for one fit, such as callbacks, own hooks or a gradient
     scaler.
@@ -43,7 +43,7 @@ def can_share_fit(worker: Worker) -> bool:
 
 
 def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
-    """Return the value of `work`, which trains clients in one `Trainer.fit`.
+    """Call `work` within one `Trainer.fit`, which all clients that it trains share, and return its value.
 
     Args:
         worker: The worker; `can_share_fit(worker)` is true.
@@ -59,7 +59,7 @@ def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
 
 
 class SharedFit(L.LightningModule):
-    """Trains clients one after another, each bit for bit as under its own `Trainer`.
+    """Trains clients one after another in one fit, each bit for bit as under its own `Trainer`.
 
     Starting a fit takes as long as ten steps of a small model, and Lightning's own loop looks for hooks and options in
     each step that a client's fit does not have.
@@ -83,14 +83,14 @@ class SharedFit(L.LightningModule):
         return []
 
     def train_dataloader(self) -> Iterable[int]:
-        """Return a loader with one batch per client."""
+        """Return a loader with a single batch, during which all clients are trained."""
         return range(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Do nothing. This hook runs in the precision context, which each step of a client enters by itself."""
+        """Do nothing: clients train in `on_train_batch_end`, outside of the precision context of this hook."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Run tasks."""
+        """Call `work`, which trains the clients, and store its value."""
         self.value = self.work(self.fit)
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
@@ -152,4 +152,4 @@ def configure_optimizer(module: ClientModule) -> tuple[torch.optim.Optimizer, Se
 
 
 def ignore_log(*args: Any, **options: Any) -> None:
-    """Replace `log` in a client's fit that has no logger."""
+    """Do nothing: replaces `log` of a client's module in a shared fit, which has no logger."""

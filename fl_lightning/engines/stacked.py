@@ -54,7 +54,7 @@ class StackedEngine(Engine):
         self.clients = clients
 
     def check(self, worker: Worker) -> None:
-        """Try a step of two clients.
+        """Check that clients can be stacked, by trying a training step of two clients.
 
         Raises:
             ConfigError: Something cannot be stacked; the message says what and why.
@@ -80,7 +80,7 @@ class StackedEngine(Engine):
             check_steps(clients, x[:8], y[:8])
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Take as many tasks as are stacked, train them, yield their results, and repeat."""
+        """Train tasks in groups of at most `clients`, and yield the results group by group."""
         arriving = iter(tasks)
         while taken := list(islice(arriving, min(self.clients, len(worker.data.shards)))):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
@@ -91,7 +91,7 @@ class StackedEngine(Engine):
 
 
 def fit_together(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
-    """Train the tasks of one round together and yield their results."""
+    """Train the clients of several tasks of one round together, and yield their results."""
     clients = []
     for task in tasks:
         try:
@@ -115,7 +115,7 @@ def fit_together(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
 
 
 def train_together(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
-    """Train clients together and return their final optimizer states, if those are kept."""
+    """Train clients as one batched model, and return their final optimizer states if those are kept."""
     stacked_fit = StackedFit(clients, worker.data.data, worker.idle_trainer)
     epochs = max(client.work.epochs for client in clients)
     trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.shown)

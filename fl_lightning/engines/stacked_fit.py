@@ -63,7 +63,7 @@ class Client:
 
     @classmethod
     def start(cls, worker: Worker, task: Task) -> Client:
-        """Return a client that is ready to start its fit."""
+        """Return the client of a task with its module, batches and random states, ready to start its fit."""
         module = worker.modules.receive(task)
         random_states = RandomStates(worker.device)
         batches = worker.client_data.batches(task)
@@ -77,13 +77,13 @@ class Client:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Use the client's own random state in the context; an error in it is the client's failure."""
+        """Context with the client's own random states. An error in it becomes the client's failure."""
         with self.catch_failure(), self.random_states.drawing():
             yield
 
     @contextmanager
     def catch_failure(self) -> Iterator[None]:
-        """Treat an error in the context as the client's failure."""
+        """Context in which an error becomes the client's failure."""
         try:
             yield
         except BaseException as error:
@@ -94,7 +94,7 @@ class Client:
 
 @dataclass
 class StackedBatch:
-    """The batches of one step, all of the same size.
+    """The batches of several clients for one step, all of the same size.
 
     Args:
         rows: Ascending rows of their clients.
@@ -112,7 +112,7 @@ class StackedBatch:
 
 
 class StackedFit(L.LightningModule):
-    """Trains clients together, each as `ClientModule` under its own `Trainer` would be.
+    """Trains several clients together as one batched model, each as a `Trainer` of its own would train it.
 
     The clients' weights and buffers are rows of stacked tensors. A step runs all clients that are in it as one batched
     model on views of the stacks, and one optimizer over the stacks then steps their rows.
@@ -147,7 +147,7 @@ class StackedFit(L.LightningModule):
         return optimizer if first.scheduler_factory is None else ([optimizer], [first.scheduler_factory(optimizer)])
 
     def optimizer_states(self) -> dict[int, Tensors]:
-        """Return the final optimizer state of each client."""
+        """Return the final optimizer state of each client, by client id."""
         return {client.task.client: self.blocks.state_of(row) for row, client in enumerate(self.clients)}
 
     # --- Hooks of the clients' modules ---
@@ -157,14 +157,14 @@ class StackedFit(L.LightningModule):
         return StackedBatches(self)
 
     def on_fit_start(self) -> None:
-        """Start the fit of each client."""
+        """Call `on_fit_start` of each client's module."""
         for client in self.clients:
             client.module.trainer = client.progress = ClientTrainerView(self.trainer, self.alone, client.work)  # type: ignore[assignment]
             with client.turn():
                 client.module.on_fit_start()
 
     def on_train_epoch_start(self) -> None:
-        """Start an epoch of each active client, and regroup clients if that changed them."""
+        """Call the active clients' `on_train_epoch_start`. Group clients again if that may have changed them."""
         self.begun = [client for client in self.clients if client.steps_in(self.current_epoch)]
         if self.hooked:
             for client in self.begun:
@@ -175,7 +175,7 @@ class StackedFit(L.LightningModule):
             self._look()
 
     def on_train_epoch_end(self) -> None:
-        """End the epoch of each client, and step the scheduler.
+        """Call `on_train_epoch_end` of the active clients' modules, and step the learning-rate scheduler.
 
         Raises:
             ConfigError: A step has changed what it may only read.
@@ -270,7 +270,7 @@ class StackedFit(L.LightningModule):
         optimizer.zero_grad()
 
     def _of(self, rows: list[int]) -> Tensors:
-        """Return the clients' weights, views if their rows are consecutive, and copies of their buffers, `(n, ...)`."""
+        """Return the stacked weights of some clients, as views if the rows are consecutive, and copies of buffers."""
         own, first = as_rows(rows, self.trainer.strategy.root_device), self.tensors[rows[0]]
         return {
             name: value[own].detach().requires_grad_() if first[name].requires_grad else value[own].clone()
@@ -278,7 +278,7 @@ class StackedFit(L.LightningModule):
         }
 
     def _set_gradients(self, rows: list[int], tensors: Tensors) -> None:
-        """Set the clipped gradients of each client, and its buffers as the step left them."""
+        """Clip and set the gradients of the clients in these rows, and store the buffers that the step updated."""
         gradients = {name: value.grad for name, value in tensors.items() if value.grad is not None}
         clip(gradients, self.alone.gradient_clip_val or 0.0, self.alone.gradient_clip_algorithm or "norm")
         self.blocks.set_gradients(rows, gradients)
@@ -287,14 +287,14 @@ class StackedFit(L.LightningModule):
                 self.stacks[name][as_rows(rows, value.device)] = value
 
     def _record(self, rows: list[int], output: StepOutput) -> None:
-        """Record the losses of each client."""
+        """Record the losses of a step in each client's module."""
         names = list(output.losses)
         values = torch.stack([at_least_float32(value.detach()) for value in output.losses.values()], dim=1)
         for row, own in zip(rows, values.unbind(), strict=True):
             self.clients[row].module.record(names, own)
 
     def _observe(self, rows: list[int], output: StepOutput, x: Tensor, y: Tensor) -> None:
-        """Let each client's shared knowledge observe its outputs, and regroup clients if that changed them."""
+        """Pass the step's outputs to `observe` of the clients' shared knowledge. Group clients again if it changed."""
         changed = False
         for i, row in enumerate(rows):
             module = self.clients[row].module
@@ -312,7 +312,7 @@ class StackedFit(L.LightningModule):
 
 
 class StackedBatches:
-    """One pass over the batches of all clients, batches of the same size together and larger sizes first.
+    """One epoch of all clients' batches. Batches of the same size are stacked, larger sizes first.
 
     Each client's batches keep their order. A step takes all clients whose next batch has the largest size among the
     waiting ones: first full batches, then incomplete last batches, size by size.
@@ -345,7 +345,7 @@ class StackedBatches:
 
 
 def overrides_epoch_hooks(module: ClientModule) -> bool:
-    """Return whether a client's module overrides a hook at the start or end of an epoch."""
+    """Return whether a client's module or a loss term overrides a hook at the start or end of an epoch."""
     kind, hooks = type(module), ("on_train_epoch_start", "on_train_epoch_end")
     if any(getattr(kind, hook) is not getattr(ClientModule, hook) for hook in hooks):
         return True

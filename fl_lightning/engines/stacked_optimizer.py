@@ -18,14 +18,14 @@ COUNTS = ("step", "eta", "mu", "mu_product")
 
 
 class Block(NamedTuple):
-    """Consecutive rows from `start` to `stop` (exclusive)."""
+    """A block of consecutive rows (clients) of the stacked weights, from `start` to `stop` (exclusive)."""
 
     start: int
     stop: int
 
 
 class BlockOptimizer:
-    """Steps rows of stacked weights as separate optimizers would.
+    """An optimizer of stacked weights that updates each row as a separate optimizer for that client would.
 
     The optimizers of `StackedEngine` treat each number of a parameter separately, except for counts such as the number
     of steps. So a block of rows that have taken the same steps is one parameter, a view of the stack. This is faster
@@ -62,11 +62,11 @@ class BlockOptimizer:
 
     @property
     def blocks(self) -> list[Block]:
-        """Return all blocks, in the order of their rows."""
+        """All blocks of rows, in the order of their rows."""
         return [Block(*bounds) for bounds in pairwise(self._cuts)]
 
     def set_gradients(self, rows: Sequence[int], gradients: Tensors) -> None:
-        """Set the gradients of the parameters for the next step.
+        """Set the gradients of some clients' rows for the next step.
 
         Args:
             rows: Some rows, ascending.
@@ -90,7 +90,7 @@ class BlockOptimizer:
         return kept
 
     def _stacked(self, started: Sequence[dict[int, Tensors]]) -> Tensors:
-        """Return the initial state of the rows as optimizer tensors."""
+        """Return the clients' initial optimizer states, stacked by block, in the format of `optimizer_tensors`."""
         tensors: Tensors = {}
         for number, (name, block) in enumerate(self._parameters):
             rows = [own.get(self.names.index(name), {}) for own in started[slice(*block)]]
@@ -114,7 +114,7 @@ class BlockOptimizer:
         ]
 
     def _arrange(self) -> None:
-        """Make the blocks the optimizer's parameters. A part of an earlier block keeps its state."""
+        """Make each block of rows a parameter of the optimizer. A part of an earlier block keeps its state."""
         before, self._parameters = self._parameters, {}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = []
@@ -141,12 +141,12 @@ def part(key: str, value: object, rows: slice) -> object:
 
 
 def counts(started: Tensors) -> dict[str, float]:
-    """Return the step counts of an initial optimizer state, or all of it if it has none."""
+    """Return the step counts in a client's initial optimizer state by key, with 0 for all other entries."""
     return {key: float(value) if key.partition("/")[2] in COUNTS else 0.0 for key, value in started.items()}
 
 
 def by_parameter(started: Tensors) -> dict[int, Tensors]:
-    """Return an initial optimizer state by the number of the parameter."""
+    """Return a client's initial optimizer state, grouped by parameter index."""
     parts: dict[int, Tensors] = {}
     for key, value in started.items():
         number, _, name = key.partition("/")

@@ -38,7 +38,7 @@ _HIDDEN = {ClientModule: _LIGHTNING | _FIT, L.LightningModule: _LIGHTNING, nn.Mo
 
 
 class StepOutput(NamedTuple):
-    """What a training step computes. Stacked, each tensor has a first dimension of clients.
+    """Output of a training step. In a stacked step, each tensor has a first dimension of clients.
 
     Attributes:
         loss: The sum of the losses.
@@ -54,7 +54,7 @@ class StepOutput(NamedTuple):
 
 
 class ClientStep(nn.Module):
-    """A client's training step: its module, and modules in plain attributes of its parts."""
+    """A client's training step as a module. It also registers modules in plain attributes of the client's module."""
 
     def __init__(self, client: ClientModule) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class ClientStep(nn.Module):
                     walked += leaf.modules()
 
     def forward(self, x: Tensor, y: Tensor) -> StepOutput:
-        """Run the backbone and the losses on a batch."""
+        """Return the losses, logits and features of the client's module on a batch."""
         step = self.client.step((x, y))
         losses = self.client.losses(step)
         return StepOutput(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
 
     def homes(self) -> list[tuple[dict[str, Any], str, str]]:
-        """Return the places of registered tensors: dict, key, name. A tensor may have several places."""
+        """Return where parameters and buffers are stored, as (dict, key, name). A tensor may be in several places."""
         names = {id(value): name for name, value in tensors_of(self)}
         return [
             (held, key, names[id(value)])
@@ -85,12 +85,12 @@ class ClientStep(nn.Module):
 
 
 def impure(path: str) -> ConfigError:
-    """Return the error about something that a step has changed."""
+    """Return the error for a training step that has changed something that it may only read."""
     return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
 
 
 class StepContents:
-    """The tensors and attributes that a client's step reads, at the time this is created.
+    """The tensors and attributes that a client's training step reads, at the time this object is created.
 
     Args:
         step: The step.
@@ -104,12 +104,12 @@ class StepContents:
         self.step, self.registered, self.plain = step, dict(tensors_of(step)), plain(step)
 
     def free(self) -> Tensors:
-        """Return the tensors in `plain` that are not registered under another name."""
+        """Return the tensors in plain attributes that are neither parameters nor buffers."""
         known = {id(value) for value in self.registered.values()}
         return {path: leaf for path, leaf in self.plain.items() if isinstance(leaf, Tensor) and id(leaf) not in known}
 
     def shape(self) -> dict[str, Any]:
-        """Return what clients must have in common to be stacked, by path."""
+        """Return the shapes, types and plain values that clients must have in common to be stacked, by path."""
         names = {id(value): name for name, value in self.registered.items()}
         named = dict(self.step.named_modules())
         modules = {id(module): name for name, module in named.items()}
@@ -125,30 +125,30 @@ class StepContents:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, then buffers, by name, including those that are not in the state dict."""
+    """Yield a module's parameters, then its buffers, with their names, including those not in the state dict."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module besides parameters, buffers and submodules."""
+    """Return a module's attributes that a step may read, without parameters, buffers and submodules."""
     hidden = next(names for kind, names in _HIDDEN.items() if isinstance(module, kind))
     return {name: value for name, value in vars(module).items() if name not in hidden}
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module and its parts by path, with containers flattened."""
+    """Return the plain attributes of a module and its submodules by path, with containers flattened."""
     held = {f"{name}.": attributes(part) for name, part in module.named_modules()}
     return {name + path: leaf for name, values in held.items() for path, leaf in leaves(values).items()}
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
-    """Return everything that a module and its parts hold, registered or plain, by path."""
+    """Return the parameters, buffers and plain attributes of a module and its submodules by path."""
     return {**dict(tensors_of(module)), **plain(module)}
 
 
 def versions(held: Mapping[str, Any]) -> dict[str, int]:
-    """Return how often each tensor was written to."""
+    """Return how often each tensor was written to in place, by path."""
     return {path: leaf._version for path, leaf in held.items() if isinstance(leaf, Tensor)}
 
 
@@ -167,7 +167,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
-    """Return a value with its tensors replaced, in containers of the same kind."""
+    """Return an attribute's value with the tensors in it replaced, in new containers of the same kind."""
     if isinstance(value, Tensor):
         other = alias(value)
         return free.get(path, value) if other is None else other
@@ -186,7 +186,7 @@ def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two leaves are the same object or equal plain values."""
+    """Return whether two attribute values are the same object or equal plain values."""
     if one is other:
         return True
     try:
@@ -196,7 +196,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Return the first path at which the leaves differ, or None."""
+    """Return the first path at which two dicts of attribute values differ; None if they are equal."""
     if one.keys() != other.keys():
         return sorted(one.keys() ^ other.keys())[0]
     return next((path for path, leaf in one.items() if not same(leaf, other[path])), None)
@@ -229,7 +229,7 @@ class StackedStep:
         self.written = versions({**self.constants, **self.free})
 
     def __call__(self, backbone: Tensors, chosen: list[int], x: Tensor, y: Tensor) -> StepOutput:
-        """Run a step of some of the clients.
+        """Run a training step of some of the clients as one batched call.
 
         Args:
             backbone: Weights and buffers of the backbone by name, `(n, ...)`. The buffers are updated.
@@ -260,7 +260,7 @@ class StackedStep:
         return output
 
     def verify(self) -> None:
-        """Check that no step has changed what it may only read. Called once after all steps.
+        """Check that the steps so far have changed no tensor or attribute that they may only read.
 
         Raises:
             ConfigError: A step has changed something.
@@ -271,7 +271,7 @@ class StackedStep:
 
     @contextmanager
     def _holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
-        """Put other tensors and a shared trainer into the module of the first client within the context.
+        """Context in which the first client's module holds other tensors and a trainer that all clients share.
 
         Raises:
             ConfigError: The step replaces one of them.
@@ -301,7 +301,7 @@ class StackedStep:
 
 
 class SharedTrainer:
-    """The trainer as a step of several clients sees it: without what differs between clients.
+    """View of the trainer for a step of several clients, without attributes that differ between clients.
 
     Args:
         trainer: The trainer of one client.
@@ -347,7 +347,7 @@ class ClientFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """Replace `F.dropout`."""
+        """Replacement for `F.dropout` that draws each client's mask from the client's own random state."""
         if not training or p in (0.0, 1.0):
             return F.dropout(input, p, training, inplace)
         self.used = True
@@ -362,7 +362,7 @@ class ClientFunctions(TorchFunctionMode):
         return input.mul_(own) if inplace else input * own
 
     def embedding(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kw: Any) -> Tensor:
-        """Replace `F.embedding`."""
+        """Replacement for `F.embedding` that keeps the padding vector out of every client's gradient."""
         vectors = F.embedding(input, weight, None, *args, **kw)
         if padding_idx is None:
             return vectors
@@ -372,7 +372,7 @@ class ClientFunctions(TorchFunctionMode):
 
 
 def as_rows(chosen: list[int], device: torch.device) -> Rows:
-    """Return ascending numbers as a slice if they are consecutive, otherwise as indices."""
+    """Return ascending row numbers as a slice if they are consecutive, otherwise as an index tensor."""
     if chosen[-1] - chosen[0] + 1 == len(chosen):
         return slice(chosen[0], chosen[-1] + 1)
     return torch.tensor(chosen, device=device)

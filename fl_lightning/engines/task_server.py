@@ -1,4 +1,4 @@
-"""The process side of a worker pool: receive workers and tasks, and send results back."""
+"""The worker-process side of a pool engine: receive a `Worker` object and tasks, and send results back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fl_lightning.engines.worker import Fit, Worker
 
 @dataclass(frozen=True)
 class Request:
-    """A request to run a task, or to load a worker object for the tasks that follow.
+    """A request to a worker process: run a task, or load a `Worker` object for the tasks that follow.
 
     Args:
         parts: The serialized task, or the worker object and the settings of its process.
@@ -68,7 +68,7 @@ def set_warning_filters(filters: list[Any]) -> None:
 
 
 def is_importable(category: Any) -> bool:
-    """Return whether another process can import a class."""
+    """Return whether another process can import a warning class by its name."""
     return (
         isinstance(category, type) and getattr(sys.modules.get(category.__module__), category.__name__, 0) is category
     )
@@ -116,7 +116,7 @@ class TaskServer:
     def _run_tasks(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
     ) -> Request:
-        """Run tasks, in one shared fit if possible, and return the next request for another worker object."""
+        """Run tasks, in one shared fit if possible, until another `Worker` object is requested. Return that request."""
 
         def work(fit: Fit | None = None) -> Request:
             while (request := receive()).block:
@@ -131,7 +131,7 @@ class TaskServer:
 
 
 def shares_fit(worker: Worker) -> bool:
-    """Return whether tasks can share a fit; an error in the check becomes each client's own failure."""
+    """Return whether a worker's tasks can share a fit; False on an error, which each client's own fit then reports."""
     try:
         return can_share_fit(worker)
     except BaseException:
@@ -141,7 +141,7 @@ def shares_fit(worker: Worker) -> bool:
 def run_task(
     worker: Worker, request: Request, fit: Fit | None, shown: list[warnings.WarningMessage]
 ) -> SerializedValue:
-    """Run a task and return the answer.
+    """Run the task in a request, and return the serialized answer.
 
     Args:
         worker: The worker.

@@ -73,7 +73,7 @@ def quiet_trainer(
 
 
 def obstacle_to_shared_fit(trainer: L.Trainer) -> tuple[str, str] | None:
-    """Return which option of a trainer prevents a shared fit, and why; None if there is none."""
+    """Return which trainer option keeps clients from sharing one fit, and why; None if no option does."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         return f"the callback {type(callback).__name__}", "it is for one fit, and all clients are in one"
     if trainer.accumulate_grad_batches != 1:
@@ -89,7 +89,7 @@ def obstacle_to_shared_fit(trainer: L.Trainer) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class LocalWork:
-    """The number of steps of a client in a fit.
+    """The number of training steps of a client in a fit, per epoch and in total.
 
     Args:
         per_epoch: Steps in each epoch except possibly the last.
@@ -101,7 +101,7 @@ class LocalWork:
 
     @classmethod
     def under(cls, trainer: L.Trainer, batches: int) -> LocalWork:
-        """Return the work under the limits of a trainer, given the number of batches per epoch."""
+        """Return a client's number of steps under a trainer's limits, given its number of batches per epoch."""
         limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
         per_epoch = min(batches, limit) if isinstance(limit, int) else batches
         bounds = (steps, per_epoch * (-1 if epochs is None else epochs))
@@ -109,11 +109,11 @@ class LocalWork:
 
     @property
     def epochs(self) -> int:
-        """Number of epochs that are started."""
+        """Number of epochs in the fit; the last one may be incomplete."""
         return math.ceil(self.steps / self.per_epoch)
 
     def steps_in(self, epoch: int) -> int:
-        """Number of steps in an epoch, counted from 0."""
+        """Return the number of steps in an epoch; epochs are counted from 0."""
         return max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
 
 
@@ -138,7 +138,7 @@ class ClientTrainerView:
 
 @contextmanager
 def inference(module: torch.nn.Module, trainer: L.Trainer) -> Iterator[None]:
-    """Put a module into eval mode on a trainer's device, in its precision, without gradients."""
+    """Context with a module in eval mode on a trainer's device, in the trainer's precision and without gradients."""
     device = trainer.strategy.root_device
     if device.type != "cpu":  # modules are built on the CPU, and `to` takes time
         module.to(device)

@@ -1,4 +1,4 @@
-"""Run one task: a client's download goes in, its upload comes out of one `Trainer.fit`.
+"""Runs one client's task: load the download, train in a `Trainer.fit`, evaluate, and return the upload.
 
 A `Task` and a `Worker` are picklable and complete, so that an engine can run them in any process on any machine and
 get the same bytes.
@@ -50,7 +50,7 @@ Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
 
 @dataclass
 class Worker:
-    """What all tasks of a run have in common. `run` carries out one task.
+    """The model, data and options that all tasks of a run share. `run` runs one client's task.
 
     Args:
         seed: The run's seed.
@@ -86,7 +86,7 @@ class Worker:
     client_callbacks: Sequence[Callback] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the constructor arguments. Everything else is built again in the receiving process."""
+        """Return the constructor arguments for pickling. The receiving process builds everything else again."""
         return {name: vars(self)[name] for name in self.__dataclass_fields__}
 
     @cached_property
@@ -114,7 +114,7 @@ class Worker:
 
     @cached_property
     def shown(self) -> set[str]:
-        """Warnings of fits that this process has already shown."""
+        """Texts of warnings during fits that this process has already shown."""
         return set()
 
     @cached_property
@@ -131,7 +131,7 @@ class Worker:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """The evaluation of modules."""
+        """The scorer, which evaluates client modules on test data."""
         return Scorer(self.client_data, self.metrics, self.positive_class)
 
     @property
@@ -140,7 +140,7 @@ class Worker:
         return (self.optimizer_state or self.algorithm.optimizer_state) == "kept"
 
     def check(self) -> None:
-        """Check everything that tasks depend on, before the first round.
+        """Check the options, the model, the optimizer and the metrics before the first round.
 
         Raises:
             ConfigError: The trainer's options, the model or the optimizer do not fit.
@@ -183,7 +183,7 @@ class Worker:
         check_measures(scorer.measures, objective, logits, y)
 
     def run(self, task: Task, fit: Fit | None = None) -> Result:
-        """Run a task. An error becomes part of the result, with the client, the round and its cause.
+        """Run a client's task and return its result. An error becomes part of the result, with client, round and cause.
 
         Args:
             task: The task.
@@ -199,7 +199,7 @@ class Worker:
             return failed_result(task, error)
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
-        """Train a module and return its optimizer."""
+        """Train a client's module with a `Trainer` of its own, and return its optimizer."""
         batches = self.client_data.batches(task)
         module.train()
         trainer = quiet_trainer(self.trainer, self.shown, self.client_callbacks)
@@ -211,7 +211,7 @@ class Worker:
         return trainer.optimizers[0]
 
     def finish(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> Result:
-        """Return the result of a task after its training, if any.
+        """Return the result of a task after its training, if any: the upload, client state, losses and scores.
 
         Args:
             task: The task.
@@ -247,5 +247,5 @@ class Worker:
 
 
 def on_cpu(memory: State) -> State:
-    """Return what a client keeps, on the CPU. Only participants have anything on a GPU."""
+    """Return a client state on the CPU, so that only clients in training use GPU memory."""
     return {name: {key: value.cpu() for key, value in tensors.items()} for name, tensors in memory.items()}

@@ -106,7 +106,7 @@ class CheckpointFolder:
         return target
 
     def flush(self, round: int) -> None:
-        """Write the checkpoint of a round to disk, where a power failure does not reach it.
+        """Flush the checkpoint of a round to disk, so that it survives a power failure.
 
         Raises:
             CheckpointError: Writing fails.
@@ -123,7 +123,7 @@ class CheckpointFolder:
             flush(path)
 
     def replace_fingerprint(self, round: int, fingerprint: Fingerprint) -> None:
-        """Replace the fingerprint of a valid checkpoint.
+        """Replace the run's fingerprint in the manifest of a round's valid checkpoint.
 
         Raises:
             CheckpointError: Writing fails.
@@ -193,7 +193,7 @@ class CheckpointFolder:
         return None
 
     def prune(self, keep: set[int]) -> None:
-        """Remove all checkpoints except those of the given rounds, and the partial files of killed processes."""
+        """Remove the partial files of killed processes, and all checkpoints except those of the given rounds."""
         for round in {*self.rounds(), *self._damaged} - keep:
             with suppress(FileNotFoundError):  # renaming is atomic: a kill leaves no partial checkpoint
                 self._folder(round).rename(self.path / f".writing-pruned-{round}")
@@ -206,7 +206,7 @@ class CheckpointFolder:
         return dict(self._manifest(round)["outside"])
 
     def named_files(self) -> set[str]:
-        """Return the client-state files that all checkpoints name. Unreadable manifests are skipped."""
+        """Return the client-state files that any checkpoint names. Unreadable manifests are skipped."""
         names: set[str] = set()
         for round in self.rounds():
             with suppress(Exception):  # a damaged file can fail in as many ways as there are bytes
@@ -214,7 +214,7 @@ class CheckpointFolder:
         return names
 
     def _manifest(self, round: int) -> dict[str, Any]:
-        """Read the manifest of a round and verify its checksum."""
+        """Return the manifest of a round's checkpoint, after its checksum was verified."""
         content = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
         if "seal" not in content:
             raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")
@@ -228,7 +228,7 @@ class CheckpointFolder:
 
 
 def _verify(base: Path, files: Mapping[str, str]) -> None:
-    """Compare files with their checksums."""
+    """Check that files match their checksums and lie within the folder `base`."""
     for name, checksum in files.items():
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts or any((base / part).is_symlink() for part in place.parents[:-1]):

@@ -40,7 +40,7 @@ class StoredState:
 
 
 class ClientStore(Mapping[int, State]):
-    """The states of the clients by client id. Clients without a state are left out.
+    """The states that clients keep between rounds, by client id. Clients without a state are left out.
 
     Each client has a safetensors file in `clients/` for each round it took part in, which is written once and never
     changed. With `disk`, the file is written when the client has finished, and memory-mapped when read. With `memory`,
@@ -85,7 +85,7 @@ class ClientStore(Mapping[int, State]):
             self.writer.submit(partial(self._write, stored))
 
     def end_round(self) -> None:
-        """Make the states that were stored during the round visible."""
+        """Make the client states that were stored during the round visible to readers."""
         for client, stored in self._pending.items():
             if stored.memory == {}:
                 self._stored.pop(client, None)
@@ -94,7 +94,7 @@ class ClientStore(Mapping[int, State]):
         self._pending = {}
 
     def with_peers(self, state: State, section: str | None) -> State:
-        """Return the shared state with one section of each client's state as `peer_<k>`, read on access.
+        """Return the shared state with one section of each client k's state added as `peer_<k>`, read on access.
 
         Other sections are not accessible. Without a section name, return the shared state itself.
         """
@@ -103,11 +103,11 @@ class ClientStore(Mapping[int, State]):
     # --- Checkpoints ---
 
     def snapshot(self) -> list[StoredState]:
-        """Return the current states, to be passed to `write`."""
+        """Return the current states of all clients, to be passed to `write`."""
         return list(self._stored.values())
 
     def write(self, snapshot: Iterable[StoredState]) -> dict[str, str]:
-        """Write the states that have no file yet, and return the checksums of all files. Runs in the writer's thread.
+        """Write client states without a file yet, and return the checksums of all files. Runs in the writer's thread.
 
         Raises:
             CheckpointError: Writing fails.
@@ -118,7 +118,7 @@ class ClientStore(Mapping[int, State]):
         return files
 
     def load(self, files: Mapping[str, str]) -> None:
-        """Replace all states by those in the files that a checkpoint names."""
+        """Replace all client states by those in the files that a checkpoint names."""
         self._mapped.cache_clear()
         self._stored, self._pending = {}, {}
         for file, checksum in files.items():
@@ -126,7 +126,7 @@ class ClientStore(Mapping[int, State]):
             self._stored[client_id(file)] = StoredState(file, memory, checksum)
 
     def prune(self, named: set[str]) -> None:
-        """Remove files that no checkpoint names, and the partial files of killed processes."""
+        """Remove client-state files that no checkpoint names, and the partial files of killed processes."""
         for pattern in ("client-*.safetensors", ".client-*.writing"):
             for path in (self.run_dir / FOLDER).glob(pattern):
                 if f"{FOLDER}/{path.name}" not in named:
@@ -159,7 +159,7 @@ class ClientStore(Mapping[int, State]):
 
 
 class WithPeers(dict[str, Tensors]):
-    """A shared state that reads the sections of peers on access; see `ClientStore.with_peers`."""
+    """A shared state that reads `peer_<k>` from client k's state on access; see `ClientStore.with_peers`."""
 
     def __init__(self, state: State, read_public: Callable[[int], Tensors]) -> None:
         super().__init__(state)

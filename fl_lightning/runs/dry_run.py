@@ -24,7 +24,7 @@ Shared knowledge and client state are used from the second round on.
 
 @contextmanager
 def temporary_run_dir(resume: bool) -> Iterator[Path]:
-    """Yield a run folder that is removed in the end.
+    """Context with a temporary run folder for a dry run. The folder is removed at the end.
 
     Raises:
         ConfigError: The run is to be resumed.
@@ -36,23 +36,23 @@ def temporary_run_dir(resume: bool) -> Iterator[Path]:
 
 
 def reduce_evaluation(evaluation: Evaluation) -> Evaluation:
-    """Return options of evaluation with few clients."""
+    """Return evaluation options for a dry run, in which few clients are evaluated."""
     return replace(evaluation, max_clients=min(evaluation.max_clients or CLIENTS, CLIENTS))
 
 
 def reduce_worker(worker: Worker) -> Worker:
-    """Return a worker with few samples and few training steps."""
+    """Return a worker for a dry run, in which clients have few samples and few training steps."""
     samples = train_samples(worker.batch_size, worker.algorithm.validation)
     return replace(worker, data=truncate_dataset(worker.data, samples), trainer=shorten_fit(worker.trainer))
 
 
 def train_samples(batch_size: int, validation: float) -> int:
-    """Return the number of training samples that a client needs for its batches and its validation split."""
+    """Return the number of training samples that a client needs in a dry run, with its validation split."""
     return math.ceil(BATCHES * batch_size / (1 - validation))
 
 
 def shorten_fit(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trainer's options with few steps. The number of epochs stays, because methods depend on it."""
+    """Return Trainer options for a dry run, with few steps. Epochs stay, because methods depend on their number."""
     steps, epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
     limits = {"max_steps": BATCHES if steps == -1 else min(steps, BATCHES), "limit_train_batches": BATCHES}
     return {**trainer, **limits, "max_epochs": 1 if epochs is None and steps == -1 else epochs}

@@ -30,7 +30,7 @@ MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The config, the data and the digest of the metrics of a run at a checkpoint.
+    """The config, the environment, and digests of the data and the metrics of a run at a checkpoint.
 
     Args:
         config: The resolved config with dotted keys. Empty for a run that was started from Python without a config.
@@ -102,7 +102,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Describe each changed key by its old and new value."""
+    """Return a text for each setting that differs between two configs, with its old and new value."""
     changed = [key for key in sorted(before.keys() | now.keys()) if not _are_equal(before.get(key), now.get(key))]
     outermost = [key for key in changed if not is_below(key, changed)]
     return {key: f"{key} ({before.get(key)} -> {now.get(key)})" for key in outermost}

@@ -47,7 +47,7 @@ def new_run_dir(name: str) -> Path:
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
-    """Lock a folder, so that only one process writes to it. It is created if it does not exist.
+    """Lock a run folder, so that only one process writes to it. It is created if it does not exist.
 
     The operating system releases the lock when the process ends, also if it is killed.
 
@@ -104,7 +104,7 @@ def lock_owner(folder: Path) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether the owner is a process of this machine that has ended, or cannot be read."""
+    """Return whether the text about a lock's owner is invalid, or names a process of this machine that has ended."""
     match = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", owner)
     if not match:
         return True
@@ -153,7 +153,7 @@ def refuse_existing_run(folder: Path) -> None:
 
 
 def refuse_lost_checkpoints(folder: Path) -> None:
-    """Refuse a run folder without checkpoints. Every run has one from its start.
+    """Refuse to resume in a folder without checkpoints if it holds a run. Every run has one from its start.
 
     Raises:
         CheckpointError: The folder holds files of a run.

@@ -10,7 +10,7 @@ from fl_lightning.core.task import Result
 
 
 def participants_per_round(wanted: int | None, clients: int, min_clients: int) -> int:
-    """Return the number of clients in a round; None means all clients.
+    """Return the number of clients that train in each round: `wanted`, or all clients if it is None.
 
     Raises:
         ConfigError: The number is not between 1 and `clients`, or is below `min_clients`.
@@ -24,7 +24,7 @@ def participants_per_round(wanted: int | None, clients: int, min_clients: int) -
 
 
 def has_upload(result: Result, on_client_failure: Literal["raise", "drop"]) -> bool:
-    """Return whether a client's upload can be aggregated. Warn if its failure is dropped.
+    """Return whether a client's result has an upload to aggregate. Warn if a failed client is dropped.
 
     Raises:
         ClientFailure: The client failed and `on_client_failure` is `raise`.
@@ -38,7 +38,7 @@ def has_upload(result: Result, on_client_failure: Literal["raise", "drop"]) -> b
 
 
 def require_uploads(round: int, uploads: int, participants: int, min_clients: int) -> None:
-    """Check that enough clients of a round are left.
+    """Check that at least `min_clients` clients of a round have an upload.
 
     Raises:
         TooFewClients: There are fewer uploads than `min_clients`.

@@ -30,7 +30,7 @@ def group_clients(counts: np.ndarray) -> np.ndarray:
 
 
 def write_counts(path: Path, data: FederatedData) -> None:
-    """Write a row per split and client: a column per class (or `samples`) and the client's name, if any."""
+    """Write `partition.csv`: a row per split and client with samples per class (or in total) and its name, if any."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]
@@ -43,7 +43,7 @@ def write_counts(path: Path, data: FederatedData) -> None:
 
 
 def read_counts(path: Path, split: str = "train") -> np.ndarray:
-    """Return the samples of each client and class, `(clients, C)`, of one split in `partition.csv`.
+    """Return the number of samples of each client and class, `(clients, C)`, in one split of `partition.csv`.
 
     Raises:
         ValueError: The file has another format.

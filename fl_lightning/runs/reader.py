@@ -181,7 +181,7 @@ def read_final(folder: Path) -> Figures | None:
 
 
 def complete_rounds(rows: Iterable[Row]) -> list[Row]:
-    """Return a run's metrics without incomplete lines, as a killed run may leave.
+    """Return the metrics of a run's complete rounds. A killed run may leave an incomplete line.
 
     Raises:
         ValueError: They are not rounds 1 to n in order.
@@ -264,7 +264,7 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
 
 
 def conditions(where: Where) -> dict[str, Any]:
-    """Return `where` as a mapping. Values in words are parsed as YAML.
+    """Return the conditions `where` as a mapping from settings to values. Values in words are parsed as YAML.
 
     Raises:
         ConfigError: A word is not of the form KEY=VALUE, or a key occurs twice.
@@ -355,7 +355,7 @@ def _run_row(run: Run) -> dict[str, Any]:
 
 
 def _class_name(path: Any) -> str:
-    """Return a class as on the command line: shipped and torch classes by name, others by path."""
+    """Return a class as on the command line: shipped and torch classes by name, others by import path."""
     package, _, rest = str(path).partition(".")
     return rest.rpartition(".")[2] if rest and package in ("fl_lightning", "torch", "lightning") else str(path)
 

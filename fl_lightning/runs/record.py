@@ -46,7 +46,7 @@ Keep = Callable[[list[int]], set[int]]
 
 
 class RecordedRun(Protocol):
-    """The part of a run that its record reads.
+    """The interface of a run that `Record` reads: its last finished round and the content of its checkpoints.
 
     Attributes:
         round: The last finished round.
@@ -274,7 +274,7 @@ class Record:
 
     @contextmanager
     def close_at_end(self, release: Callable[[], None]) -> Iterator[None]:
-        """Context of the rounds. Its end closes the loggers, and an error first writes a missing checkpoint.
+        """Context of a run's rounds. At its end the loggers are closed; after an error a missing checkpoint is written.
 
         Args:
             release: Called when the checkpoint is on disk, before the loggers are closed.
@@ -293,7 +293,7 @@ class Record:
             self.logger.finalize(status)
 
     def _flush_newest(self) -> None:
-        """Write the newest checkpoint to disk if it is not there yet, and remove the one that was kept in its place."""
+        """Flush the newest checkpoint to disk if necessary, and remove the older one that was kept until then."""
         with suppress(CheckpointError):  # the file system has failed, and the error of the run says so
             rounds = self.checkpoints.rounds()
             if rounds and rounds[0] != self._flushed_round:

@@ -157,7 +157,7 @@ def _signature(content: bytes, config: Mapping[str, Any], key: bytes) -> str:
 
 
 def _load_key(make: bool) -> bytes:
-    """Return the user's secret key."""
+    """Return the user's secret key for signing run configs. With `make`, create it if it does not exist."""
     configs = os.environ.get("XDG_CONFIG_HOME", "")
     path = (Path(configs) if os.path.isabs(configs) else Path.home() / ".config") / "fl-lightning" / "key"
     if make and not path.exists():
@@ -171,7 +171,7 @@ def _load_key(make: bool) -> bytes:
 
 
 def _create_key(path: Path) -> None:
-    """Create a key atomically. If several processes do so at once, the first one's key stays."""
+    """Create the user's signing key atomically. If several processes do so at once, the first one's key stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".key-{secrets.token_hex(8)}")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
