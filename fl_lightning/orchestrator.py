@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.algorithms.server import Server
+from fl_lightning.algorithms.server import Server, participants_per_round
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import logged_by_clients
@@ -38,8 +38,8 @@ from fl_lightning.loggers.collection import Loggers
 from fl_lightning.models import ModelFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
+from fl_lightning.runs.failed_clients import has_upload, require_uploads
 from fl_lightning.runs.folder import new_run_dir
-from fl_lightning.runs.participation import has_upload, participants_per_round, require_uploads
 from fl_lightning.runs.reader import Figures, Run
 from fl_lightning.runs.record import Keep, Record
 from fl_lightning.runs.signals import RunSignals

@@ -9,7 +9,7 @@ from torch import nn
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.optimizers import LRScales
-from fl_lightning.core.errors import blame
+from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.core.state_dicts import State
@@ -123,3 +123,17 @@ class Server:
 
         self.state = self.algorithm.aggregate(self.visible_state, uploads())
         self.memory.end_round()
+
+
+def participants_per_round(wanted: int | None, clients: int, min_clients: int) -> int:
+    """Return the number of clients that train in each round: `wanted`, or all clients if it is None.
+
+    Raises:
+        ConfigError: The number is not between 1 and `clients`, or is below `min_clients`.
+    """
+    per_round = clients if wanted is None else wanted
+    if not 1 <= per_round <= clients:
+        raise ConfigError(f"clients_per_round: {per_round} is not between 1 and scenario.clients, {clients}")
+    if min_clients > per_round:
+        raise ConfigError(f"min_clients: {min_clients} is above the {per_round} clients of a round")
+    return per_round

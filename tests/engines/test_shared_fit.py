@@ -211,6 +211,16 @@ def test_the_clients_of_a_round_share_a_fit(tmp_path, fits):
     assert [type(module) for module in fits] == [shared_fit.SharedFit] * 2
 
 
+def test_a_client_outside_of_a_round_has_its_own_fit(tmp_path, fits):
+    run = experiment(tmp_path)
+    run.load()
+    engine, tasks = SequentialEngine(), [task_of_round(run, 1, client) for client in (0, 1)]
+    (shared,) = run_tasks(engine, run.worker, tasks[:1])
+    (alone,) = engine.run(run.worker, tasks[:1])
+    assert [type(module) for module in fits] == [shared_fit.SharedFit, ClientModule]
+    assert same_bytes(shared.upload.tensors, alone.upload.tensors)
+
+
 def test_a_result_is_used_before_the_next_client_is_taken(tmp_path):
     run, events = experiment(tmp_path), []
     run.load()

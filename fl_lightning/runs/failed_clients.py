@@ -1,26 +1,12 @@
-"""Number of clients in a round, and treatment of clients that fail."""
+"""Decide what happens when clients of a round fail: raise, or continue with the others."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Literal
 
-from fl_lightning.core.errors import ConfigError, TooFewClients
+from fl_lightning.core.errors import TooFewClients
 from fl_lightning.core.task import Result
-
-
-def participants_per_round(wanted: int | None, clients: int, min_clients: int) -> int:
-    """Return the number of clients that train in each round: `wanted`, or all clients if it is None.
-
-    Raises:
-        ConfigError: The number is not between 1 and `clients`, or is below `min_clients`.
-    """
-    per_round = clients if wanted is None else wanted
-    if not 1 <= per_round <= clients:
-        raise ConfigError(f"clients_per_round: {per_round} is not between 1 and scenario.clients, {clients}")
-    if min_clients > per_round:
-        raise ConfigError(f"min_clients: {min_clients} is above the {per_round} clients of a round")
-    return per_round
 
 
 def has_upload(result: Result, on_client_failure: Literal["raise", "drop"]) -> bool:
