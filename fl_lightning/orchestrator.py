@@ -120,8 +120,7 @@ class FederatedOrchestrator:
         if scenario.clients is not None:  # otherwise the number comes from the data
             self._set_clients(scenario.clients)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
-        self.callbacks = with_defaults(callbacks or [])
-        self.round = 0
+        self.callbacks, self.round = with_defaults(callbacks or []), 0
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._signals = RunSignals(lambda: describe_progress(self, resumable=not self._is_dry_run))
         self._is_dry_run = False

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.engines.persistent_pickle import KeyPickler, KeyUnpickler
+
 M = TypeVar("M", bound=nn.Module)
 
 # What a deep copy takes over as it is, and pickle would refuse or look up by name.
@@ -66,9 +68,7 @@ class ModuleCopier(Generic[M]):
                 built[number] = original
             return built[number]
 
-        unpickler = pickle.Unpickler(io.BytesIO(self._structure))
-        unpickler.persistent_load = part  # type: ignore[method-assign]
-        return unpickler.load()
+        return KeyUnpickler(io.BytesIO(self._structure), part).load()
 
     def _pickle_structure(self) -> bytes:
         numbers: dict[int, int] = {}
@@ -83,9 +83,7 @@ class ModuleCopier(Generic[M]):
                 self._parts.append(value)
             return numbers[id(value)]
 
-        pickler = pickle.Pickler(stream := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = number_of  # type: ignore[method-assign]
-        pickler.dump(self._module)
+        KeyPickler(stream := io.BytesIO(), number_of, protocol=pickle.HIGHEST_PROTOCOL).dump(self._module)
         return stream.getvalue()
 
 

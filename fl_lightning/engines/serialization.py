@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fl_lightning.core.flat_tensors import owners
 from fl_lightning.core.task import Task
+from fl_lightning.engines.persistent_pickle import KeyUnpickler
 
 Block = Callable[[int], list[Tensor]]
 """Returns the tensors of one block of a `SharedTensorStore`."""
@@ -60,7 +61,6 @@ def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: b
     """
     pickled, *tensors = parts
     buffers = (as_tensor(part, torch.uint8).clone().numpy() if copy and len(part) else part for part in tensors)
-    unpickler = pickle.Unpickler(io.BytesIO(pickled.tobytes()), buffers=buffers)
     blocks: dict[int, list[Tensor]] = {}
 
     def shared_tensor(position: SharedPosition) -> Tensor:
@@ -69,8 +69,7 @@ def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: b
             blocks[position.block] = block(position.block)
         return blocks[position.block][position.item]
 
-    unpickler.persistent_load = shared_tensor  # type: ignore[method-assign]
-    return unpickler.load()
+    return KeyUnpickler(io.BytesIO(pickled.tobytes()), shared_tensor, buffers=buffers).load()
 
 
 class _Pickler(pickle.Pickler):

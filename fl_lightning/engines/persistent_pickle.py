@@ -1,0 +1,43 @@
+"""Pickle in which some objects are replaced by keys. In Python 3.13, the functions for that must be methods."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+
+class KeyPickler(pickle.Pickler):
+    """A pickler that writes keys instead of some objects.
+
+    Args:
+        file: The file to write to.
+        key_of: Returns the key of an object, or None if the object itself is pickled.
+        **options: Options of `pickle.Pickler`.
+    """
+
+    def __init__(self, file: Any, key_of: Callable[[Any], Any], **options: Any) -> None:
+        super().__init__(file, **options)
+        self._key_of = key_of
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return the key of an object, or None."""
+        return self._key_of(value)
+
+
+class KeyUnpickler(pickle.Unpickler):
+    """An unpickler of what a `KeyPickler` wrote.
+
+    Args:
+        file: The file to read.
+        load: Returns the object for a key.
+        **options: Options of `pickle.Unpickler`.
+    """
+
+    def __init__(self, file: Any, load: Callable[[Any], Any], **options: Any) -> None:
+        super().__init__(file, **options)
+        self._load = load
+
+    def persistent_load(self, key: Any) -> Any:
+        """Return the object for a key."""
+        return self._load(key)
