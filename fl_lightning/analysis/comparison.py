@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The settings with their own column. If `algorithm` has one, `algorithm.mu` has none and is shown there."""
+        """The settings that have a column. Options of a setting, such as `algorithm.mu`, are shown in its column."""
         return [key for key in self.keys if not is_below(key, self.keys)]
 
     @property

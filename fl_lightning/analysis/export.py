@@ -219,7 +219,7 @@ WEIGHTS_ONLY = (".pt", ".ckpt")
 
 
 def refuse_target(path: Path, prepare: bool = False) -> None:
-    """Check that a network can be written to a file. Called before the run is opened.
+    """Raise an error if a network cannot be exported to a file. Called before the run is opened.
 
     Args:
         path: The file.

@@ -75,7 +75,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A paper's table, or a part of it.
+    """A table of a paper, or a part of it: the published numbers, and the experiments that reproduce them.
 
     Args:
         name: The name of the file, without its suffix.

@@ -113,7 +113,7 @@ class Verdict:
 
     @cached_property
     def ahead(self) -> int:
-        """The number of seeds for which the claim's better row is ahead in our runs."""
+        """The number of seeds for which the method that is better in the paper is also better in our runs."""
         return sum(margin > 0 for margin in self.margins.values())
 
     @cached_property

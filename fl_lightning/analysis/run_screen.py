@@ -40,7 +40,7 @@ QUIET = 60.0
 
 @dataclass(frozen=True)
 class RunScreen:
-    """The screen of a run, for rich to print. It adapts to the terminal's width, colours and encoding.
+    """A terminal view of a run's progress and metrics, which rich prints in the terminal's width, colours and encoding.
 
     Args:
         status: The status of the run.

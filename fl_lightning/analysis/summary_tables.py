@@ -18,7 +18,7 @@ MOST_CLIENTS, ENDS = 100, 20
 
 
 def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
-    """Return the table at the end of a run: last and best metrics, R_acc, bytes, and the evaluated models.
+    """Return the table at the end of a run: last and best metrics, rounds to a target accuracy (R_acc), bytes sent.
 
     Args:
         summary: The run's summary, as `summarize` returns it.

@@ -34,7 +34,7 @@ class RunSignals(DeferredSignals):
             self.check()
 
     def check(self) -> None:
-        """Check that no signal has arrived.
+        """Raise an error if SIGINT or SIGTERM has arrived.
 
         Raises:
             Interrupted: SIGINT or SIGTERM has arrived.

@@ -291,7 +291,7 @@ class CriticalFL(Algorithm):
         return Message(masked.tensors, numbers)
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the mean of the uploaded models, and the detector updated with the clients' gradient norms."""
+        """Return the mean of the uploaded models, and the updated detector of critical learning periods."""
         norms: list[float] = []
 
         def record_norms() -> Iterator[Upload]:

@@ -396,7 +396,9 @@ class GlobalDiscrepancy(Aggregator):
 
 
 def review_ratio(now: Tensor, before: Tensor) -> float:
-    """Return the growth of the knowledge's variance (Eq. 5), `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`.
+    """Return how much the variance of the global class knowledge grew since the round before, relative to it (Eq. 5).
+
+    That is `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`.
 
     `σ²_{(j)}` is the variance of row j. The authors' code uses the unbiased variance. The factor `C / (C - 1)` cancels.
 
