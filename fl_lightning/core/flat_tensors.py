@@ -39,15 +39,17 @@ class Layout:
     def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new flat tensor of this layout: padding is zero, the entries are uninitialised."""
         flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
-        return flat.index_fill_(0, self._unused.to(device), 0.0)
+        if flat.device not in self._unused:
+            self._unused[flat.device] = self._unused[torch.device("cpu")].to(flat.device)
+        return flat.index_fill_(0, self._unused[flat.device], 0.0)
 
     @cached_property
-    def _unused(self) -> Tensor:
-        """The indices of padding elements in the flat tensor."""
+    def _unused(self) -> dict[torch.device, Tensor]:
+        """The places of unused elements, by the devices on which they were needed."""
         used = torch.zeros(sum(self.sizes), dtype=torch.bool)
         for part in used.split_with_sizes(self.sizes)[::2]:
             part.fill_(True)
-        return (~used).nonzero().flatten()
+        return {used.device: (~used).nonzero().flatten()}
 
     def views(self, flat: Tensor) -> Tensors:
         """Return the state dict's entries by name, as views of a flat tensor of this layout."""
