@@ -43,6 +43,10 @@ class Layout:
             self._unused[flat.device] = self._unused[torch.device("cpu")].to(flat.device)
         return flat.index_fill_(0, self._unused[flat.device], 0.0)
 
+    def __reduce__(self) -> Any:
+        """Serialize the fields only."""
+        return Layout, (self.shapes, self.sizes)
+
     @cached_property
     def _unused(self) -> dict[torch.device, Tensor]:
         """The places of unused elements, by the devices on which they were needed."""
