@@ -317,6 +317,7 @@ class Record:
             CheckpointError: A checkpoint could not be written.
         """
         self.writer.wait()
+        self._flush_newest()
         summary = summarize(self.csv.rows, targets)
         if model is not None:
             torch.save(model, io := BytesIO())
