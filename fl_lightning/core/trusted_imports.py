@@ -17,6 +17,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
+from types import GenericAlias
 from typing import Any
 
 from fl_lightning.core.config import flatten
@@ -144,7 +145,12 @@ def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
     found: dict[str, type] = {}
     for name in getattr(home, "__all__", vars(home)):
         value = getattr(home, name)
-        if inspect.isclass(value) and issubclass(value, bases) and value.__module__.startswith(root):
+        if (
+            inspect.isclass(value)
+            and not is_alias(value)
+            and issubclass(value, bases)
+            and value.__module__.startswith(root)
+        ):
             found |= {f"{module}.{name}": value, f"{value.__module__}.{name}": value}
     return found
 
