@@ -145,12 +145,8 @@ def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
     found: dict[str, type] = {}
     for name in getattr(home, "__all__", vars(home)):
         value = getattr(home, name)
-        if (
-            inspect.isclass(value)
-            and not is_alias(value)
-            and issubclass(value, bases)
-            and value.__module__.startswith(root)
-        ):
+        is_class = inspect.isclass(value) and not isinstance(value, GenericAlias)  # a class in Python 3.10
+        if is_class and issubclass(value, bases) and value.__module__.startswith(root):
             found |= {f"{module}.{name}": value, f"{value.__module__}.{name}": value}
     return found
 
