@@ -4,6 +4,7 @@ Means are computed in float64 and rounded to the entry's own type once, at the e
 to that client's weights bit for bit. Of integer entries (BatchNorm's `num_batches_tracked`) the largest is kept.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -248,7 +249,7 @@ def first_non_finite(tensors: Tensors) -> str | None:
     """Return the name of the first entry that holds NaN or Inf, or None. Usually synchronizes with a GPU once."""
     # A finite sum has finite terms, and takes a quarter of the time. The sum of finite terms may overflow.
     flat = as_flat(tensors)
-    if flat is not None and bool(flat.flat.sum().isfinite()):
+    if flat is not None and math.isfinite(flat.flat.sum().item()):
         return None
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in tensors.items():

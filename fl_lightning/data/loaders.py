@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -14,9 +13,6 @@ from fl_lightning.data.transforms import BatchTransform
 
 GATHERED = 1 << 20
 """Bytes of small batches that are gathered at a time, which is faster than one by one."""
-
-SPLIT = 32
-"""Batches whose indices are computed at a time."""
 
 
 class Batches:
@@ -52,19 +48,20 @@ class Batches:
 
     def indices(self) -> Iterable[Tensor]:
         """Yield the sample indices `(B,)` of each batch in one pass over the data, reshuffled if a seed is given."""
+        yield from self._order().split(self.batch_size) if self.length else ()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
+        for chosen in self._order().split(at_a_time * self.batch_size) if self.length else ():
+            x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
+            yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+
+    def _order(self) -> Tensor:
+        """Return the indices of all samples in the batches of one pass, on the device of the data."""
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
-        order = order.to(self.x.device)[: self.length * self.batch_size]  # one transfer per pass
-        for several in order.split(SPLIT * self.batch_size) if self.length else ():  # a fit may stop early
-            yield from several.split(self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        indices = iter(self.indices())
-        at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
-        while some := list(islice(indices, at_a_time)):
-            chosen, sizes = torch.cat(some), [len(index) for index in some]
-            yield from zip(self.x[chosen].split(sizes), self.y[chosen].split(sizes), strict=True)
+        return order.to(self.x.device)[: self.length * self.batch_size]
 
 
 class ReadyBatches:

@@ -28,7 +28,7 @@ class Engine(ABC):
 
         Args:
             worker: The worker object of the tasks.
-            work: A round, or any other work that calls `run`.
+            work: The rounds of a run, or any other work that calls `run`.
         """
         return work()
 

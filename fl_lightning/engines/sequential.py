@@ -14,7 +14,7 @@ from fl_lightning.engines.worker import Fit, Worker
 class SequentialEngine(Engine):
     """Trains clients one after another on the trainer's device, with memory for one client's training at a time.
 
-    All clients of a round share one `Trainer.fit`, because starting a fit takes time. The results are the same to the
+    All clients of a run share one `Trainer.fit`, because starting a fit takes time. The results are the same to the
     bit as with a fit for each client. Each client gets its own fit if the trainer has callbacks or other options that
     apply to one fit, or if the method has a client module of its own.
 

@@ -49,13 +49,21 @@ def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
         worker: The worker; `can_share_fit(worker)` is true.
         work: Runs any number of tasks. Its argument trains a client, as in `Worker.run`.
     """
-    clients = SharedFit(worker, work)
+    values: list[Value] = []
+    errors: list[BaseException] = []
+
+    def run(fit: Fit) -> None:
+        try:
+            values.append(work(fit))
+        except BaseException as error:
+            errors.append(error)  # Lightning would end the process for a KeyboardInterrupt
+
     trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.shown)
     with quiet_lightning(worker.shown):
-        trainer.fit(clients)
-    value: Value = clients.value
-    del clients.worker, clients.work, clients.value  # a used Trainer is a cycle that holds its module
-    return value
+        trainer.fit(SharedFit(worker, run))
+    for error in errors:
+        raise error
+    return values[0]
 
 
 class SharedFit(L.LightningModule):
@@ -67,16 +75,12 @@ class SharedFit(L.LightningModule):
     Args:
         worker: The worker; `can_share_fit(worker)` is true.
         work: Runs tasks. Its argument trains a client.
-
-    Attributes:
-        value: The value of `work`.
     """
 
-    def __init__(self, worker: Worker, work: Callable[[Fit], Any]) -> None:
+    def __init__(self, worker: Worker, work: Callable[[Fit], None]) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.worker, self.work = worker, work
-        self.value: Any = None
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return no optimizer: each client builds its own."""
@@ -90,8 +94,8 @@ class SharedFit(L.LightningModule):
         """Do nothing: clients train in `on_train_batch_end`, outside of the precision context of this hook."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Call `work`, which trains the clients, and store its value."""
-        self.value = self.work(self.fit)
+        """Call `work`, which trains the clients."""
+        self.work(self.fit)
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         """Train a client's module and return its optimizer."""

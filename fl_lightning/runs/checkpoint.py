@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -89,7 +89,7 @@ class CheckpointFolder:
                     "round": round,
                     "files": inside,
                     "outside": dict(files or {}),
-                    "seal": asdict(fingerprint or Fingerprint()),
+                    "seal": vars(fingerprint or Fingerprint()),
                 }
                 (partial / MANIFEST).write_text(_to_json(manifest))
                 if flushed:
@@ -130,7 +130,7 @@ class CheckpointFolder:
         """
         path = self._folder(round) / MANIFEST
         try:
-            write_atomically(path, _to_json(self._manifest(round) | {"seal": asdict(fingerprint)}))
+            write_atomically(path, _to_json(self._manifest(round) | {"seal": vars(fingerprint)}))
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {one_line(error)}") from error
 
@@ -245,7 +245,7 @@ def _checksum(path: Path) -> str:
 
 
 def _to_json(manifest: Mapping[str, Any]) -> str:
-    return json.dumps({**manifest, "checksum": _own_checksum(manifest)}, indent=1) + "\n"
+    return json.dumps({**manifest, "checksum": _own_checksum(manifest)}) + "\n"
 
 
 def _own_checksum(manifest: Mapping[str, Any]) -> str:

@@ -125,10 +125,16 @@ class ClientStore(Mapping[int, State]):
             memory = None if self.on_disk else copy_to_cpu(self._read(file))
             self._stored[client_id(file)] = StoredState(file, memory, checksum)
 
-    def prune(self, named: set[str]) -> None:
-        """Remove client-state files that no checkpoint names, and the partial files of killed processes."""
-        for pattern in ("client-*.safetensors", ".client-*.writing"):
-            for path in (self.run_dir / FOLDER).glob(pattern):
+    def prune(self, named_files: Callable[[], set[str]]) -> None:
+        """Remove client-state files that no checkpoint names, and the partial files of killed processes.
+
+        Args:
+            named_files: Returns the files that checkpoints name. It is only called if there are files.
+        """
+        patterns = "client-*.safetensors", ".client-*.writing"
+        if files := [path for pattern in patterns for path in (self.run_dir / FOLDER).glob(pattern)]:
+            named = named_files()
+            for path in files:
                 if f"{FOLDER}/{path.name}" not in named:
                     path.unlink()
 

@@ -258,7 +258,7 @@ class Record:
 
     def _prune(self, kept: set[int]) -> None:
         self.checkpoints.prune(kept)
-        self.memory.prune(self.checkpoints.named_files())
+        self.memory.prune(self.checkpoints.named_files)
 
     def ensure_checkpoint(self) -> None:
         """Write a checkpoint of the last finished round if its metrics are on disk and it has none.
