@@ -39,7 +39,7 @@ def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
 
 
 def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[object]) -> None:
-    """Raise an error for callbacks that are listed under the wrong key, and for objects that are not callbacks.
+    """Raise an error if an object is not a callback, or is listed under the wrong config key.
 
     Args:
         callbacks: Callbacks of the run.
@@ -57,7 +57,7 @@ def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[obj
 
 
 def describe_misplaced(kind: type) -> str | None:
-    """Return the error message for a callback class that is listed under the wrong key; None for other classes."""
+    """Return the error message for a callback class listed under the wrong config key; None for other classes."""
     if issubclass(kind, RoundCallback):
         return f"{kind.__name__} watches the run, not a client's fit. List it under callbacks."
     if issubclass(kind, Callback):

@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)")
 
 
 class Monitor(RoundCallback):
-    """Watch one metric in the rounds that are evaluated.
+    """Base class of callbacks that watch one metric, in the rounds that are evaluated.
 
     Args:
         monitor: The metric. By default `global/acc` or, for methods without a global model, `client/acc_mean`; without
@@ -141,7 +141,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
 
 
 def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> Row:
-    """Return the metrics that client callbacks logged in a round.
+    """Return the metrics that the Lightning callbacks of clients' fits logged in a round.
 
     Raises:
         ConfigError: One has the name of a metric of the run; the message names the first.

@@ -52,7 +52,7 @@ class Backbone(nn.Module):
 
 @contextmanager
 def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
-    """Record the inputs of named layers in this context. If a layer is called several times, its last input counts.
+    """Record the inputs of named layers inside a `with` block. If a layer is called again, its last input counts.
 
     Args:
         backbone: The network.
@@ -128,7 +128,7 @@ def with_encoder(module: nn.Module | None) -> Backbone:
 
 
 def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Module:
-    """Return a copy of a model's encoder in eval mode, without gradients. Contrastive losses compare with it.
+    """Return a copy of a model's encoder in eval mode, without gradients, for contrastive losses to compare with.
 
     Args:
         module: The model, a `Backbone`. It is not changed.

@@ -35,9 +35,9 @@ class ShuffleNetV2(Backbone):
 
 
 class MobileNetV2(Backbone):
-    """torchvision's MobileNet V2 (Sandler et al. 2018, width 1) with strides of 1 in its stem and second stage.
+    """torchvision's MobileNet V2 (Sandler et al. 2018) with strides of 1 in its stem and second stage.
 
-    2,236,682 parameters for colour images and 10 classes.
+    Width 1; 2,236,682 parameters for colour images and 10 classes.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 8.

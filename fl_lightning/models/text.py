@@ -77,7 +77,7 @@ class TextCNN(Backbone):
 
 
 class BiLSTM(Backbone):
-    """One bidirectional LSTM layer, its outputs averaged over the text: FedDW's extractor for IMDB.
+    """One bidirectional LSTM layer with outputs averaged over the text; FedDW's encoder for IMDB.
 
     Args:
         in_shape: `(length,)` token ids.

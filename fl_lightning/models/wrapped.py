@@ -105,7 +105,7 @@ def original_of(backbone: nn.Module) -> nn.Module:
 
 
 def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str) -> bool:
-    """Return whether a module's output is that of its head, unchanged, so that the module can be split there.
+    """Return whether a module returns the output of its head unchanged, so that the module can be split before it.
 
     It is called with two samples, in train mode and in eval mode. Equal numbers are not enough, because a `clamp` does
     not change small ones. The output must be the same tensor, not modified in place.
@@ -162,7 +162,7 @@ def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
 
 
 def build(path: str, arguments: dict[str, Any]) -> nn.Module:
-    """Import a class or function that builds an `nn.Module`, and return what it builds.
+    """Import a class or function by its path, and return the `nn.Module` that it builds.
 
     Raises:
         ConfigError: That fails, or the result is not an `nn.Module`.

@@ -39,7 +39,7 @@ def cosines(one: Tensor, other: Tensor) -> Tensor:
 
 
 def bipartition(similarity: Tensor) -> Tensor:
-    """Split clients into two groups by complete linkage.
+    """Split clients into two groups by complete-linkage clustering of their updates' cosine similarities.
 
     Args:
         similarity: `S`, `(m, m)`, m at least 2.
@@ -69,7 +69,7 @@ def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 
 
 class Splits(Aggregator):
-    """Average the uploads of each cluster, and split clusters whose mean update is small but some client's is large.
+    """Average uploads by cluster. Split a cluster if its mean update is small, but a client's is large.
 
     The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has ever uploaded
     (`heard`) and the `round`. The section `norms` holds, for each cluster before it was split, the norm of the `mean`
@@ -99,7 +99,7 @@ class Splits(Aggregator):
         return state[section(int(state["assignment"]["cluster"][client]))]
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Collect all uploads of the round, because clusters are split only after the last has arrived."""
+        """Return the list of all uploads of the round, because clusters are split after the last has arrived."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
@@ -217,6 +217,6 @@ class CFL(Algorithm):
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state, including the latest update, which places the client if its cluster splits later."""
+        """Return the client state with the latest update, which places an absent client if its cluster splits."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

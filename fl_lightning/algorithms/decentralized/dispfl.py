@@ -62,7 +62,7 @@ def search_rate(round: int, prune_rate: float, rounds: int) -> float:
 
 
 def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
-    """Return a mask whose `⌈α nnz⌉` smallest weights are replaced by the entries of highest score (Algorithm 2).
+    """Return a mask in which the `⌈α nnz⌉` smallest weights give way to the entries of highest score (Algorithm 2).
 
     An entry that was just dropped can come back. The number of entries in the mask does not change.
 
@@ -85,7 +85,7 @@ def scatter_values(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """Return the mean of each entry over the clients whose mask contains it (Eq. 4); 0 where no mask does.
+    """Return the mean of each weight over the clients whose mask contains it (Eq. 4); 0 if no mask contains it.
 
     Args:
         weights: The weights of each client, zero outside its mask.
@@ -138,7 +138,7 @@ def apply_masks(backbone: nn.Module, masks: Tensors) -> None:
 
 
 class DisPFL(PeerAlgorithm):
-    """Peers with sparse personalised models, averaged where masks overlap. Masks are searched again every round.
+    """Peers with sparse personalised models, averaged where their masks overlap. Masks change every round.
 
     In each round a client averages every entry of its mask over itself and the peers that have it. It trains within the
     mask, drops the smallest weights and adds other entries for the next round. The layers' densities are those of ERK.
@@ -178,9 +178,10 @@ class DisPFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the mean of the models, inside the client's new mask (lines 5-6). Before round 1, draw a random mask.
+        """Load the mean of the client's and its peers' models, inside its new mask. Before round 1, draw a mask.
 
-        If nothing was collected, the trained weights stay unmasked until the next fit begins.
+        These are lines 5-6 of Algorithm 1. If nothing was collected, the trained weights stay unmasked until the next
+        fit begins.
         """
         assert isinstance(module, MaskedModule)
         super().receive(module, download, memory)
@@ -195,7 +196,7 @@ class DisPFL(PeerAlgorithm):
             apply_masks(module.backbone, module.masks)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return each weight's mean over the masks that contain it (Eq. 4), and the mean of BatchNorm's statistics."""
+        """Return the mean of each weight over the clients whose mask contains it, and of BatchNorm's statistics."""
         messages = [own, *(upload.message for upload in received)]
         shapes = {name: value.shape for name, value in own.section("model").items()}
         masks = [message.section("masks") for message in messages]
@@ -211,7 +212,7 @@ class DisPFL(PeerAlgorithm):
         return mixed | weighted_mean(statistics, [1.0] * len(messages))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights inside the client's mask and the mask, then search the mask of its next round."""
+        """Return the client's mask and the weights inside it, then search the mask of its next round."""
         assert isinstance(module, MaskedModule)
         message = super().upload(module, batches, n_samples, num_classes)
         model = message.section("model")
@@ -247,7 +248,7 @@ class DisPFL(PeerAlgorithm):
 
 
 def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
-    """Return `|g|` of the summed loss over a client's data, for every weight inside and outside the mask."""
+    """Return `|g|` of the loss, summed over a client's data, for all weights inside and outside the mask."""
     parameters = dict(module.backbone.named_parameters())
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

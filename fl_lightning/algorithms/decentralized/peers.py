@@ -1,4 +1,4 @@
-"""The base class of methods without a server, and gossip averaging.
+"""Base class of methods without a server. It averages models between peers (gossip averaging).
 
 Every client publishes its trained model (`upload`). At the start of a round it collects what its peers published in
 earlier rounds. All clients of a round see the same publications, so results do not depend on their order. Only
@@ -68,7 +68,7 @@ class PeerAlgorithm(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return what a client collects in a round: its peers' published models, joined into one message."""
+        """Return one message with everything that a client collects in a round: its peers' published models."""
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
         own = publication(state, client)
         limit = self.peer_count(own)
@@ -78,7 +78,7 @@ class PeerAlgorithm(Algorithm):
         return bundle(self.collect(own, published, rng))
 
     def peer_count(self, own: Message) -> int | None:
-        """Return the number of peers that a client collects from in a round; None means all linked ones."""
+        """Return the number of peers that a client collects from in a round; None means all linked peers."""
         return self.n_com
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
@@ -118,7 +118,7 @@ class PeerAlgorithm(Algorithm):
         recall(module, memory)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the published message and, after training, the merged knowledge and terms' state.
+        """Return the client state: its published message and, after training, merged knowledge and loss-term states.
 
         The initial model is not part of it: the shared state holds it once.
         """
@@ -128,7 +128,7 @@ class PeerAlgorithm(Algorithm):
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the mean of all clients' latest models, for evaluation; absent clients keep their earlier ones."""
+        """Return the mean of all clients' latest models, for evaluation. Absent clients count with an earlier one."""
         first, model = "sums" not in state, state["model"]
         mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
         for client, message in uploads:
@@ -143,12 +143,12 @@ class PeerAlgorithm(Algorithm):
 
 
 def section(peer: int) -> str:
-    """Return the name under which the state and messages store what a peer published."""
+    """Return the key of a peer's published message in the state and in collected messages."""
     return f"peer_{peer}"
 
 
 def message_to_tensors(message: Message) -> Tensors:
-    """Convert a message to tensors only; a number of it becomes the tensor `number/<name>`."""
+    """Convert a message to a dict of tensors; each of its numbers becomes a tensor `number/<name>`."""
     return message.tensors | {
         f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
     }
@@ -161,7 +161,7 @@ def tensors_to_message(tensors: Tensors) -> Message:
 
 
 def publication(state: State, peer: int) -> Message:
-    """Return the message that a peer last published; before the peer has trained, with the initial model."""
+    """Return the message that a peer last published; it holds the initial model until the peer has trained."""
     return tensors_to_message(Message.pack({"model": state["untrained"]}).tensors | state[section(peer)])
 
 
@@ -173,7 +173,10 @@ def bundle(messages: Mapping[int, Message]) -> Message:
 
 
 def unbundle(message: Message) -> list[Upload]:
-    """Split a message from `bundle` into the peers' messages, in ascending order. Each needs a number of samples."""
+    """Split a message that `bundle` has joined into the peers' messages, in ascending order of their ids.
+
+    Every message needs a number, such as `n_samples`.
+    """
     peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
     uploads = []
     for peer in dict.fromkeys(peers):

@@ -78,7 +78,7 @@ class Torus(Graph):
 
 
 class ErdosRenyi(Graph):
-    """A random graph: each pair of clients is linked with the same probability, drawn once per run from its seed.
+    """A random graph: each pair of clients is linked with the same probability. It is drawn once per run.
 
     A client without links trains alone.
 
@@ -91,7 +91,7 @@ class ErdosRenyi(Graph):
         self.p = p
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return a random adjacency matrix drawn from `rng`, symmetric."""
+        """Return a random symmetric adjacency matrix, drawn from `rng`."""
         above = np.triu(rng.random((clients, clients)) < self.p, k=1)
         return above | above.T
 
@@ -110,7 +110,7 @@ class Adjacency(Graph):
         self.path = path
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the adjacency matrix in the file, without its diagonal."""
+        """Return the adjacency matrix from the file, with its diagonal cleared."""
         try:
             matrix = np.asarray(read_matrix(Path(self.path)))
         except (OSError, EOFError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""FedNH: a classification layer of class prototypes on the unit sphere, which only the server updates.
+"""FedNH: the classification layer consists of class prototypes on the unit sphere. Only the server updates them.
 
 Dai, Chen, Li, Heinecke, Sun, Xu: "Tackling Data Heterogeneity in Federated Learning with Class Prototypes", AAAI 2023,
 Algorithm 1.
@@ -112,7 +112,7 @@ class PrototypeAveraging(Aggregator):
 
 
 class FedNH(Algorithm):
-    """FedAvg with class prototypes as its classification layer, which only the server updates.
+    """FedAvg with class prototypes as the classification layer. Only the server updates the prototypes.
 
     The model's classification layer is replaced by one of scaled cosines. With `rho` 1 this is FedAvg with
     `weighting: uniform` and a fixed random layer, bit for bit.

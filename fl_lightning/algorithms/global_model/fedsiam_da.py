@@ -56,7 +56,7 @@ def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
 
 
 class SiameseAlignment(LossTerm):
-    """`μ L_stop`: the client's model and a trainable copy of the received one predict each other's outputs.
+    """`μ L_stop`: the client's model and a trained copy of the global one predict each other's features.
 
     Each step first updates the copy with its half of Eq. 7 (Eq. 8), with its own optimizer of the client's kind. Then
     it returns the client's half with the updated copy (Eq. 9). The copy starts from the received weights in each fit.
@@ -137,14 +137,14 @@ class HistoryContrast(LossTerm):
         self._earlier: list[nn.Module] = []  # a list keeps it out of the client's module
 
     def begin(self, module: ClientModule) -> None:
-        """Build the encoder of the client's model at the end of its last round, to compare with."""
+        """Build the earlier encoder to compare with: the client's encoder at the end of its last round."""
         self._earlier = []
         if self.active:
             earlier = frozen_encoder(module.backbone, self._kept)  # refuse a model without encoder before round 1
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """Copy the client's encoder at the start of each epoch after the first, to compare with."""
+        """From the second epoch on, take a copy of the client's current encoder as the earlier encoder."""
         if self.active and module.current_epoch > 0:
             self._earlier = [frozen_encoder(module.backbone)]
 
@@ -185,20 +185,20 @@ def dual_weights(models: Tensor) -> Tensor:
 
 
 class DualAggregation(Aggregator):
-    """Dual aggregation: weight clients by the cosine of their parameters with the unweighted mean (Eq. 13-16).
+    """Dual aggregation: weight clients by the cosine of their parameters with the unweighted mean.
 
-    BatchNorm's statistics are averaged with the same weights but do not enter the cosine. All uploads of a round are in
-    memory at once.
+    The weights are those of Eq. 13-16. BatchNorm's statistics are averaged with the same weights but do not enter the
+    cosine. All uploads of a round are in memory at once.
     """
 
     leaves = ("weights",)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Collect all uploads of the round, because the aggregation weights depend on their mean."""
+        """Return the list of all uploads of the round, because the aggregation weights depend on their mean."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return the mean of the clients' models by their weights, `w = Σ ξ_k w_k` (Eq. 16), and these weights."""
+        """Return the weighted mean of the clients' models, `w = Σ ξ_k w_k` (Eq. 16), and the weights `ξ_k`."""
         models = [upload.message.section("model") for upload in folded]
         weights = dual_weights(flatten(models))
         clients = torch.tensor([upload.client for upload in folded])
@@ -212,7 +212,7 @@ class DualAggregation(Aggregator):
 
 
 class FedSiamDA(Algorithm):
-    """Siamese training with a copy of the global model, away from the past model, and dual aggregation.
+    """Siamese training with a copy of the global model, contrast to the past model, and dual aggregation.
 
     With `mu` 0 and `aggregation: uniform` this is FedAvg with `weighting: uniform`, bit for bit. The model needs a
     projection and a predictor: `model.head.projection: 256`, `model.head.prediction: 256`.

@@ -57,7 +57,7 @@ def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
 
 
 def median_of_positive(values: Tensor) -> Tensor:
-    """Return the lower median of those values `(n,)` that are above 0, or 1 if there are none.
+    """Return the lower median of the positive values in `(n,)`, or 1 if no value is positive.
 
     As in `torch.median`, all values equal to the median share the gradient. No branch depends on the values, so that
     `vmap` works.

@@ -36,10 +36,11 @@ def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], 
 
 
 class ModelContrast(LossTerm):
-    """Model-contrastive loss (Eq. 3), times `μ`: pulls features to the received model's, away from earlier models'.
+    """Model-contrastive loss: pulls features towards the received model's and away from earlier models'.
 
-    The client keeps the encoders from the end of its last rounds, which never leave it. In its first round the received
-    encoder takes their place: the term is then `μ log 2` and has no gradient. All kept encoders are in eval mode.
+    The loss is Eq. 3, times `μ`. The client keeps the encoders from the end of its last rounds, which never leave it.
+    In its first round the received encoder takes their place: the term is then `μ log 2` and has no gradient. All kept
+    encoders are in eval mode.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.

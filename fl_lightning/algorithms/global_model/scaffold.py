@@ -78,7 +78,7 @@ class ControlVariates(LossTerm):
         self._corrections: Tensors = {}
 
     def load(self, server: Tensors) -> None:
-        """Store the received server's control variate `c`. Missing entries are zero."""
+        """Store the server's control variate `c` as received. Missing entries are zero."""
         self._server = server
 
     def recall(self, kept: Tensors) -> None:
@@ -165,7 +165,7 @@ def learning_rate(module: ClientModule) -> float:
 
 
 class SCAFFOLD(Algorithm):
-    """FedAvg that corrects each local step by the difference of the server's and the client's control variate.
+    """FedAvg that corrects each local step by the server's control variate minus the client's.
 
     In round 1, and with one local step of all clients in every round, this is FedAvg with `weighting: uniform`. It
     needs plain SGD. BatchNorm's statistics have no control variate.

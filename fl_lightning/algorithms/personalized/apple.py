@@ -68,7 +68,7 @@ def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
 
 
 def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a backbone's parameters that are mixed from all clients' cores, by name: those not frozen."""
+    """Return a backbone's trainable parameters by name. They are mixed from all clients' cores."""
     return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
 
 
@@ -179,7 +179,7 @@ class Cores(Aggregator):
 
 
 class APPLE(Algorithm):
-    """Clients train a core model each. A personalised model mixes all cores in ratios that the client learns.
+    """Each client trains a core model and learns the ratios in which its own model mixes all cores.
 
     The server keeps the last core of each client and does not average. The core of a client that has not trained yet is
     the initial model. With constant ratios of 1 for the own core and 0 otherwise, this is `Local`, bit for bit.

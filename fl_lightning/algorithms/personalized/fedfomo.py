@@ -76,7 +76,10 @@ def choose_models(
 
 
 class Affinities(Aggregator):
-    """Sum the benefits of clients' models to each other in a matrix, and record which clients have a model."""
+    """Keep a matrix of how much each client has benefited from every other client's models.
+
+    It also records which clients have uploaded a model.
+    """
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
         """Return, for each client that uploaded, the benefits of the models it received."""
@@ -181,7 +184,7 @@ class FedFomo(Algorithm):
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
-        """Return the benefit of each model to the client, `(M,)`. Afterwards the module's weights are arbitrary."""
+        """Return the benefit of each model to the client, `(M,)`. This overwrites the module's weights."""
 
         def loss(model: Tensors) -> float:
             load_weights(module.backbone, model)

@@ -79,7 +79,7 @@ class PrototypeAlignment(LossTerm):
         with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return `λ` times the distance to the class prototypes on a batch, or zero without prototypes."""
+        """Return `λ` times the distance of a batch's features to their class prototypes, or zero without prototypes."""
         values, known = self.prototypes.values, self.prototypes.known
         if values is None or known is None or step.features is None:
             return step.logits.new_zeros(())
@@ -136,7 +136,7 @@ class FedProto(Algorithm):
         super().__init__([PrototypeAlignment(lam, seen), *(loss_terms or [])])
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Replace the head by the nearest-prototype classifier, if `predict` asks for it and prototypes are known."""
+        """Replace the head by a nearest-prototype classifier, if `predict` is `prototypes` and prototypes are known."""
         (prototypes,) = (piece for piece in module.pieces() if isinstance(piece, Prototypes))
         if self.predict == "prototypes" and prototypes.values is not None and prototypes.known is not None:
             with_encoder(module.backbone).head = NearestPrototype(prototypes.values, prototypes.known)

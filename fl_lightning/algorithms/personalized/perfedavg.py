@@ -142,7 +142,7 @@ def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
 
 
 class PerFedAvg(Algorithm):
-    """Model-agnostic meta-learning of a global model that each client adapts with one local step of length alpha.
+    """Meta-learning (MAML) of a global model that each client adapts with local steps of length alpha.
 
     With `alpha: 0` this is FedAvg of the same weighting on the part `D'` of each batch.
 
@@ -178,6 +178,6 @@ class PerFedAvg(Algorithm):
         self.module_class = partial(MetaStep, alpha=alpha, delta=None if order == "first" else delta)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Adapt the model to the client with one gradient step on its training data."""
+        """Adapt the model to the client with `adapt_steps` gradient steps on its training data."""
         for _ in range(self.adapt_steps):
             adapt(module, batches, self.alpha)
