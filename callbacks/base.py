@@ -125,7 +125,7 @@ class RoundCallback:
         """
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the metrics that this callback adds, so that they can be used as a `monitor`.
+        """Return the names of the metrics that this callback adds, which a `monitor` may then watch.
 
         In a name, `<id>` stands for any whole number, as in `client_<id>/weight`. A `monitor` that no callback names is
         refused before the run begins, unless a user's callback adds metrics without naming them here.

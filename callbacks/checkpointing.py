@@ -55,9 +55,9 @@ class Checkpointing(Monitor):
         return value > best if self.mode == "max" else value < best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value of the watched metric, and its round."""
+        """Return the best value of the watched metric, and the round of that value."""
         return {"best": self.best, "best_round": self.best_round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value of the watched metric, and its round."""
+        """Restore the best value of the watched metric, and the round of that value."""
         self.best, self.best_round = state["best"], state["best_round"]

@@ -67,7 +67,7 @@ def describe_misplaced(kind: type) -> str | None:
 
 
 def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:
-    """Return a mapping from class name to callback; the second callback of a class is `<name>-2`."""
+    """Return the callbacks by class name; a second callback of the same class is named `<name>-2`."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:

@@ -190,5 +190,5 @@ def may_add_metrics(run: FederatedRun) -> bool:
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:
-    """Whether a callback defines one of these methods in a class that is not part of this package."""
+    """Return whether a user's class, not one of this package, defines one of the given methods for a callback."""
     return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

@@ -62,7 +62,7 @@ class RoundProgress(RoundCallback):
             self._bars.advance(self._clients)
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Advance the progress bar of rounds, or print a line. After the first round, print the engine's note."""
+        """Advance the progress bar of rounds, or print a line. After the first round, print the engine's message."""
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
         labels = {"global/acc": "global acc", "client/acc_mean": "client acc", "client/train_loss": "loss"}

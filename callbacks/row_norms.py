@@ -1,4 +1,4 @@
-"""Callback that compares the last layer's row norms with class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
+"""Callback that compares the last layer's row norms with clients' class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ OptimizerState = Literal["fresh", "kept"]
 
 
 class Algorithm(Capable):
-    """Base class of federated methods: loss terms, shared knowledge and an aggregator.
+    """Base class of federated methods, which combine loss terms, shared knowledge and an aggregator.
 
     Args:
         loss_terms: Loss terms in addition to the method's own.

@@ -102,7 +102,7 @@ class Server:
             yield self.algorithm.download(state, client, rng)
 
     def task(self, round: int, client: int, download: Message, **scores: bool) -> Task:
-        """Return the task of training one client in a round: its message, its kept state, and what to evaluate.
+        """Return the task to train one client in a round: the client's download, its state, and what to evaluate.
 
         Args:
             round: The round.
@@ -126,7 +126,7 @@ class Server:
 
 
 def participants_per_round(wanted: int | None, clients: int, min_clients: int) -> int:
-    """Return the number of clients that train in each round: `wanted`, or all clients if it is None.
+    """Return the number of clients that train in each round: `wanted` or, by default, all clients.
 
     Raises:
         ConfigError: The number is not between 1 and `clients`, or is below `min_clients`.

@@ -120,7 +120,7 @@ class Words(NamedTuple):
 
 
 class WordVectors(nn.Embedding):
-    """An embedding of token ids `(B, length)`. It returns `Words`.
+    """An embedding of token ids `(B, length)`. It returns `Words`: vectors, and a mask of real words.
 
     Args:
         in_shape: `(length,)`.

@@ -105,7 +105,7 @@ def original_of(backbone: nn.Module) -> nn.Module:
 
 
 def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str) -> bool:
-    """Return whether a module returns the output of its head unchanged, so that the module can be split before it.
+    """Return whether a module returns its head's output unchanged, so that it can be split before the head.
 
     It is called with two samples, in train mode and in eval mode. Equal numbers are not enough, because a `clamp` does
     not change small ones. The output must be the same tensor, not modified in place.

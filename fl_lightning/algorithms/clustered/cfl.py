@@ -143,7 +143,7 @@ class Splits(Aggregator):
 
 
 def group_by_cluster(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list[Upload]]]:
-    """Group uploads by their clients' clusters, and return `(cluster, uploads)` pairs in ascending order."""
+    """Group uploads by their client's cluster, and return `(cluster, uploads)` pairs in ascending order of clusters."""
     groups: dict[int, list[Upload]] = {}
     for upload in uploads:
         groups.setdefault(int(clusters[upload.client]), []).append(upload)
@@ -212,7 +212,7 @@ class CFL(Algorithm):
         return state | {section(0): state["model"], "assignment": assignment}
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the cluster's model, and note its weights to compute the client's update after training."""
+        """Load the cluster's model, and keep its weights to compute the client's update after training."""
         super().receive(module, download, memory)
         module.notes = {START: download.section("model")}
 

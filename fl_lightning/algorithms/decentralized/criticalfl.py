@@ -96,7 +96,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Average the client's model with the collected ones, and note the peers' gradient norms."""
+        """Average the client's model with the collected models, and store the peers' gradient norms."""
         super().receive(module, download, memory)
         assert isinstance(module, MeasuredModule)
         norms = [upload.message.numbers["gradient_norm"] for upload in unbundle(download)]

@@ -1,4 +1,4 @@
-"""DisPFL: peers with sparse personalised models, each with a mask that is searched during training.
+"""DisPFL: peers with sparse personalised models. Each model has a mask that changes during training.
 
 Dai, Shen, He, Tian, Tao: "DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized
 Sparse Training", ICML 2022, Algorithms 1 and 2. Densities of layers by ERK: Evci, Gale, Menick, Castro, Elsen:
@@ -57,7 +57,7 @@ def random_mask(shape: torch.Size, density: float) -> Tensor:
 
 
 def search_rate(round: int, prune_rate: float, rounds: int) -> float:
-    """Return the share of a mask's entries that is replaced in round t, `α_t = a/2 (1 + cos(π t / T))`; 0 from T on."""
+    """Return the share of mask entries that are replaced in round t, `α_t = a/2 (1 + cos(π t / T))`; 0 from T on."""
     return prune_rate / 2 * (1 + math.cos(math.pi * min(round, rounds) / rounds))
 
 
@@ -212,7 +212,7 @@ class DisPFL(PeerAlgorithm):
         return mixed | weighted_mean(statistics, [1.0] * len(messages))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the client's mask and the weights inside it, then search the mask of its next round."""
+        """Return the client's mask and the weights inside it, and compute the mask of its next round."""
         assert isinstance(module, MaskedModule)
         message = super().upload(module, batches, n_samples, num_classes)
         model = message.section("model")
@@ -232,7 +232,7 @@ class DisPFL(PeerAlgorithm):
         return super().remember(module, upload) | {NEXT: masks}
 
     def search_mask(self, module: MaskedModule, batches: Batches) -> Tensors:
-        """Return the masks of the client's next round. Before round 1 they do not change."""
+        """Return the masks of the client's next round. Before round 1, the masks do not change."""
         rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
         if not module.round or not rate or self.regrow == "none":
             return module.masks

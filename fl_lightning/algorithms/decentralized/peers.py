@@ -128,7 +128,7 @@ class PeerAlgorithm(Algorithm):
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the mean of all clients' latest models, for evaluation. Absent clients count with an earlier one."""
+        """Return the mean of all clients' latest models, including absent clients' earlier models, for evaluation."""
         first, model = "sums" not in state, state["model"]
         mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
         for client, message in uploads:
@@ -166,14 +166,14 @@ def publication(state: State, peer: int) -> Message:
 
 
 def bundle(messages: Mapping[int, Message]) -> Message:
-    """Join the messages of several peers into one message, with the prefix `peer_<id>/`."""
+    """Join several peers' messages into one message, in which their entries have the prefix `peer_<id>/`."""
     tensors = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.tensors.items()}
     numbers = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.numbers.items()}
     return Message(tensors, numbers)
 
 
 def unbundle(message: Message) -> list[Upload]:
-    """Split a message that `bundle` has joined into the peers' messages, in ascending order of their ids.
+    """Split a message made by `bundle` into the messages of the peers, in ascending order of their ids.
 
     Every message needs a number, such as `n_samples`.
     """

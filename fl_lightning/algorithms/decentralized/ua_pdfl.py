@@ -255,7 +255,7 @@ class UAPDFL(PeerAlgorithm):
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 
     def drops_out(self, gaps: Sequence[float]) -> bool:
-        """Return whether a client takes over the model of one random peer, because all peers' models are similar."""
+        """Return whether all peers' models are so similar that the client takes over the model of a random peer."""
         if not self.dropout or not gaps or self.th_i == 0:
             return False
         return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)

@@ -141,7 +141,7 @@ def mask_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
 
 
 class EntryMean(Aggregator):
-    """Average each entry of the model over the clients that sent it. Entries that no client sent are kept.
+    """Average each model entry over the clients that sent it. Entries that no client sent do not change.
 
     In a round, either all clients send whole models, or all send the result of `mask_entries`.
     """

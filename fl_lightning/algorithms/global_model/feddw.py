@@ -181,7 +181,7 @@ class DistillingWeights(LossTerm):
         self.soft_labels.load({"values": values})
 
     def begin(self, module: ClientModule) -> None:
-        """Check that the classification layer has no bias, and set this round's μ and first linearisation."""
+        """Check that the classification layer has no bias, and set μ and the linearisation for this round."""
         if classification_layer(module.backbone).bias is not None and not self.allow_bias:
             raise ConfigError(
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "

@@ -44,7 +44,7 @@ def negative_similarity(one: Tensor, other: Tensor) -> Tensor:
 
 
 def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
-    """Return one half of the siamese loss, `½ D-(p, sg(z))` (Eq. 6).
+    """Return one model's half of the siamese loss, `½ D-(p, sg(z))`, with a stop-gradient `sg` on `z` (Eq. 6).
 
     Eq. 7 is the sum of both halves, for the global model and for the client's model.
 
@@ -80,7 +80,7 @@ class SiameseAlignment(LossTerm):
         self._optimizer: torch.optim.Optimizer | None = None
 
     def begin(self, module: ClientModule) -> None:
-        """Copy the received global model, to be trained alongside the client's."""
+        """Copy the received global model, which is trained alongside the client's model."""
         if not self.active:
             return
         backbone = copy.deepcopy(with_encoder(module.backbone))
@@ -157,7 +157,7 @@ class HistoryContrast(LossTerm):
         self._kept = kept
 
     def forward(self, step: Step) -> Tensor:
-        """Return the contrast to the earlier model (Eq. 10) on a batch, or zero without an earlier model."""
+        """Return `μ L_hist` (Eq. 10), the mean cosine to the earlier model's features, or zero without this model."""
         if not self._earlier or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)

@@ -35,7 +35,7 @@ Review = Literal["interpolation", "literal"]
 
 
 def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
-    """Return a client's knowledge `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of class j (Section III-A).
+    """Return a client's structural knowledge `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of class j.
 
     Args:
         sums: `(C, C)`; row j is the sum of the logits of the client's samples of class j.
@@ -144,7 +144,7 @@ class ReferenceKnowledge(StructuralKnowledge):
 
 
 def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
-    """Return the class that computes structural knowledge: the paper's, or that of the authors' code."""
+    """Return the class that computes structural knowledge as in the paper, or as in the authors' code."""
     return ReferenceKnowledge if reference else StructuralKnowledge
 
 
@@ -424,7 +424,7 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes over which the authors' code sums variances: all that are known in the respective round."""
+    """Return the classes over which the authors' code sums variances: for each of the two rounds, all known classes."""
     return now, before
 
 

@@ -113,7 +113,7 @@ class HypersphericalUniformity(LossTerm):
         self.normalize_z, self.detach_sigma = normalize_z, detach_sigma
 
     def begin(self, module: ClientModule) -> None:
-        """Check that the backbone has an encoder."""
+        """Check that the model is a `Backbone`, which returns features."""
         if self.active:
             with_features(module.backbone)
 

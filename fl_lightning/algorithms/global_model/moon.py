@@ -68,7 +68,7 @@ class ModelContrast(LossTerm):
             self._previous = [frozen_encoder(module.backbone, kept) for kept in self._kept or [{}]]
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the encoders at the end of the client's last fits, as `<rounds ago>/<name>`."""
+        """Return the encoders at the end of the client's last fits, with names `<rounds ago>/<name>`."""
         if not self.active:
             return {}
         newest = with_encoder(module.backbone).encoder.state_dict()

@@ -118,7 +118,7 @@ class ControlVariates(LossTerm):
 
 
 def trainable_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return a module's parameters that are trained, by name. Each has a control variate."""
+    """Return a module's trainable parameters by name. Each has a control variate."""
     return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
 
 

@@ -73,7 +73,7 @@ def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class MixedModule(ClientModule):
-    """A client whose network is a mixture of core models. It trains its own core and the mixing ratios.
+    """A client's module whose network mixes core models. It trains the client's core and mixing ratios.
 
     The backbone holds the mixture, which is updated after each step. The gradients of the backbone's weights are passed
     on to the core and the ratios. Without other clients' cores it trains like a `ClientModule`.

@@ -101,7 +101,7 @@ class WeightDistribution(LossTerm):
         self.shares = class_shares(module.class_counts).to(module.device)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the regularizer at the current weights, or zero outside a fit."""
+        """Return the regularizer `λ ||p_i - p̃_i||_2` at the current weights, or zero outside a fit."""
         if self.shares is None or step.backbone is None:
             return step.logits.new_zeros(())
         weight = classification_layer(step.backbone).weight
@@ -189,7 +189,7 @@ class ClassWise(Aggregator):
         return (ClassShares(),) if self.distribution == "true" else ()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the entries of the state before round 1, in which every class model is the initial model."""
+        """Return the aggregator's state before round 1, in which every class model is the initial model."""
         if self.distribution == "weights":
             class_layer_name(model)  # refuse a model without one before round 1
         q = torch.ones(1, num_classes, dtype=torch.float64)

@@ -42,7 +42,7 @@ def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: 
 
 
 def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float, sigma: float) -> Tensor:
-    """Return HeurFedAMP's weights `ξ_ij` of the other clients' models for client i, by cosine, `(m,)`.
+    """Return HeurFedAMP's weights `ξ_ij` of the other clients' models in client i's mixture, from cosines, `(m,)`.
 
     `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, with h ≠ i.
 
@@ -122,7 +122,7 @@ class FedAMP(Algorithm):
         return Message.pack(sections)
 
     def cloud_model(self, state: State, client: int) -> Tensors:
-        """Return a client's mixture `u_i = Σ_j ξ_ij w_j`. Before it has trained, its own model is the initial one."""
+        """Return a client's mixture `u_i = Σ_j ξ_ij w_j`. If the client has not trained, `w_i` is the initial model."""
         own = state[f"peer_{client}"] if state["heard"]["ever"][client] else state["model"]
         peers = [j for j in state["heard"]["last"].nonzero()[:, 0].tolist() if j != client]
         if not peers:
@@ -147,7 +147,7 @@ class FedAMP(Algorithm):
 
 
 class HeurFedAMP(FedAMP):
-    """FedAMP with weights from cosines of models, not distances, and a constant weight of the own model.
+    """FedAMP with weights from cosines instead of distances, and a constant weight for a client's model.
 
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
 

@@ -62,7 +62,7 @@ def mixing_shares(benefits: Tensor) -> Tensor:
 def choose_models(
     row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator
 ) -> list[int]:
-    """Choose which clients' models a client is sent: those of highest affinity, or random ones to explore.
+    """Choose the other clients' models to send to a client: those of highest affinity, or random ones to explore.
 
     Args:
         row: The client's row of the affinity matrix, `(N,)`. Ties are broken at random.
@@ -159,7 +159,7 @@ class FedFomo(Algorithm):
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Load the mixture of the client's own and the received models, by their benefit to it (Eq. 3 and 4)."""
+        """Load the mixture of the client's own and the received models, weighted by their benefit (Eq. 3 and 4)."""
         previous, models = module.notes.pop(PREVIOUS), [self._copy_model(module), *module.notes.values()]
         peers = [int(name) for name in module.notes]
         benefits = self._benefits(module, previous, models, list(validation) or list(batches))

@@ -24,7 +24,7 @@ from fl_lightning.models.base import with_encoder, with_features
 
 
 class Prototypes(ClassMeans):
-    """The mean feature of each class, `(C, d)`, averaged over the clients that hold it (Eq. 3 and 6)."""
+    """The mean feature of each class, `(C, d)`, averaged over the clients with samples of it (Eq. 3, 6)."""
 
     name = "prototypes"
 
@@ -75,7 +75,7 @@ class PrototypeAlignment(LossTerm):
         self.prototypes = Prototypes(seen)
 
     def begin(self, module: ClientModule) -> None:
-        """Check that the backbone has an encoder for the features."""
+        """Check that the model is a `Backbone`, which returns features."""
         with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
@@ -108,7 +108,7 @@ class NearestPrototype(nn.Module):
 
 
 class FedProto(Algorithm):
-    """Clients keep personalised models and share class prototypes, which pull their features.
+    """Clients keep personalised models, and pull their features towards class prototypes that they share.
 
     With `lam` 0 this is `Local`, bit for bit. There is no global model.
 

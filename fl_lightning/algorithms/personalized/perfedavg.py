@@ -62,7 +62,7 @@ def meta_gradient(
 
 
 def split_batch(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, Tensor]]:
-    """Split a batch into parts whose sizes differ by at most one. A batch that is too small is repeated instead."""
+    """Split a batch into parts whose sizes differ by at most one. If it is too small, each part is the whole batch."""
     x, y = batch
     if len(y) < 2 * parts:
         return [batch] * parts
@@ -86,7 +86,7 @@ class MetaStep(ClientModule):
         self.alpha, self.delta = alpha, delta
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return a loss on a batch whose gradient is the meta-gradient."""
+        """Return a loss for a batch. The gradient of this loss is the meta-gradient."""
         seen: list[tuple[Step, dict[str, Tensor]]] = []
         own: Tensors = {name: p for name, p in self.backbone.named_parameters() if p.requires_grad}
         start = {name: p.detach().clone() for name, p in own.items()}
