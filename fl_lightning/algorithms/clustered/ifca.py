@@ -46,12 +46,12 @@ class ClusterFold(NamedTuple):
     """Running means of a round's uploads: over all participants and over those of each cluster.
 
     Attributes:
-        everybody: The mean of all uploads.
+        overall: The mean of all uploads.
         members: The mean of each cluster that was chosen.
         choices: Each participant and the cluster that it chose.
     """
 
-    everybody: RunningMean
+    overall: RunningMean
     members: dict[int, RunningMean]
     choices: list[tuple[int, int]]
 
@@ -80,7 +80,7 @@ class ClusterMeans(Aggregator):
         for upload in uploads:
             weight = upload.n_samples if self.weighting == "samples" else 1
             model, cluster = upload.message.section("model"), int(upload.message.numbers["cluster"])
-            folded.everybody.add(model, weight)
+            folded.overall.add(model, weight)
             folded.members.setdefault(cluster, RunningMean()).add(self.without_shared_layers(model), weight)
             folded.choices.append((upload.client, cluster))
         return folded
@@ -89,7 +89,7 @@ class ClusterMeans(Aggregator):
         """Return the mean model of each chosen cluster, the mean over all participants, and each client's choice."""
         clients, clusters = torch.tensor(folded.choices).T
         means = {section(cluster): mean.value() for cluster, mean in folded.members.items()}
-        return {"model": folded.everybody.value(), "choices": {"client": clients, "cluster": clusters}} | means
+        return {"model": folded.overall.value(), "choices": {"client": clients, "cluster": clusters}} | means
 
 
 class IFCA(Algorithm):

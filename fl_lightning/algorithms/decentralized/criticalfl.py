@@ -31,7 +31,7 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import State, pack_mask, parameter_names, unpack_mask
 
 CHANGED = "changed"
-"""The section of a publication with the mask of the entries that changed most, one bit each."""
+"""The section of a published message with the mask of the entries that changed most, one bit each."""
 
 PEER_NORMS = "peer_norms"
 """The section of a module's notes with the gradient norms of its peers."""

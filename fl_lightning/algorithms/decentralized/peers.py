@@ -1,8 +1,8 @@
 """Base class of methods without a server. It averages models between peers (gossip averaging).
 
 Every client publishes its trained model (`upload`). At the start of a round it collects what its peers published in
-earlier rounds. All clients of a round see the same publications, so results do not depend on their order. Only
-collected publications count as communication.
+earlier rounds. All clients of a round see the same published messages, so results do not depend on their order. Only
+collected messages count as communication.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import ExchangedMean, State, weighted_mean
 
 LAID_OUT = "laid_out"
-"""The section of the client state with its own last publication."""
+"""The section of the client state with the message that the client last published."""
 
 
 class PeerAlgorithm(Algorithm):
     """Gossip averaging, FedAvg between peers: each client averages its model with its peers', then trains.
 
-    This is the base of peer-to-peer methods. They override `collect` (which parts of the peers' publications a client
+    This is the base of peer-to-peer methods. They override `collect` (which parts of the peers' messages a client
     collects) and `mix` (how it combines them). Each client merges the shared knowledge of its peers and its own. The
     state's `model` is the mean of all clients' models, which no client has. It is only evaluated.
 
@@ -85,8 +85,8 @@ class PeerAlgorithm(Algorithm):
         """Return the parts of the peers' published messages that a client collects; by default everything.
 
         Args:
-            own: The client's own publication.
-            peers: The peers' publications by id, ascending.
+            own: The client's own published message.
+            peers: The peers' published messages by id, ascending.
             rng: Random numbers of this client and round.
         """
         return dict(peers)

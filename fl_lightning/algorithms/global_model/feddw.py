@@ -43,7 +43,7 @@ def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
         counts: Samples per class, `(C,)`.
 
     Returns:
-        `(C, C)`; rows of classes the client does not hold are zero.
+        `(C, C)`; rows of classes without samples on the client are zero.
     """
     return sums / counts.clamp(min=1)[:, None]
 

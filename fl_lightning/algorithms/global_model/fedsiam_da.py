@@ -58,7 +58,7 @@ def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
 class SiameseAlignment(LossTerm):
     """`μ L_stop`: the client's model and a trained copy of the global one predict each other's features.
 
-    Each step first updates the copy with its half of Eq. 7 (Eq. 8), with its own optimizer of the client's kind. Then
+    Each step first updates the copy with its half of Eq. 7 (Eq. 8), with its own optimizer, of the client's type. Then
     it returns the client's half with the updated copy (Eq. 9). The copy starts from the received weights in each fit.
     Without the stop-gradient this is Eq. 5's `μ ½ D-(z_global, z)`, and the received model is not trained.
 

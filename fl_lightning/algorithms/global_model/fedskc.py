@@ -43,7 +43,7 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
         silu: Whether to multiply by the sigmoid. The authors' code does not.
 
     Returns:
-        `(C, C)`; rows of classes the client does not hold are zero.
+        `(C, C)`; rows of classes without samples on the client are zero.
     """
     means = sums / counts.clamp(min=1)[:, None]
     return F.silu(means) if silu else means
@@ -52,15 +52,16 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
     """Return the global knowledge (Eq. 1): average each client's with those of similar clients, then over clients.
 
-    Only the clients that hold a class take part in it. With h holders, `min(M, h - 1)` neighbours are used.
+    The knowledge of a class is averaged over the clients with samples of it. For h such clients, `min(M, h - 1)`
+    neighbours are used.
 
     Args:
         local: `(K, C, C)` knowledge of the participants.
-        held: `(K, C)` bool, the classes that each client holds.
+        held: `(K, C)` bool, the classes that each client has samples of.
         similar_clients: M, the number of nearest clients that are averaged with each client.
 
     Returns:
-        Global knowledge `(C, C)` and the `(C,)` mask of classes that any client holds; other rows are zero.
+        Global knowledge `(C, C)` and the `(C,)` mask of classes with samples on any client; other rows are zero.
     """
     merged = torch.zeros_like(local[0])
     for j in range(held.shape[1]):
@@ -113,7 +114,7 @@ class StructuralKnowledge(SharedKnowledge):
 class ReferenceKnowledge(StructuralKnowledge):
     """Class-wise mean logits as in the authors' code: from the last local epoch, without the sigmoid.
 
-    The logits are observed during training. A class that no participant of the round holds becomes unknown.
+    The logits are summed during training. A class without samples among the round's participants becomes unknown.
 
     Args:
         similar_clients: M of Eq. 1.
@@ -319,7 +320,7 @@ def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale 
         local: `(K, C, C)` knowledge of the participants.
         held: `(K, C)` bool.
         knowledge: `(C, C)`, global.
-        scale: `share` uses the mean over the classes that a client holds, because the sum penalises clients with many.
+        scale: `share` uses the mean over a client's classes, because the sum penalises clients with many classes.
     """
     distances = (local.double() - knowledge.double()).norm(dim=2)
     total = (distances * held).sum(dim=1)

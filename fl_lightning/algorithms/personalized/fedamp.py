@@ -111,8 +111,8 @@ class FedAMP(Algorithm):
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and the record of clients that have uploaded: none."""
-        nobody = torch.zeros(clients, dtype=torch.bool)
-        return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": nobody, "ever": nobody}}
+        none = torch.zeros(clients, dtype=torch.bool)
+        return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": none, "ever": none}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: its cloud model (mixture) `u_i`, or no model before the first uploads."""

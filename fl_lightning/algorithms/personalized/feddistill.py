@@ -126,7 +126,7 @@ class FedDistill(Algorithm):
     Args:
         gamma: γ, the weight of the distillation.
         cumulative: As in FedGen's code, average a client's logits over all its rounds, with counts from 1 and rows of
-            zeros for classes that it does not hold.
+            zeros for classes without samples.
     """
 
     personal = ("",)

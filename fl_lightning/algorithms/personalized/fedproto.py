@@ -116,7 +116,7 @@ class FedProto(Algorithm):
 
     Args:
         lam: λ of Eq. 7, the weight of the distance to the prototypes. The distance is also averaged over features.
-        seen: The features that a client averages to prototypes: from a pass `after` training, or observed during
+        seen: The features that a client averages to prototypes: from a pass `after` training, or collected during
             training in the `last_epoch` (as in the authors' code) or the whole `round`.
         predict: Prediction of a client's model when it is evaluated or returned: by its `logits`, or by the nearest of
             the received `prototypes`.
