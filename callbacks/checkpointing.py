@@ -48,7 +48,7 @@ class Checkpointing(Monitor):
         value = self.watched(metrics)
         if value is not None and (self.best is None or self._better(value, self.best)):
             self.best, self.best_round = value, run.round
-        best = self.best_round or run.round  # evaluated now: `keep` is called when the checkpoint is on disk
+        best = self.best_round or run.round  # read now, because `keep` is called later, when the checkpoint is on disk
         run.save_checkpoint(keep=lambda rounds: {*rounds[: self.keep_last], best})
 
     def _better(self, value: float, best: float) -> bool:

@@ -46,7 +46,7 @@ def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[obj
         client_callbacks: Lightning callbacks of each client's fit.
 
     Raises:
-        ConfigError: One is misplaced; the message names it and its key.
+        ConfigError: A callback is listed under the wrong key. The message names the callback and the right key.
     """
     kinds = {"callbacks": (callbacks, RoundCallback), "client_callbacks": (client_callbacks, Callback)}
     for key, (given, kind) in kinds.items():

@@ -39,7 +39,7 @@ class EarlyStopping(Monitor):
         super().__init__(monitor, mode)
         check_positive("callbacks: EarlyStopping.", patience=patience)
         if not 0 <= min_delta < math.inf:
-            raise ConfigError(f"callbacks: EarlyStopping.min_delta: {min_delta} is not a number from 0 on")
+            raise ConfigError(f"callbacks: EarlyStopping.min_delta: {min_delta} is not a finite number of 0 or more")
         self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None
         self.waited = 0

@@ -32,8 +32,8 @@ class RoundFigure(RoundCallback):
 
     Each time, numbers are added to the round's metrics, and arrays and figure are written to the run folder as
     `figures/<name>/round-<n>.npz` and `.png`. Loggers that support images get the figure as `figures/<name>`.
-    Subclasses set `name`, override `measure`, `numbers` and `draw`, and name their numbers in `metrics`. Subclasses that
-    need the data of single clients also override `observe`.
+    Subclasses set `name`, override `measure`, `numbers` and `draw`, and name their numbers in `metrics`. To use data of
+    single clients, they also override `observe`.
 
     The files are written once. Checkpoints hold their SHA-256, and a resumed run warns of files that were changed or
     removed.

@@ -144,12 +144,12 @@ def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> Row:
     """Return the metrics that the Lightning callbacks of clients' fits logged in a round.
 
     Raises:
-        ConfigError: One has the name of a metric of the run; the message names the first.
+        ConfigError: A logged metric has the name of a metric of the run. The message has the first such name.
     """
     logged = logged_metrics(results)
     if taken := logged.keys() & set(round_metrics(run) if logged else ()):
         name = min(taken).partition("/")[2]
-        raise ConfigError(f"client_callbacks: one logs {name!r}, which is a metric of the run. Rename it.")
+        raise ConfigError(f"client_callbacks: a callback logs {name!r}, which is a metric of the run. Rename it.")
     return logged
 
 

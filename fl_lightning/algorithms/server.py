@@ -95,7 +95,7 @@ class Server:
 
     def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
         """Yield the message that each client in turn receives. A message is built only when it is requested."""
-        draws = type(self.algorithm).download is not Algorithm.download  # the base class does not
+        draws = type(self.algorithm).download is not Algorithm.download  # the base method draws nothing
         unused = generator(self.seed, Stream.DOWNLOAD, round)
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
             rng = generator(self.seed, Stream.DOWNLOAD, round, client) if draws else unused

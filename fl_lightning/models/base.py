@@ -101,7 +101,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
     layers = [module.classifier] if isinstance(module, Backbone) else list(module.modules())
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     if not linear:
-        raise ConfigError("model: this method needs a linear classification layer, and the model ends with none")
+        raise ConfigError("model: this method needs a linear classification layer. Use a model with one.")
     return linear[-1]
 
 
@@ -123,7 +123,7 @@ def with_encoder(module: nn.Module | None) -> Backbone:
         ConfigError: It is not a backbone, or its encoder and head cannot be called separately.
     """
     backbone = with_features(module)
-    _ = backbone.encoder  # a `FromModule` that is kept whole raises here
+    _ = backbone.encoder  # raises for a `FromModule` that cannot be split
     return backbone
 
 

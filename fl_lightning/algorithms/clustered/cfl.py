@@ -24,7 +24,7 @@ START = "start"
 """The section of a module's notes with the received weights."""
 
 LAST = "last_update"
-"""The section of the client state with its last update, which the server has received too."""
+"""The section of the client state with the client's last update, which the server has received too."""
 
 
 def update(start: Tensors, end: Tensors) -> Tensor:

@@ -34,7 +34,7 @@ CHANGED = "changed"
 """The section of a published message with the mask of the entries that changed most, one bit each."""
 
 PEER_NORMS = "peer_norms"
-"""The section of a module's notes with the gradient norms of its peers."""
+"""The section of a module's notes with the gradient norms of the client's peers."""
 
 
 class PeerCriticalFL(PeerAlgorithm):

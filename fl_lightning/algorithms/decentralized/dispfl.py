@@ -25,7 +25,7 @@ from fl_lightning.core.state_dicts import State, pack_mask, unpack_mask, weighte
 Regrow = Literal["gradient", "random", "none"]
 
 NEXT = "next_masks"
-"""The section of the client state with the mask of its next round."""
+"""The section of the client state with the mask of the client's next round."""
 
 # --- Masks -------------------------------------------------------------------------------------------------------
 

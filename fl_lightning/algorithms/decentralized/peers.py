@@ -63,7 +63,9 @@ class PeerAlgorithm(Algorithm):
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and the graph of the peers that clients can collect from."""
         if self.n_com is not None and self.n_com >= clients:
-            raise ConfigError(f"algorithm.n_com: {self.n_com} peers, but a client has only {clients - 1} others")
+            raise ConfigError(
+                f"algorithm.n_com: {self.n_com} peers, but a client has only {clients - 1} others. Decrease it."
+            )
         links = torch.from_numpy(self.graph.links(clients, rng))
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 

@@ -68,7 +68,9 @@ class Torus(Graph):
         """Return the adjacency matrix with links to the clients above, below, left and right on the grid."""
         rows = self.rows or max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
         if clients % rows:
-            raise ConfigError(f"algorithm.graph.rows: {clients} clients do not fill {rows} rows of equal length")
+            raise ConfigError(
+                f"algorithm.graph.rows: {clients} clients do not fill {rows} rows of equal length. Use a divisor."
+            )
         grid = np.arange(clients).reshape(rows, -1)
         links = np.zeros((clients, clients), dtype=bool)
         for axis in (0, 1):

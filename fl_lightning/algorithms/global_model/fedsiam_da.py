@@ -140,7 +140,7 @@ class HistoryContrast(LossTerm):
         """Build the earlier encoder to compare with: the client's encoder at the end of its last round."""
         self._earlier = []
         if self.active:
-            earlier = frozen_encoder(module.backbone, self._kept)  # refuse a model without encoder before round 1
+            earlier = frozen_encoder(module.backbone, self._kept)  # raises before round 1 if there is no encoder
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:

@@ -24,7 +24,7 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import RunningMean, State
 
 CONTROL = "control"
-"""The section of the state with `c`, and of an upload with `Δc`."""
+"""The section of the state with the server's control variate `c`, and of an upload with the change `Δc`."""
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------------------------
 

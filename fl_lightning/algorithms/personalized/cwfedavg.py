@@ -191,7 +191,7 @@ class ClassWise(Aggregator):
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the aggregator's state before round 1, in which every class model is the initial model."""
         if self.distribution == "weights":
-            class_layer_name(model)  # refuse a model without one before round 1
+            class_layer_name(model)  # before round 1, refuse a model without a classification layer
         q = torch.ones(1, num_classes, dtype=torch.float64)
         return {
             "sources": stack([model]),
@@ -294,9 +294,7 @@ def class_layer_name(model: Tensors) -> str:
     """
     matrices = [name for name, value in model.items() if name.startswith("head.") and value.ndim == 2]
     if not matrices:
-        raise ConfigError(
-            "model: class-wise averaging needs a `head` that ends with a linear layer, and the model has none"
-        )
+        raise ConfigError("model: class-wise averaging needs a `head` that ends with a linear layer. Use such a model.")
     return matrices[-1]
 
 

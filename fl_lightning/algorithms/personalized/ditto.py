@@ -23,7 +23,7 @@ from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import State, first_non_finite
 
 PERSONAL_MODEL = "personal_model"
-"""The section of the client state with `v`."""
+"""The section of the client state with the personalised model `v`."""
 
 
 class TwoModels(ClientModule):

@@ -21,10 +21,10 @@ from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.state_dicts import State
 
 LOCAL, WEIGHTS = "ala_local", "ala_weights"
-"""The sections of the client state with the top layers of its last model and the mixing weights."""
+"""The sections of the client state with the top layers of the client's last model and the mixing weights."""
 
 LAST = 10
-"""The number of passes that the test of convergence looks at."""
+"""Number of the last passes over the data by which convergence is tested."""
 
 
 def mix_models(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:

@@ -22,7 +22,7 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 
 UPLOADED = "uploaded"
-"""The section of the client state with its last upload, which the server has too."""
+"""The section of the client state with the client's last upload, which the server has too."""
 
 
 def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: float) -> Tensor:

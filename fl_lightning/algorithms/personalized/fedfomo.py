@@ -29,10 +29,10 @@ from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 from fl_lightning.evaluation.evaluation import evaluate
 
 UPLOADED = "uploaded"
-"""The section of the client state with its last upload, which is its model."""
+"""The section of the client state with the client's last upload, which is its model."""
 
 PREVIOUS = "fomo_previous"
-"""The section of the client state with the model from which its last training started."""
+"""The section of the client state with the model from which the client's last training started."""
 
 AFFINITY = "affinity"
 """The section of the state with the affinity matrix, and of uploads with the benefits of the received models."""
