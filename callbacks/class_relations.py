@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ClassRelations(RoundFigure):
-    """Draw the soft-label (SL) matrix and the class-relation (CR) matrix of the shared model (FedDW, Fig. 8).
+    """Draw the soft-label (SL) and the class-relation (CR) matrix of the shared model (FedDW, Fig. 8).
 
     SL is computed on the global test set for every method, so that runs can be compared. CR is shown after a softmax
     over rows. Logs `class_relations/distance`, the mean square of Eq. 11.

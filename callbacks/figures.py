@@ -28,7 +28,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class RoundFigure(RoundCallback):
-    """Base class of callbacks that write arrays and a figure every few rounds and after the last round.
+    """Base class of callbacks that write arrays and a figure every few rounds and after the last planned round.
 
     Each time, numbers are added to the round's metrics, and arrays and figure are written to the run folder as
     `figures/<name>/round-<n>.npz` and `.png`. Loggers that support images get the figure as `figures/<name>`.

@@ -33,7 +33,7 @@ class ClientStates(Protocol):
 
 
 class Server:
-    """The server: sample participants, make downloads, and turn uploads into the next shared state.
+    """The server: samples participants, builds downloads, and turns uploads into the next shared state.
 
     For decentralised methods it stands for the exchange between peers: downloads are made from what peers have
     published.

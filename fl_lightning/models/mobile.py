@@ -12,7 +12,7 @@ from fl_lightning.models.layers import GlobalAveragePool, Norm, image_shape, ini
 
 
 class ShuffleNetV2(Backbone):
-    """torchvision's ShuffleNet V2 (Ma et al. 2018, width 1) with a stem that keeps the size of small images.
+    """torchvision's ShuffleNet V2 (Ma et al. 2018, width 1) with a stem that keeps small images' size.
 
     1,263,854 parameters for colour images and 10 classes.
 

@@ -169,7 +169,7 @@ def leaving_clients(state: State, cluster: int, members: Sequence[Upload], updat
 
 
 class CFL(Algorithm):
-    """Clustered training that splits a cluster if the updates of its clients point in different directions.
+    """Clustered training that splits a cluster if its clients' updates point in different directions.
 
     All clients start in one cluster. If the norm of a cluster's mean update is below `eps1` and a member's norm is
     above `eps2`, complete linkage splits the cluster in two. Each part continues from the mean of its own members.

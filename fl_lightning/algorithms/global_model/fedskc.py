@@ -74,7 +74,7 @@ def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple
 
 
 class StructuralKnowledge(SharedKnowledge):
-    """Class-wise mean logits of the clients, merged by Eq. 1: `(C, C)` values, `(C,)` mask of known classes.
+    """Class-wise mean logits of the clients, merged (Eq. 1) to `(C, C)` values and a mask of known classes.
 
     Args:
         similar_clients: M of Eq. 1, 0 or more.
@@ -100,7 +100,7 @@ class StructuralKnowledge(SharedKnowledge):
         }
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's knowledge `c_k` and the mask of the classes that it has samples of."""
+        """Return the client's class-wise knowledge `c_k`, and the mask of the classes that it has samples of."""
         sums, counts = class_sums_over(batches, module, num_classes)
         return {"values": local_knowledge(sums, counts), "known": counts > 0}
 

@@ -71,7 +71,7 @@ def median_of_positive(values: Tensor) -> Tensor:
 
 
 class ClassifierVariance(LossTerm):
-    """`λ V` makes class probabilities vary over a batch, as much as one-hot predictions on balanced data do.
+    """`λ V` makes class probabilities vary over a batch as much as one-hot predictions on balanced data.
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.

@@ -1,4 +1,4 @@
-"""MOON: pull representations towards the global model's and away from those of the client's last model.
+"""MOON: pull representations towards the global model's and away from the client's last model's.
 
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021, Section 3.3.
 
@@ -93,7 +93,7 @@ class ModelContrast(LossTerm):
 
 
 class MOON(Algorithm):
-    """FedAvg that pulls features towards the global model's and away from those of the client's last model.
+    """FedAvg that pulls features towards the global model's and away from the client's last model's.
 
     With `mu` 0 this is FedAvg, bit for bit, and so is the first round of every client. The paper's network has a
     projection before the classification layer: `model.head.projection: 256`. Without it, features are compared
