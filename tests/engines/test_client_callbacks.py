@@ -148,7 +148,7 @@ def test_learning_rates_are_logged_even_in_a_fit_of_one_step(tmp_path):
 
 
 def test_a_name_that_the_run_has_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^client_callbacks: one logs 'acc_mean', which is a metric of the run"):
+    with pytest.raises(ConfigError, match=r"^client_callbacks: a callback logs 'acc_mean', which is a metric"):
         experiment(tmp_path, client_callbacks=[Watches()]).fit()
 
 

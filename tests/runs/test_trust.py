@@ -600,10 +600,10 @@ def test_worker_processes_find_own_modules(tmp_path):
     ("module", "message"),
     [
         ("subprocess.Popen", "neither an nn.Module class nor a function"),
-        ("os.system", "no function of Python's own"),
-        ("builtins.exec", "no function of Python's own"),
+        ("os.system", "a built-in function does not build"),
+        ("builtins.exec", "a built-in function does not build"),
         ("os.environ", "neither an nn.Module class nor a function"),
-        ("os", "os names nothing in a module; give package.module.Class"),
+        ("os", "os is not an import path such as package.module.Class"),
     ],
 )
 def test_objects_that_build_no_module_are_not_called(module, message, tmp_path):
@@ -617,7 +617,7 @@ def test_objects_that_build_no_module_are_not_called(module, message, tmp_path):
 def test_path_without_a_class_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "looked_at.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="looked_at names nothing in a module"):
+    with pytest.raises(ConfigError, match="looked_at is not an import path"):
         FromModule((1, 8, 8), 10, "looked_at", "fc")
 
 

@@ -29,7 +29,7 @@ def momentum_step(change: Tensor, momentum: Tensor, beta: float, nesterov: bool)
 
 
 class ServerMomentum(ServerStep):
-    """The server of FedAvgM, a step with momentum over the rounds: `v' = β v + Δ`.
+    """FedAvgM's server optimizer: a step with momentum `v' = β v + Δ`, with `Δ` the mean client update.
 
     Args:
         beta: β, in [0, 1).
