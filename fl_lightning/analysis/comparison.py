@@ -107,7 +107,7 @@ class Group:
         return _seeds(self.runs)
 
     def name_among(self, groups: Sequence[Group]) -> str:
-        """Return the value of the group's first setting as its name, or all values if another group has the same name."""
+        """Return the group's name: the value of its first setting, or of all settings if the first is not unique."""
         first, *_ = names = list(self.names.values()) or ["all runs"]
         unique = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
         return first if unique else " ".join(filter(None, names))
@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The settings that have a table column. The column of `algorithm` also shows nested settings (`algorithm.mu`)."""
+        """The settings that have a table column. Nested settings, such as `algorithm.mu`, are shown in the parent's."""
         return [key for key in self.keys if not is_below(key, self.keys)]
 
     @property

@@ -198,5 +198,5 @@ def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:
 
 
 def margin_needed(seeds: int, p: float = 0.05) -> float:
-    """Return the mean difference, in standard deviations, at which a paired t-test over `seeds` seeds has p value `p`."""
+    """Return the mean difference, in standard deviations, at which a paired t-test over `seeds` seeds gives `p`."""
     return float(stats.t.isf(p / 2, seeds - 1)) / math.sqrt(seeds)

@@ -101,7 +101,7 @@ class ResultTable:
         return "\n".join([*lines, *(f"\n{escape_markdown(note)}" for note in self.notes)])
 
     def _cells(self, escape: Callable[[str], str], bold: str) -> list[list[str]]:
-        """Return header and rows with escaped cells. Bold cells are inserted into the pattern `bold`, such as `**%s**`."""
+        """Return header and rows with escaped cells; bold cells are put into the pattern `bold`, such as `**%s**`."""
         rows = [
             [bold % escape(cell) if (i, j) in self.bold else escape(cell) for j, cell in enumerate(row)]
             for i, row in enumerate(self.rows)

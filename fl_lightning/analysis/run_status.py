@@ -55,7 +55,7 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time left: remaining rounds times `round_seconds`, minus the time spent in the current round."""
+        """The estimated seconds left: remaining rounds times `round_seconds`, minus the time since the last round."""
         if self.total is None or self.round_seconds is None or self.ended:
             return None
         left = max(self.total - len(self.run.rounds), 0)

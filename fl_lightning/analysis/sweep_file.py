@@ -230,7 +230,7 @@ def _metric(content: Any) -> tuple[str, bool]:
 
 
 def _pruner(content: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
-    """Return Optuna's pruner for W&B's `early_terminate: hyperband`, and the round from which trials are no longer pruned.
+    """Return Optuna's pruner for W&B's hyperband, and the round from which trials are no longer pruned.
 
     At rounds min_iter, min_iter * eta, ... the best 1/eta of the trials so far continue. This is a single bracket of
     successive halving; Optuna's HyperbandPruner would distribute the trials over several brackets.
@@ -315,7 +315,7 @@ def _default_distribution(description: Mapping[str, Any]) -> str:
 
 
 def _numeric_parameter(name: str, description: Mapping[str, Any]) -> Parameter:
-    """Return the parameter of a numeric distribution. Bounds of `log_uniform`, `q_log_uniform` are natural logarithms."""
+    """Return a parameter with a numeric distribution. Bounds of `log_uniform` and `q_log_uniform` are logarithms."""
     whole, log = name == "int_uniform", "log" in name
     low, high = (_number(key, description[key], whole) for key in BOUNDS)
     if low > high:

@@ -1,4 +1,4 @@
-"""Transforms of whole batches, on the batch's device."""
+"""Transforms of whole batches on the device of the batch: normalization, and random crop and flip of images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Normalize:
         self.changes = bool(mean or std)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalize a batch `(B, channels, height, width)`. Without mean and std, any shape is accepted."""
+        """Normalize a batch `(B, channels, height, width)`. Without mean and std, a batch may have any shape."""
         if x.dtype == torch.uint8:
             x = x.float().div_(255)
         if not self.changes:
@@ -46,7 +46,7 @@ class CropFlip:
         self.padding, self.per_sample = padding, per_sample
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Crop and flip a batch `(B, channels, height, width)` at random, with the global generator of its device."""
+        """Crop and flip a batch `(B, channels, height, width)` at random, with the device's global random generator."""
         batch, _, height, width = x.shape
         draws = batch if self.per_sample else 1
         top, left = torch.randint(0, 2 * self.padding + 1, (2, draws), device=x.device)

@@ -176,14 +176,14 @@ def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]
 
 
 def metrics(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """Return the values of each metric at some rounds of a run, None where missing. Metrics without values are left out."""
+    """Return the values of each metric at some rounds of a run, None where missing, without metrics that have none."""
     names = dict.fromkeys(name for row in run.rounds for name in row if name != "round")
     columns = {name: [round_number(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 
 def clients(run: Run, rounds: Sequence[int]) -> dict[str, Any]:
-    """Return the distribution of each metric over a run's clients: quantiles by round, and the values in the last round.
+    """Return the distribution of each metric over a run's clients: quantiles by round, and values in the last round.
 
     Raises:
         FileNotFoundError: `clients.csv` does not exist.
