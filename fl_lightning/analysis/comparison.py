@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The settings that have a table column. Nested settings, such as `algorithm.mu`, are shown in the parent's."""
+        """The settings that have a table column. `algorithm.mu` has none: it is shown in the column of `algorithm`."""
         return [key for key in self.keys if not is_below(key, self.keys)]
 
     @property
@@ -290,7 +290,7 @@ def _add_holm(differences: list[Difference | None]) -> list[Difference | None]:
 
 
 def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Difference | None:
-    """Return the mean difference of the metric's last value between a group and its reference; None without the latter.
+    """Return the mean difference of the metric's last value between a group and its reference group `base`.
 
     Runs are paired by their seed, and by the settings that vary inside one of the two groups.
     """
@@ -375,7 +375,7 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
 
 
 def _reference_groups(group: Group, groups: list[Group], other_keys: list[str], wanted: dict[str, Any]) -> list[Group]:
-    """Return the reference groups of a group: those with the settings `wanted` and equal values of `other_keys`."""
+    """Return the reference groups of a group: those that have the settings `wanted` and otherwise equal settings."""
     return [
         other
         for other in groups

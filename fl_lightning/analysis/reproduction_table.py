@@ -56,7 +56,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def format_ours(cell: Cell) -> str:
-    """Return our mean ± standard deviation in a cell (after `>` if it is a lower bound) and counts of missing runs."""
+    """Return our mean ± standard deviation in a cell (`>` marks a lower bound) and how many runs are done or failed."""
     count = sum(bool(one.reason) for one in cell.readings.values())
     failed = f"{count} failed" if count else ""
     if not cell.spread:

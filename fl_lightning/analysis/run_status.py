@@ -109,7 +109,7 @@ class RunMonitor:
         return stopped_early or run.config.get("rounds") == len(run.rounds)
 
     def _has_changed(self, name: str, number: int = 0) -> bool:
-        """Return whether a file of the run, or the given number, has changed since the last call for this file."""
+        """Return whether a file of the run, or the number of rounds to read in it, changed since the last call."""
         try:
             file = (self.folder / name).stat()
             now: object = file.st_ino, file.st_size, file.st_mtime_ns, number
@@ -127,7 +127,7 @@ class RunMonitor:
 
 
 def last_measured(path: Path, round: int) -> list[Row]:
-    """Return the rows of the last evaluated round in a `clients.csv`, at most round `round`, from the file's end."""
+    """Return the rows of the last evaluated round up to `round` in a `clients.csv`. Reads only the file's end."""
     size = TAIL
     with suppress(OSError, ValueError), open_file(path) as file:
         header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size

@@ -471,7 +471,7 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
 
 
 def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
-    """Write the config of the best setting's first complete trial to a file; return this trial, or None without one."""
+    """Write the config of the best setting's first complete trial, and return this trial; None if none is complete."""
     best = rank_settings(results, sweep.maximize)[0].complete
     if not best:
         return None

@@ -90,7 +90,7 @@ def refuse_nul(column: pd.Series, key: str) -> None:
 
 
 def refuse_not_finite(column: pd.Series, key: str) -> None:
-    """Raise a `ConfigError` if a table column has numbers that are not finite in `float32`, the dtype of tensors."""
+    """Raise a `ConfigError` if a table column has numbers that are NaN, Inf or too large for `float32`."""
     finite = finite_in_float32(column)
     if not finite.all():
         fix = ", which is not finite in float32. Correct the number, or remove the row"
@@ -204,7 +204,7 @@ class Samples:
         source: The argument for `_inputs`, which reads the inputs later.
         y: Labels of all samples.
         outputs: Number of the network's outputs.
-        client: The client of each sample; None if the data do not say.
+        client: The client of each sample; None if the data have no client ids.
         test: Boolean mask of the test samples; None to hold out a share.
     """
 

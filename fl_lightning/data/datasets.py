@@ -46,7 +46,7 @@ class LoadedData:
         evaluate: Custom scoring of a shared module on the prepared batches of the global test set; None for the
             usual metrics.
         client_train: The client of each training sample, `(n,)` integers or text, for the partition `ByClient`; None
-            if the data do not say.
+            if the data have no client ids.
         client_test: The client of each test sample. Requires `client_train`.
         schema: The columns of a table and their encoding; None for other data.
     """
@@ -112,7 +112,7 @@ class Dataset(ABC):
 
 @contextmanager
 def naming_class(who: str) -> Iterator[None]:
-    """Context manager: convert unexpected exceptions of a dataset or partition to a `ConfigError` that names the class."""
+    """Context manager: convert unexpected exceptions of a dataset or partition class to a `ConfigError` naming it."""
     try:
         yield
     except FLError:

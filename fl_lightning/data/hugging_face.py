@@ -172,7 +172,7 @@ class HuggingFace(CustomDataset):
     # --- Columns ---
 
     def _columns(self, features: Any) -> tuple[str | None, str | None, list[str]]:
-        """Return the names of the image column, the text column (one of both is None) and the label columns."""
+        """Return the names of the image column, the text column (one of the two is None) and the label columns."""
         library, names = _library(), list(features)
         options = {"image": [self.image], "text": [self.text], "label": self.label or (), "client": [self.client]}
         for key, columns in options.items():
@@ -227,7 +227,7 @@ class HuggingFace(CustomDataset):
         refuse_missing(column, "label")
         if isinstance(classes, _library().ClassLabel):
             y = torch.from_numpy(np.array(column, np.int64))
-            if (y < 0).any():  # how the Hub marks labels that are kept back
+            if (y < 0).any():  # how the Hub marks withheld labels
                 fix = "Name a split that has labels in scenario.dataset.test"
                 row = int((y < 0).int().argmax())
                 raise column_error(column, "label", f", which is not a class. {fix}", row)

@@ -170,7 +170,7 @@ class ImageFolder(CustomDataset):
             if not train_folder.is_dir() or not subfolders(train_folder):
                 classes = self._classes(root)
                 return Samples(*labelled_files(root, classes), len(classes))
-            hint = f"or set it to {one_line(str(train_folder))}, of which a share is then held out"
+            hint = f"or set it to {one_line(str(train_folder))} to hold out a share of it"
             second = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
             if second is None:
                 raise ConfigError(f"{KEY}.path: {one_line(self.path)}: has a folder train but no test. Add it, {hint}")
@@ -239,7 +239,7 @@ class ImageFolder(CustomDataset):
             raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
 
     def _fingerprint(self, images: Sequence[EncodedImage]) -> str:
-        """Return a digest of image options and of the image files' names, sizes and times, for the cache file's name."""
+        """Return a digest of the options and of the image files' names, sizes and times, for the cache's file name."""
         files = [(str(path.relative_to(self.path)), path.stat()) for path in (Path(image.name) for image in images)]
         known = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
         return hashlib.sha256(json.dumps([known, self.options.size, self.options.channels]).encode()).hexdigest()[:16]

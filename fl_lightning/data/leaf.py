@@ -57,7 +57,7 @@ class _LeafDataset(FileDataset):
         return np.array(y, dtype=np.int64)
 
     def _read(self, train: bool) -> tuple[tuple[list[Any], Tensor], np.ndarray]:
-        """Read the training or the test set: each user's inputs, the labels of all samples, and the user of each sample."""
+        """Read the training or test set: the inputs by user, and the label and user of every sample."""
         folder = self._path(f"{self.name}/data/{'train' if train else 'test'}")
         x: dict[str, Any] = {}
         y: list[np.ndarray] = []

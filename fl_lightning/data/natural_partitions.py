@@ -64,7 +64,7 @@ class ByClient(Partition):
 
 
 class PredefinedSplit(Partition):
-    """Index lists from a file, `.npz` or `.json`: a published split, or your own.
+    """Split by the index lists in an `.npz` or `.json` file: a published split, or your own.
 
     Client k is the k-th list. Indices count the dataset's training samples from 0. Each may be in one list at most, and
     samples in no list are unused. A client's optional test list counts the test samples from 0.
@@ -132,7 +132,7 @@ def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
 
 
 def read_index_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
-    """Read the `train` and `test` indices of each client, by client name in the order of the file; `test` may be empty."""
+    """Read each client's `train` and `test` indices, by client name in the file's order; `test` may be empty."""
     with naming_file(path, "file of indices"):
         content = _read_arrays(path) if path.suffix == ".npz" else _read_mapping(path)
         lists = {name: _indices(name, value) for name, value in content.items()}

@@ -52,7 +52,7 @@ class Partition(ABC):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Split a dataset among clients, by default with `split`. Override this method if a rule needs more than labels.
+        """Split a dataset among clients, by default with `split`. Override this method if labels are not enough.
 
         Args:
             data: The dataset.
@@ -102,8 +102,8 @@ class Dirichlet(Partition):
 
     - `class` (Yurochkin et al. 2019; FedDW, cwFedAvg, UA-PDFL, FedSiam-DA): each class is split among the clients in
       drawn proportions, so that client sizes differ too. The draw is repeated until every client has `min_samples`.
-      After 1,000 draws, or one that leaves more than 100 clients short, the last draw is corrected: the largest
-      clients give samples to those that are short, in proportion to their own classes.
+      After 1,000 draws, or one that leaves more than 100 clients with too few samples, the last draw is corrected: the
+      largest clients give samples to clients with too few, in proportion to their own classes.
     - `balanced` (Hsu et al. 2019): all clients have equally many samples; each client draws its class proportions.
     - `groups` (FedSKC's published code): the samples are split among groups of ten clients, within a group as in
       `class`, and the result is cut again into equal sizes.
@@ -339,8 +339,8 @@ def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
 def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     """Assign samples to clients at random, given the counts by client and class; return each client's sample indices.
 
-    `counts` has the shape `(clients, C)`, with one column per class that occurs. Samples of a class beyond the sum of its
-    column are unused. The returned indices are ascending.
+    `counts` has the shape `(clients, C)`, with one column per class that occurs. Samples of a class beyond the sum of
+    its column are unused. The returned indices are ascending.
     """
     clients = len(counts)
     owner = np.full(len(labels), clients)
@@ -359,8 +359,8 @@ def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
     """Move samples from the largest clients to clients with fewer than `least`; return the new counts `(clients, C)`.
 
     The largest clients are lowered to a common level, each in proportion to its classes, by largest remainder. The
-    short clients take the samples class by class, in the order of the class that they have most of. Counts are
-    `(clients, C)`, and the sums of each class are unchanged.
+    clients with too few samples take these samples class by class, in the order of their most frequent class. The
+    total of each class does not change.
     """
     sizes = counts.sum(axis=1)
     missing = np.maximum(least - sizes, 0)

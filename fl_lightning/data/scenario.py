@@ -153,7 +153,7 @@ class Scenario:
         local_test: Each client's own test set. A number in [0, 1) holds out that share of the client's samples,
             stratified by class (0.25 in cwFedAvg, 0.2 in UA-PDFL's code). `official` takes samples of the official
             test set: of each class, the share that the client has of the class's training samples. By default the
-            client's own test samples if the partition knows them, else 0.25.
+            client's own test samples if the partition provides them, else 0.25.
         long_tail: Imbalance ρ of Cao et al. 2019, at least 1. Classes are subsampled to a long tail before the
             partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100). By default they are not.
         train_samples: Number of training samples to use, or a share of them in (0, 1), rounded up. They are drawn by

@@ -118,7 +118,7 @@ class TableSchema:
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 
     def examples(self, n: int) -> Tensor:
-        """Return n artificial rows for `encode`: numbers near the means, and categories in turn, one of them unknown."""
+        """Return n artificial rows for `encode`: numbers near the means, and categories, including an unknown one."""
         rows = [
             [
                 i % (len(column.categories) + 1) - 1 if column.categories else column.mean + (i - n // 2) * column.scale

@@ -34,7 +34,7 @@ class TorchDataset(Dataset):
     Args:
         train: The training set: in a config its class path and arguments, in Python the dataset or a function that
             makes it.
-        test: The test set, likewise.
+        test: The test set, in the same form.
     """
 
     def __init__(self, train: Callable[[], MapStyle] | MapStyle, test: Callable[[], MapStyle] | MapStyle) -> None:

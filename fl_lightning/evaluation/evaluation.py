@@ -152,7 +152,7 @@ class Tally:
     def __init__(self, objective: Objective, measures: Sequence[Measure]) -> None:
         self.objective, self.n = objective, 0
         self._running = [measure.start() for measure in measures]
-        self._sums: list[dict[str, Tensor]] = []  # on the device until the end: reading a number there waits for it
+        self._sums: list[dict[str, Tensor]] = []  # kept on the device, since each copy to the CPU would wait
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch: the model's outputs `(B, C)` in float32, and the labels.

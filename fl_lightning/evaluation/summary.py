@@ -25,8 +25,8 @@ MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|gl
 
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
-# Ends of names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are refused
-# when a run begins, so reading a run folder needs no torch.
+# Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
+# refused when a run begins, so reading a run folder needs no torch.
 LOWER_BETTER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
 
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.

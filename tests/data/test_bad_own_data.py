@@ -90,7 +90,7 @@ FOLDERS = {
     "no test": (
         lambda root: (root / "mine" / "test").rename(root / "away"),
         "mine",
-        "mine: has a folder train but no test. Add it, or set it to mine/train, of which a share is then held out",
+        "mine: has a folder train but no test. Add it, or set it to mine/train to hold out a share of it",
     ),
     "an empty test": (
         lambda root: empty_folder(root / "mine" / "test"),

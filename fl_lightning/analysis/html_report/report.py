@@ -34,7 +34,7 @@ from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
 from fl_lightning.runs.reader import Run
 
 MARK = b'<meta name="generator" content="fl-lightning report">'
-"""A line at the start of every report, which identifies it."""
+"""A line at the start of every report that marks the file as a report."""
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 MOST_ROUNDS = 1000
@@ -96,7 +96,7 @@ def page(data: Mapping[str, Any]) -> str:
     policy = {
         "default-src": "'none'",
         "script-src": f"{_hash(parts['js'])} {_hash(plotly)}",
-        "style-src": "'unsafe-inline'",  # Plotly styles what it draws; a style runs nothing
+        "style-src": "'unsafe-inline'",  # Plotly needs inline styles, which execute no code
         "img-src": "data: blob:",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -176,7 +176,7 @@ def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]
 
 
 def metrics(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """Return the values of each metric at some rounds of a run, None where missing, without metrics that have none."""
+    """Return each metric's values at some rounds of a run, None where missing; metrics without values are left out."""
     names = dict.fromkeys(name for row in run.rounds for name in row if name != "round")
     columns = {name: [round_number(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
