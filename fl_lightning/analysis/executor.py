@@ -266,7 +266,7 @@ def _redirect_output(log: Path) -> None:
 
 
 def _set_environment(environment: dict[str, str], workers: int, threads: int | None) -> None:
-    """Set the environment variables of the parent process, and the number of torch threads of this job."""
+    """Copy the environment variables of the parent process, and limit torch to this job's share of the cores."""
     import torch  # the parent process does not need it
 
     from fl_lightning.engines.processes import usable_cores

@@ -97,7 +97,7 @@ class NetworkWithPreparation(nn.Module):
 def network_of(
     run: FederatedOrchestrator, model: Mapping[str, Any], client: int | None = None, prepare: bool = False
 ) -> Network:
-    """Return the trained network of a run for export: the global model, or the personalised model of a client.
+    """Return a run's network to export: the global model, or a client's personalised model.
 
     Args:
         run: The run.

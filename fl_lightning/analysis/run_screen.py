@@ -218,7 +218,7 @@ def legend(rounds: Sequence[Row], names: Mapping[str, str], terminal: Terminal) 
 
 
 def curves(rounds: Sequence[Row], names: Sequence[str], terminal: Terminal, rows: int) -> Text:
-    """Return a plot of metrics over rounds, with a different colour or, without colours, character for each curve.
+    """Return a plot of metrics over rounds. Curves differ in colour or, without colours, in the plotted character.
 
     The largest and the smallest value are beside the plot, the first and the last round below it.
     """

@@ -431,7 +431,7 @@ class Setting:
 
     @property
     def values(self) -> list[float]:
-        """The final metric values of the setting's complete trials."""
+        """The values of the sweep's metric in the setting's complete trials."""
         return [result.value for result in self.complete if result.value is not None]
 
 

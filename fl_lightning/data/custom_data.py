@@ -83,7 +83,7 @@ def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remov
 
 
 def refuse_nul(column: pd.Series, key: str) -> None:
-    """Raise a `ConfigError` if a text in a table column contains a NUL character."""
+    """Raise a `ConfigError` if a text of a table column has a NUL character."""
     for row, text in enumerate(column):
         if isinstance(text, str) and "\0" in text:  # NumPy drops it at the end: two texts become one
             raise column_error(column, key, ", which has a NUL character. Remove the character", row)

@@ -1,4 +1,4 @@
-"""Functions that read data files. Pipes and devices are not opened, and pickled objects are refused."""
+"""Read data files. Pipes and devices are not opened, and pickled objects are refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def read_idx(path: Path, rank: int) -> np.ndarray:
 
 
 def read_npz(path: Path, names: Iterable[str] | None = None, optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
-    """Return the arrays of an `.npz` file by name; pickled objects are refused.
+    """Return arrays of an `.npz` file by name. Pickled objects are refused.
 
     Args:
         path: The file.

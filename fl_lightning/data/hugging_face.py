@@ -172,7 +172,7 @@ class HuggingFace(CustomDataset):
     # --- Columns ---
 
     def _columns(self, features: Any) -> tuple[str | None, str | None, list[str]]:
-        """Return the names of the image column, the text column (one of the two is None) and the label columns."""
+        """Return the names of the image column, the text column (one of these two is None) and the label columns."""
         library, names = _library(), list(features)
         options = {"image": [self.image], "text": [self.text], "label": self.label or (), "client": [self.client]}
         for key, columns in options.items():

@@ -190,7 +190,7 @@ class Scenario:
                 raise ConfigError(f"scenario.{key}: {what}. Leave {key} out")
 
     def build(self, seed: int) -> FederatedData:
-        """Load the dataset, and split the samples among the clients.
+        """Load the data and split them among the clients.
 
         Raises:
             ConfigError: The data cannot be read or are invalid, the partition is not possible, or a client would have

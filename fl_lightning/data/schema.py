@@ -157,7 +157,7 @@ class TableSchema:
 
 
 def finite_in_float32(column: pd.Series) -> np.ndarray:
-    """Return for each row of a table column whether the number is finite in `float32`, as a boolean mask."""
+    """Return a boolean mask of a table column's rows: True where the number is finite in `float32`."""
     with np.errstate(over="ignore"):
         return np.isfinite(column.to_numpy(np.float64).astype(np.float32))
 

@@ -111,7 +111,7 @@ class _FileTable(CustomDataset):
         return test
 
     def _columns(self) -> dict[str, Sequence[str]]:
-        """Return the column names that the config sets for each option, such as `label` or `client`."""
+        """Return the column names that the config gives for each option, such as `label` or `client`."""
         single = {"client": self.client, "split": self.split}
         return {"label": self.label, **{key: [name] for key, name in single.items() if name is not None}}
 

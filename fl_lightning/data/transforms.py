@@ -24,7 +24,7 @@ class Normalize:
         self.changes = bool(mean or std)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalize a batch `(B, channels, height, width)`. Without mean and std, a batch may have any shape."""
+        """Normalize a batch `(B, channels, height, width)`. Without mean and std, any shape is accepted."""
         if x.dtype == torch.uint8:
             x = x.float().div_(255)
         if not self.changes:
@@ -46,7 +46,7 @@ class CropFlip:
         self.padding, self.per_sample = padding, per_sample
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Crop and flip a batch `(B, channels, height, width)` at random, with the device's global random generator."""
+        """Crop and flip a batch `(B, channels, height, width)` at random, with the global generator of its device."""
         batch, _, height, width = x.shape
         draws = batch if self.per_sample else 1
         top, left = torch.randint(0, 2 * self.padding + 1, (2, draws), device=x.device)

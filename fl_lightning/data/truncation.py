@@ -30,5 +30,5 @@ def truncate_dataset(data: FederatedData, train_samples: int) -> FederatedData:
 
 
 def _subset(values: Tensor, most: int) -> Tensor:
-    """Return at most `most` evenly spaced rows of a tensor. A test set may be sorted by class."""
+    """Return at most `most` rows of a tensor, evenly spaced because a test set may be sorted by class."""
     return values if len(values) <= most else values[torch.linspace(0, len(values) - 1, most).long()]

@@ -105,7 +105,7 @@ def evaluate_each(
     objective: Objective = Classification(),
     measures: Sequence[Measure] = (),
 ) -> list[Score | None]:
-    """Return the loss and metrics of a module on each of several sets of samples. A batch may span several sets.
+    """Return a module's loss and metrics on each of several sets of samples. A batch may span several sets.
 
     The module's output for a sample must not depend on the other samples of the batch. At most one batch is in memory.
 

@@ -239,7 +239,7 @@ def _imported(path: str) -> type[Metric]:
 
 
 def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
-    """Return the name under which a metric is logged. Its ending tells `is_lower_better` the metric's direction."""
+    """Return the name under which a metric is logged; its ending shows whether lower values are better."""
     called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
     if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in RESERVED_NAMES:
         raise ConfigError(f"{KEY}: name: {called!r} is taken or has other characters than letters, digits and _")

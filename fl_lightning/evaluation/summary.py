@@ -36,7 +36,7 @@ _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # longer numbers are read as f
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a `metrics.csv` or `clients.csv` as numbers by column. An incomplete or invalid line is empty.
+    """Yield the rows of a `metrics.csv` or `clients.csv` as numbers by column. An incomplete line is an empty row.
 
     Raises:
         ValueError: The file is not a CSV file, or has two columns of one name.
@@ -170,7 +170,7 @@ def _rows(file: Iterable[str]) -> Iterator[Row]:
 
 
 def _lines(file: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the cells of each line of a CSV file, beginning with the header. An incomplete last line is left out."""
+    """Yield the cells of each line of a CSV file, header first. An incomplete last line is left out."""
     lines = csv.reader(line for line in file if line.endswith("\n"))
     try:
         names = next(lines, [])

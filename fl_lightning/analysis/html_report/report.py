@@ -223,7 +223,7 @@ def _spread(round: np.ndarray, client: np.ndarray, values: np.ndarray, rounds: S
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run: the path of the run's folder below the folder that contains all runs."""
+    """Return the name of each run: the path of its folder relative to the folder that contains all runs."""
     folders = [run.run_dir.absolute() for run in runs]
     base = os.path.commonpath([folder.parent for folder in folders])
     return [str(folder.relative_to(base)) for folder in folders]
@@ -292,7 +292,7 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return each distinct partition and the runs that use it; more than 200 clients are averaged in groups."""
+    """Return the distinct partitions with their runs. More than 200 clients are sorted and averaged in groups."""
     found: dict[tuple[int, bytes], dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
@@ -306,7 +306,7 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
         drawn = group_clients(counts).T if len(counts) > MAX_COLUMNS else counts
         cells += drawn.size
         if cells > MOST_CELLS:
-            left_out.append(f"{path}: left out, because earlier partitions fill the page")
+            left_out.append(f"{path}: earlier partitions fill the page")
             continue
         rows = [[round_number(count) for count in row] for row in drawn.tolist()]
         found[key] = {"runs": [i], "clients": len(counts), "counts": rows}
@@ -321,7 +321,7 @@ def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) 
             path = f"{names[i]}/figures/{name}/{file}"
             image = _read_or_skip(left_out, path, embed_image, run, name, file)
             if image and size + len(image["source"]) > IMAGES_BYTES:
-                left_out.append(f"{path}: left out, because earlier images fill the page")
+                left_out.append(f"{path}: earlier images fill the page")
             elif image:
                 size += len(image["source"])
                 found.append({"run": i, "name": name, "round": int(file[6:-4]), **image})
