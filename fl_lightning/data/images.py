@@ -1,4 +1,4 @@
-"""Image datasets: `uint8` in memory, normalized and augmented batch by batch."""
+"""Public image datasets, held in memory as `uint8`. Batches are normalized and augmented when used."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Digits(Dataset):
     """
 
     def load(self) -> LoadedData:
-        """Read the images from scikit-learn."""
+        """Read the images from scikit-learn, and split them into a training and a test set."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -55,7 +55,7 @@ class Digits(Dataset):
 
 
 class ImageDataset(FileDataset):
-    """Base class of image datasets that are read from files.
+    """Base class of public image datasets that are read from files.
 
     Args:
         data_dir: Folder that contains the dataset's file or folder.
@@ -87,7 +87,7 @@ class ImageDataset(FileDataset):
 
 
 class _TorchvisionDataset(ImageDataset):
-    """Base class of datasets that torchvision downloads. The files are read here, so that errors can name them."""
+    """Base class of datasets that torchvision downloads. This module reads the files, so that errors can name them."""
 
     source: Any
 
@@ -118,7 +118,7 @@ class _IdxDataset(_TorchvisionDataset):
 
 
 class _CifarDataset(_TorchvisionDataset):
-    """Base class of the CIFAR datasets. Files are unpickled only if their checksum is the published one."""
+    """Base class of the CIFAR datasets. Files are unpickled only if they have the published checksum."""
 
     labels: str
 
@@ -312,7 +312,7 @@ class TinyImageNet(ImageDataset):
 
 
 def decode(path: Path) -> Tensor:
-    """Read an image file of 64x64 pixels as a colour image `(3, 64, 64)`."""
+    """Read an image file of 64x64 pixels as a colour image tensor `(3, 64, 64)`, `uint8`."""
     with naming_file(path, "image"):
         image = decode_image(str(path), mode=ImageReadMode.RGB)
     if image.shape != (3, 64, 64):

@@ -1,4 +1,4 @@
-"""Batches cut by index from tensors in memory, and the LightningDataModule that feeds them to a client's fit."""
+"""Batches of samples from tensors in memory, and the LightningDataModule that serves a client's training batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GATHERED = 1 << 20
 
 
 class Batches:
-    """Batches of `(x, y)` at given indices, reshuffled on each pass if a seed is given.
+    """Batches `(x, y)` of selected samples, reshuffled on each pass over the data if a seed is given.
 
     Args:
         x: Inputs of the whole split.
@@ -65,7 +65,7 @@ class Batches:
 
 
 class ReadyBatches:
-    """Batches that the function `ready` prepares for the network, one at a time and anew on each pass."""
+    """Iterable that applies the function `ready` to each batch `(x, y)` when the batch is requested."""
 
     def __init__(self, batches: Batches, ready: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self.batches, self.ready = batches, ready
@@ -75,7 +75,7 @@ class ReadyBatches:
 
 
 class ClientDataModule(L.LightningDataModule):
-    """LightningDataModule of one client's fit: its training batches, which `ready` prepares on the device."""
+    """LightningDataModule of one client's training batches. On the device, `ready` converts them to network inputs."""
 
     def __init__(self, batches: Batches, ready: BatchTransform) -> None:
         super().__init__()
@@ -86,6 +86,6 @@ class ClientDataModule(L.LightningDataModule):
         return self.batches
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Convert a batch's inputs to the network's input, after their transfer to the device."""
+        """Apply `ready` to the inputs of a batch that Lightning has moved to the device."""
         x, y = batch
         return self.ready(x), y
