@@ -24,11 +24,11 @@ from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import discard_stdout, prepare_terminal, print_to_stderr
 
 LONGEST_LINE = 360
-"""Characters of a line that reports an error."""
+"""Maximum number of characters of an error message."""
 
 
 def run() -> None:
-    """Run the command of `sys.argv`, and exit with its code. The entry point of the console script."""
+    """Run the command of `sys.argv` and exit with its exit code; the entry point of the console script."""
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         load("fl_lightning.cli.commands.completion").answer()
     skip_final_collection()
@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _ended_by(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of an error that ended a command; no message for a signal or closed pipe."""
+    """Return the exit code and message for an error that ended a command; no message for a signal or closed pipe."""
     if isinstance(error, FLError):
         cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
         place = users_place(cause) if cause else getattr(error, "place", "")
@@ -105,21 +105,21 @@ def _ended_by(error: BaseException) -> tuple[int, str]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors that were being handled when it was raised."""
+    """Yield an error, then the chain of its `__context__`: the errors during whose handling it was raised."""
     while error:
         yield error
         error = error.__context__
 
 
 def _has_shown(error: BaseException) -> bool:
-    """Return whether argparse has printed a requested text, such as `--print_config`, and now exits."""
+    """Return whether an error is argparse's exit after printing a requested text, such as for `--print_config`."""
     if not isinstance(error, SystemExit) or error.code != 0:
         return False
     return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _raised_in(error: BaseException) -> tuple[FrameType, int]:
-    """Return the frame and the line number where an error was raised, skipping W&B's wrapper of `sys.exit`."""
+    """Return the frame and the line number where an error was raised, skipping frames of W&B, which wraps `sys.exit`."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, place = (
         (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")

@@ -1,4 +1,4 @@
-"""Translate names of commands, options and classes in other tools to ours.
+"""Tables that translate the names of commands, options and classes of other tools to ours.
 
 The other tools are LightningCLI, PFLlib, Flower, FedLab, FedML and common training scripts. The last part of one of our
 own keys, such as `tau` or `max_epochs`, needs no entry: it is found among the settings of the chosen classes.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def by_alias(aliases: Mapping[str, str]) -> dict[str, str]:
-    """Map each alias to our name, given our names with their space-separated aliases."""
+    """Return our name for each name in other tools, given the space-separated names in other tools for each of ours."""
     return {alias: name for name, words in aliases.items() for alias in words.split()}
 
 
