@@ -85,7 +85,7 @@ def class_options(kind: str, name: str) -> dict[str, dict[str, Any]]:
 
 
 def descriptions(kind: str) -> dict[str, str]:
-    """Return the one-line description of each class or YAML file of one kind, such as `models` or `configs`, by name."""
+    """Return the one-line description of each class or file of one kind, such as `models` or `configs`, by name."""
     if kind in FILES:
         return {name: shipped_text(name, kind).partition("\n")[0].lstrip("# ") for name in shipped(kind)}
     return {name: one.summary for name, one in classes_of(kind).items()}
@@ -102,7 +102,7 @@ def groups(kind: str) -> dict[str, dict[str, str]]:
 
 
 def kind_of(key: str) -> str | None:
-    """Return the kind of classes that a config key takes, such as `algorithms` for `algorithm`; None if it takes none."""
+    """Return the kind of classes that a config key takes, such as `algorithms` for `algorithm`; None without one."""
     return next((kind for kind, (_, _, taken) in BASES.items() if taken == key), None)
 
 

@@ -1,7 +1,7 @@
 """Shorten jsonargparse's error messages to one line: the key, the value, and the expected type.
 
-`unknown_names` refuses unknown keys and classes before jsonargparse parses them. The errors handled here are about values
-of a wrong type, missing arguments, and classes that have to be imported first.
+`unknown_names` refuses unknown keys and classes before jsonargparse parses them. The errors handled here are about
+values of a wrong type, missing arguments, and classes that have to be imported first.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
-    """Return the resolved config that a run records, as plain values, without options such as `run_dir` and `resume`."""
+    """Return the resolved config that a run records, as plain values, without options such as `run_dir`."""
     config = use_recorded_paths(yaml.safe_load(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
 

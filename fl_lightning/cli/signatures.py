@@ -53,7 +53,7 @@ class Parameter:
 
     @property
     def metavar(self) -> str:
-        """The placeholder for the parameter's value in a help text, such as `INT`, `fresh|kept`, or `NAME` for a class."""
+        """The placeholder for the parameter's value in help texts, such as `INT`, `fresh|kept` or `NAME` (a class)."""
         kinds = [words(one) or [TYPES.get(str(one), "NAME")] for one in self.types]
         found = list(dict.fromkeys(word for kind in kinds for word in kind)) or ["VALUE"]
         if found == ["INT", "NUMBER"]:

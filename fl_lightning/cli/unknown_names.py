@@ -26,7 +26,7 @@ from fl_lightning.core.trainer_options import TRAINER_FIXES, unsupported_option
 from fl_lightning.core.trusted_imports import find_object
 
 LONGEST_LIST = 200
-"""Maximum number of characters of a list of names in a message. For a longer list, a command is named that prints it."""
+"""Maximum length of a list of names in a message. In place of a longer list, the message names a command."""
 LIST_KEYS = ("algorithm.loss_terms", "callbacks", "client_callbacks")
 """Keys that take a list of classes."""
 NOT_IN_CONFIGS = ("config", "print_config")
@@ -308,7 +308,7 @@ def unknown_class(key: str, name: str) -> str:
 
 
 def _misplaced_callback(key: str, name: str) -> str | None:
-    """Return the error message about a callback under `callbacks` that belongs under `client_callbacks`, or vice versa."""
+    """Return the error message if a callback belongs under `client_callbacks`, not `callbacks`, or vice versa."""
     home = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}.get(key)
     kind = getattr(load(home), name, None) if home and "." not in name and name not in names(key) else None
     return load("fl_lightning.callbacks.defaults").describe_misplaced(kind) if inspect.isclass(kind) else None

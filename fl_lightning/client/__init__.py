@@ -1,1 +1,1 @@
-"""Client side: the LightningModule, loss terms, shared knowledge, optimizers and weights."""
+"""What runs on a client: the LightningModule, loss terms, shared knowledge, optimizers and weights."""

@@ -67,7 +67,7 @@ def group_table(found: Comparison) -> ResultTable:
 
 
 def pivot_table(found: Comparison, across: str) -> ResultTable:
-    """Return a comparison as a pivot table of the last round's metric, with one column per value of the key `across`."""
+    """Return a comparison as a pivot table of the last round's metric: one column per value of the key `across`."""
     fits = [key for key in found.columns if key == across or key.endswith(f".{across}")]
     if len(fits) != 1:
         keys = ", ".join(found.columns) or "nothing does"
@@ -149,7 +149,7 @@ def format_seeds(group: Group, found: Comparison) -> str:
 
 
 def format_difference(group: Group) -> str:
-    """Format a group's difference to the reference group: mean ± standard deviation, significance stars, pair count."""
+    """Format a group's difference to the reference group: mean ± standard deviation, significance stars, pairs."""
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std

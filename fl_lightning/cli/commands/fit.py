@@ -109,8 +109,8 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that the config files give without the command line, to name a run after the differences.
 
-    Classes given on the command line count with their default options. If the files are no complete config, all settings
-    are returned.
+    Classes given on the command line count with their default options. If the files are no complete config, all
+    settings are returned.
     """
 
     def stated(*more: str) -> dict[str, Any]:
