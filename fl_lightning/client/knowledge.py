@@ -51,7 +51,7 @@ class SharedKnowledge(nn.Module):
         """On the client, read the outputs of each training step to compute the knowledge; by default does nothing."""
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """On the client, return the knowledge tensors to upload. Called after training, in eval mode without gradients."""
+        """On the client, return the knowledge tensors to upload, after training, in eval mode without gradients."""
         raise NotImplementedError
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:

@@ -325,7 +325,7 @@ class ClientModule(L.LightningModule):
         return self.backbone.parameters()
 
     def optimizer_for(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Build an optimizer for these parameters with the client's optimizer settings and this round's learning rate."""
+        """Build an optimizer for these parameters with the client's optimizer options and the round's learning rate."""
         optimizer = (
             self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
         )
