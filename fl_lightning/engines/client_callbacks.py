@@ -1,4 +1,4 @@
-"""Lightning callbacks in a client's fit: each fit gets copies, and what they log is collected."""
+"""Lightning callbacks in clients' fits: each fit gets copies, and the metrics that they log are collected."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ INSTEAD = {
     "use EMAWeightAveraging, which averages steps",
     "SpikeDetection": "it leaves files beside the run; use on_client_failure drop for clients whose loss is NaN or Inf",
 }
-"""Lightning callbacks that do not work in a client's fit, and what to use instead. Subclasses included."""
+"""Lightning callbacks that, with their subclasses, do not work in a client's fit, and what to use instead."""
 
 
 yaml.SafeDumper.add_representer(Interval, lambda dumper, value: dumper.represent_str(value.value))  # Timer's default
 
 
 def refused(kind: type) -> str | None:
-    """Return what to use instead of a callback class in a client's fit; None if the callback works there."""
+    """Return the advice for a callback class that does not work in a client's fit; None if the class works."""
     lightnings = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("lightning.")]
     return next((INSTEAD[name] for name in lightnings if name in INSTEAD), None)
 
 
 def check_client_callbacks(given: Sequence[Callback]) -> None:
-    """Refuse callbacks that do not work in a client's fit or cannot be copied."""
+    """Raise an error for callbacks that do not work in a client's fit or cannot be copied."""
     for callback in given:
         name = f"client_callbacks: {type(callback).__name__}"
         if fix := refused(type(callback)):
@@ -56,12 +56,12 @@ def check_client_callbacks(given: Sequence[Callback]) -> None:
 
 
 def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
-    """Call `setup` of copies of the client callbacks, so that their errors appear before round 1.
+    """Call `setup` of copies of the client callbacks, so that their errors are raised before round 1.
 
     Args:
         given: The callbacks.
         trainer: A trainer that is never fitted.
-        module: A client's module that is not needed any more, because a callback may change it.
+        module: A client's module that is not used afterwards, because a callback may change it.
     """
     losses = ["loss", *module.loss_names]
     known = type(module) is ClientModule and all(type(one) in (EarlyStopping, Timer) for one in given)
@@ -86,14 +86,14 @@ def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[
 
 
 def callback_options(given: Sequence[Callback]) -> dict[str, Any]:
-    """Return Trainer arguments for a fit with callbacks: copies of them, and a logger that collects what they log."""
+    """Return `Trainer` arguments for a client's fit: copies of the callbacks, and a logger that keeps their metrics."""
     if not given:
         return {}
     return {"callbacks": copy.deepcopy(list(given)), "logger": MetricRecorder(), "log_every_n_steps": 1}
 
 
 class MetricRecorder(Logger):
-    """A logger that keeps the last value of each metric in memory, in `metrics`."""
+    """A Lightning logger that only keeps the last value of each metric in memory, in `metrics`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,18 +108,18 @@ class MetricRecorder(Logger):
         """The logger's version: None, because it writes no files."""
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the run's own loggers record the config."""
+        """Do nothing, because the run's own loggers record the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Store the last value of each metric."""
+        """Store metrics by name. Later values replace earlier ones."""
         self.metrics |= metrics
 
 
 def logged_metrics(trainer: L.Trainer, losses: Mapping[str, float]) -> dict[str, float]:
-    """Return the last value of each metric that was logged in a fit, by name.
+    """Return the last value of each metric that callbacks and the module logged in a client's fit, by name.
 
-    These are values of `log` of the callbacks and of the client's module, averaged over the last epoch with
-    `on_epoch=True`, and values that callbacks sent to the fit's logger.
+    Values logged by `log` with `on_epoch=True` are averaged over the last epoch. Values that callbacks sent to the
+    fit's logger are included.
 
     Args:
         trainer: The trainer of the finished fit.

@@ -30,11 +30,11 @@ from fl_lightning.loggers.wandb import WandbRoundLogger as WandbRoundLogger
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
 CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
 FEW_CLIENTS = 1000
-"""Maximum number of clients of which single clients' metrics, and W&B's table of the partition, are logged by default."""
+"""Maximum number of clients for which each client's metrics, and the partition in W&B, are logged by default."""
 
 
 def has_few_clients(clients: int) -> bool:
-    """Return whether a run has at most 1,000 clients, so that each client's metrics are logged by default; warn if not."""
+    """Return whether a run has few enough clients to log each client's metrics by default. Warn if it has too many."""
     if clients > FEW_CLIENTS:
         message = f"log_clients: metrics of single clients are not logged ({clients:,} clients)."
         warnings.warn(f"{message} Set log_clients: true to log them.", stacklevel=2)

@@ -258,7 +258,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         self.experiment.summary.update({name: value for name, value in summary.items() if value is not None})
 
     def log_files(self) -> None:
-        """Log the final model, and the files for resuming if `log_model` is `all`, as W&B artifacts."""
+        """Log the final model if `log_model` is set, and with `all` also the files for resuming, as W&B artifacts."""
         run_dir = Path(self._wandb_init["dir"])
         if not self.log_model or self.mode == "disabled":
             return

@@ -66,7 +66,7 @@ class Run:
 
     @cached_property
     def summary(self) -> Figures:
-        """Summary figures, such as the best accuracy, as in `final/summary.json`. An unfinished run's are preliminary."""
+        """Summary figures such as the best accuracy, as in `final/summary.json`; of the rounds so far if unfinished."""
         if self.final is not None:
             return self.final
         targets = self.settings.get("evaluation.target_accuracies")
