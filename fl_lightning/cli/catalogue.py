@@ -116,7 +116,7 @@ def names(key: str) -> list[str]:
 
 
 def arguments(key: str, path: str) -> list[str] | None:
-    """Return the argument names of the class that is given for a config key; None if they require importing it.
+    """Return the argument names of the class given for a config key; None if the class would have to be imported.
 
     Args:
         key: The key that names the class.

@@ -109,7 +109,7 @@ def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> Fe
 
 
 def find_round(checkpoint: str, run_dir: Path) -> int | None:
-    """Return the round of the checkpoint `last`, `best` or a number; None for `last`, the newest valid checkpoint.
+    """Return the round of a checkpoint given as `best` or a number; None for `last`, the newest valid checkpoint.
 
     Raises:
         ConfigError: The run has no such checkpoint.

@@ -105,7 +105,7 @@ def _ended_by(error: BaseException) -> tuple[int, str]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then the chain of its `__context__`: the errors during whose handling it was raised."""
+    """Yield an error, then the errors that were being handled when it was raised (its `__context__` chain)."""
     while error:
         yield error
         error = error.__context__
@@ -119,7 +119,7 @@ def _has_shown(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> tuple[FrameType, int]:
-    """Return the frame and the line number where an error was raised, skipping W&B's frames: it wraps `sys.exit`."""
+    """Return the frame and the line number where an error was raised, outside of W&B's wrapper around `sys.exit`."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, place = (
         (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")
@@ -128,7 +128,7 @@ def _raised_in(error: BaseException) -> tuple[FrameType, int]:
 
 
 def _brief(line: str) -> str:
-    """Shorten a long error message to its beginning and its end, which holds the fix."""
+    """Shorten a long error message in the middle, because the fix is at the end."""
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 

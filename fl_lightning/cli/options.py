@@ -32,14 +32,14 @@ def switch(help: str) -> Keywords:
 
 
 def value(kind: Any, help: str, **more: Any) -> Keywords:
-    """Return the keywords of argparse's `add_argument` for an argument that takes a value of a type."""
+    """Return the keywords of argparse's `add_argument` for an argument with a value of the given type."""
     return {"type": kind, "help": help, **more}
 
 
 RUN = value(str, "Folder of the run.")
 RUNS = value(str, "Folders of runs, at any depth.", nargs="+", metavar="RUN")
 CHECKPOINT = value(str, "last, best, or the number of a round.", default="last")
-TRUST = switch("Run the code that a run of somebody else names.")
+TRUST = switch("Run the code that another user's run names.")
 ONLY_RUNS = "Only runs with these settings. KEY=[a, b] accepts either value."
 WHERE = value(str, ONLY_RUNS, nargs="+", default=[], metavar="KEY=VALUE")
 THREADS = value(int | None, "Torch's threads for each of them; by default the cores divided by --workers.")
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
     "watch": {
         "run": value(str, "Folder of the run. For a folder of runs, the newest unfinished one is shown."),
         "--every": value(float, "Seconds between updates.", default=1.0),
-        "--once": switch("Print the present state and exit. This is what happens without a terminal."),
+        "--once": switch("Print the current state and exit. Without a terminal, this is the default."),
     },
     "partition": {
         **{name: words | {"help": SUPPRESS} for name, words in RUN_WORDS.items()},

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def by_alias(aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return our name for each name in other tools, given the space-separated names in other tools for each of ours."""
+    """Invert a mapping from our names to their space-separated aliases in other tools: return our name by alias."""
     return {alias: name for name, words in aliases.items() for alias in words.split()}
 
 

@@ -251,7 +251,7 @@ Argument = tuple[str, ast.expr | None, ast.expr | None, Class]
 
 
 def signature(cls: Class) -> list[Argument]:
-    """Return the name, annotation and default of each constructor argument, of the base class if it is inherited."""
+    """Return the name, annotation and default of each argument of a class's own or inherited constructor."""
     if cls.is_dataclass:
         fields = {argument[0]: argument for base in cls.bases for argument in signature(base)}
         return list((fields | {argument[0]: argument for argument in _fields(cls)}).values())
@@ -291,7 +291,7 @@ def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...
 
 
 def constant(module: Source, node: ast.expr) -> Any:
-    """Return the value of an argument's default in the source; the name if the default is a class."""
+    """Return the value of an argument's default expression in the source code; a class is returned by name."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":  # of a dataclass, with a default_factory
         factory = node.keywords[0].value
         return constant(module, factory.body) if isinstance(factory, ast.Lambda) else []

@@ -112,7 +112,7 @@ class Names:
                 self._refuse(key)
 
     def check_option(self, option: str, value: str, later: Sequence[str]) -> None:
-        """Raise an error if a command-line option does not exist, or its value or prefix names an unknown class.
+        """Raise an error if a command-line option does not exist, or names an unknown class or class argument.
 
         Args:
             option: The option, without its dashes; "" for a positional argument.
@@ -149,7 +149,7 @@ class Names:
         raise ConfigError(self.unknown_key(key))
 
     def _check_classes(self, key: str, value: Any) -> None:
-        """Raise an error if a key takes a class or a list of classes and its value does not name valid ones."""
+        """Raise an error if the value of a key that takes a class or a list of classes is not valid."""
         is_list = isinstance(value, list)
         if key not in CLASS_KEYS or value in (None, "null") or (key == "logger" and str(value) in ("False", "false")):
             return
@@ -161,7 +161,7 @@ class Names:
             self._check_class(key, one, None if is_list else self.classes.get(key))
 
     def _check_class(self, key: str, value: Any, chosen: str | None) -> None:
-        """Raise an error if a value names a class that does not exist or does not fit the key, or unknown arguments.
+        """Raise an error if a value names an unknown class, a class that does not fit the key, or unknown arguments.
 
         Args:
             key: The key.

@@ -63,7 +63,7 @@ def rebuilt_objective(described: Mapping[str, Any]) -> Objective:
 
 
 def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], Any], trust: bool = False) -> Any:
-    """Build an object from its import path and arguments in an exported checkpoint, if the checkpoint may name it."""
+    """Build an object from the import path and arguments in an exported checkpoint, if its class is allowed."""
     from jsonargparse import ArgumentParser  # half a second
 
     fix = f"Build it yourself: load_from_checkpoint(..., {key}=...)"

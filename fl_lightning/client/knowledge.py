@@ -126,7 +126,7 @@ class ClassMeans(SharedKnowledge):
         self._epoch = 0
 
     def outputs(self, step: Step) -> Tensor:
-        """Return the outputs `(B, d)` of a training step that are averaged for each class, such as its features."""
+        """Return the network outputs `(B, d)` on a batch that are averaged for each class, such as features."""
         raise NotImplementedError
 
     def initial(self, num_classes: int) -> Tensors:

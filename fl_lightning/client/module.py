@@ -205,7 +205,7 @@ class ClientModule(L.LightningModule):
         self._class_counts = counts
 
     def load_weights(self, weights: Tensors) -> None:
-        """Load the received weights, which may be part of the state dict, into the backbone.
+        """Load received weights into the backbone. Entries that were not received do not change.
 
         Raises:
             ValueError: An entry is not in the backbone's state dict.
@@ -246,7 +246,7 @@ class ClientModule(L.LightningModule):
         return (cast(SharedKnowledge, piece) for piece in self.knowledge)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Step:
-        """Run the backbone on a batch, and return inputs, features, logits and the tensors that loss terms tap."""
+        """Run the backbone on a batch, and return features, logits and the layer inputs that loss terms read."""
         x, y = batch
         with tapped(self.backbone, [name for term in self.terms() if term.active for name in term.taps]) as taps:
             if isinstance(self.backbone, Backbone):

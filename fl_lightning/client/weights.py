@@ -19,7 +19,7 @@ PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:
-    """Load weights, which may be part of a state dict, into a backbone. Other entries do not change.
+    """Load weights by state dict name into a backbone. Entries without a given weight do not change.
 
     Raises:
         ValueError: An entry is not in the backbone's state dict.
@@ -40,7 +40,7 @@ def loads_plainly(backbone: nn.Module) -> bool:
 
 
 def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
-    """Return the prefix in state dict names of each part of a backbone, such as `head.` for the part `head`."""
+    """Return the state dict prefix of each part of a backbone, such as `head.` for the part `head`."""
     return tuple(f"{part}." for part in parts)
 
 
@@ -61,7 +61,7 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
             there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
             raise ConfigError(
                 f"algorithm.{key}: {part.removesuffix('.')!r} is no part of {type(backbone).__name__} with weights; "
-                f"it has {there}, and what is in them, as encoder.1"
+                f"it has {there}, and their submodules, such as encoder.1"
             )
 
 

@@ -1,4 +1,4 @@
-"""Class attributes that promise something about methods, and turn False in subclasses that override such a method."""
+"""Class attributes that state properties of methods, and turn False in subclasses that override these methods."""
 
 from __future__ import annotations
 

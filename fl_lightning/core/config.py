@@ -139,7 +139,7 @@ def is_run(path: str) -> bool:
 
 
 def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
-    """Return the content of a config file as nested dicts. Invalid YAML, such as duplicate keys, is refused.
+    """Return the content of a config file as nested dicts. Refuse invalid YAML and duplicate keys.
 
     Args:
         path: The file.
@@ -152,7 +152,7 @@ def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
 
 
 def parse_config(text: bytes, what: str) -> dict[str, Any]:
-    """Return the text of a config file as nested dicts. Invalid YAML, such as duplicate keys, is refused.
+    """Parse the text of a config file to nested dicts. Refuse invalid YAML and duplicate keys.
 
     Args:
         text: The bytes of the file.
@@ -187,7 +187,7 @@ def check_class_paths(content: Any, key: str = "") -> None:
         raise ConfigError(f"{key}: class_path needs the name of a class or the path of one, it holds {path!r}")
     if "class_path" in content and (beside := content.keys() - {"class_path", "init_args", "dict_kwargs"}):
         wrong = ", ".join(sorted(map(str, beside)))
-        raise ConfigError(f"{key}: the arguments of a class_path stand under init_args, beside it: {wrong}")
+        raise ConfigError(f"{key}: the arguments of a class_path belong under init_args, not beside it: {wrong}")
     if not isinstance(options, dict):
         raise ConfigError(f"{key}: init_args needs lines `key: value`, it holds {options!r}")
     for part, value in content.items():
@@ -204,7 +204,7 @@ def config_file(run_dir: Path) -> str:
     if not os.path.lexists(run_dir):
         raise ConfigError(f"{run_dir}: folder not found")
     if not os.path.isfile(path):
-        raise ConfigError(f"{run_dir} is no run: it holds no config.yaml")
+        raise ConfigError(f"{run_dir} is no run: config.yaml not found")
     return config_path(str(path))
 
 
@@ -259,7 +259,7 @@ class StrictYAMLError(yaml.YAMLError):
 
 
 def read_yaml(path: Path, what: str | None = None) -> Any:
-    """Return the content of a YAML file. Invalid YAML, such as duplicate keys, is refused, see `load_yaml`.
+    """Return the content of a YAML file. Refuse invalid YAML and duplicate keys, see `load_yaml`.
 
     Args:
         path: The file.
@@ -282,7 +282,7 @@ def _parse_yaml(text: bytes, what: str) -> Any:
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """Return the content of a YAML text. Duplicate keys, tags and deep nesting are refused, see `check_yaml`.
+    """Parse a YAML text. Refuse duplicate keys, tags and deep nesting, see `check_yaml`.
 
     Args:
         text: The YAML; bytes are UTF-8, with or without a byte order mark.
@@ -363,7 +363,7 @@ class _Checker:
     def _check_node(self, event: Any) -> str | None:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.sizes:
-                return f"*{event.anchor} leads nowhere, or into itself"
+                return f"*{event.anchor} refers to no anchor, or to itself"
             self.count += self.sizes[event.anchor]
         elif event.tag is not None:
             return f"{event.tag.replace('tag:yaml.org,2002:', '!!')}: a config has no tags"
@@ -378,7 +378,7 @@ class _Checker:
             self.open.append(_Collection(event.anchor, self.count, isinstance(event, yaml.MappingStartEvent)))
             self.count += 1
         if self.count > MOST_SETTINGS or len(self.open) > DEEPEST:
-            return "it unfolds to more than a config can be"
+            return "it expands to more than a config may contain"
         return None
 
 

@@ -62,13 +62,13 @@ MOST_OF_OTHERS = 2**20
 
 
 def most_bytes(path: Path) -> int:
-    """Return the maximum size in bytes that a file of a run folder or a config may have to be read."""
+    """Return the maximum size in bytes that is accepted for a text file of a run folder or a config."""
     return MOST_BYTES.get(path.name, MOST_OF_OTHERS)
 
 
 @contextmanager
 def open_file(path: Path, most: float | None = None, links: bool = True) -> Iterator[BinaryIO]:
-    """Context that opens a file for reading that others may have written; refuses pipes, devices and very large files.
+    """Context that opens a file of unknown origin for reading. Refuses pipes, devices and very large files.
 
     Args:
         path: The file.
@@ -89,7 +89,7 @@ def open_file(path: Path, most: float | None = None, links: bool = True) -> Iter
 
 
 def read_file(path: Path, most: float | None = None) -> bytes:
-    """Return the content of a file that others may have written, with the checks of `open_file`."""
+    """Return the content of a file of unknown origin, with the checks of `open_file`."""
     with open_file(path, most) as file:
         return file.read()
 

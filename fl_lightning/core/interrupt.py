@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A `KeyboardInterrupt` raised by our signal handler, unlike one that other code raises.
+    """A `KeyboardInterrupt` that our signal handler raises. Other code raises the base class.
 
     Args:
         number: The signal's number.

@@ -44,7 +44,7 @@ class Objective(ABC):
 
     @property
     def no_classes(self) -> str:
-        """Reason, for error messages, why a method that requires class labels cannot use these labels."""
+        """Text for error messages that says why a method that requires class labels cannot use these labels."""
         return f"the labels are for {type(self).__name__}, not classes"
 
     @abstractmethod
@@ -143,7 +143,7 @@ class Classification(Objective):
 
 
 class MultiLabel(Objective):
-    """Multi-label classification with `L` 0/1 labels, binary cross-entropy, and the fraction correct (`acc`).
+    """Multi-label classification with `L` 0/1 labels, binary cross-entropy and label accuracy (`acc`).
 
     A label is predicted if its logit is above 0. The loss is the mean over labels.
     """

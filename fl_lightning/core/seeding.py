@@ -62,9 +62,9 @@ def _accelerated() -> bool:
 
 
 class RandomStates:
-    """Saved states of the global random generators (Python, NumPy, torch), one object for each of several clients.
+    """Saved states of the global random generators (Python, NumPy, torch), to switch between several clients.
 
-    Clients that train in turns each draw from their own states.
+    Clients that train in turns have one object each, and draw from their own states.
 
     Args:
         device: The training device. The generator of a GPU is saved as well as the CPU's.

@@ -85,7 +85,7 @@ class RunningMean:
             ValueError: Nothing was added, or nothing with a positive weight.
         """
         if not self._weight > 0:
-            raise ValueError("the mean of nothing: no state dict with a positive weight was added")
+            raise ValueError("no mean: no state dict with a positive weight was added")
         whole = 1.0 if self._is_single else self._weight
 
         def mean(held: Tensor, dtype: torch.dtype) -> Tensor:

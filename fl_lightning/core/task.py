@@ -81,12 +81,12 @@ class Result:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether Ctrl-C or SIGTERM caused this exception of a client's task."""
+    """Return whether an exception in a client's task was caused by Ctrl-C or SIGTERM."""
     return isinstance(error, KeyboardInterrupt | SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt)
 
 
 def failed_result(task: Task, error: BaseException) -> Result:
-    """Return the result of a task that raised this exception, with the exception as `failure`.
+    """Return the result of a client's task that raised an exception, with the exception as `failure`.
 
     Raises:
         BaseException: The error, if Ctrl-C or SIGTERM caused it, which ends the whole run.

@@ -92,7 +92,7 @@ class AutoEngine(Engine):
         once = seconds_a_task(sequential, worker, tasks[:FIRST_TASKS])
         if self.fits * once < SHORT_RUN:
             self.choice, self._chosen = "sequential", sequential
-            self.note = f"engine: sequential, for the run has but {self.fits} fits of {1e3 * once:.1f} ms"
+            self.note = f"engine: sequential, because the run has only {self.fits} fits of {1e3 * once:.1f} ms"
             return
         tasks = tasks[: max(1, int(self.budget / 8 / once))]
         times = {"sequential": seconds_a_task(sequential, worker, tasks)}
@@ -113,7 +113,7 @@ class AutoEngine(Engine):
         for engine in candidates.values():
             engine.close()
         measured = ", ".join(f"{name} {1e3 * spent:.1f}" for name, spent in times.items())
-        self.note = f"engine: {best}, by milliseconds a fit: {measured}"
+        self.note = f"engine: {best}, by milliseconds per fit: {measured}"
 
     def _candidates(self, seconds: float, tasks: int) -> Iterator[str]:
         """Yield the names of the engines that are worth timing against `sequential`.

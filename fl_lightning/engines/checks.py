@@ -49,12 +49,12 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_share(trainer: L.Trainer, batches: int) -> None:
-    """Raise an error if `limit_train_batches` is a fraction that leaves no batch for the client with the fewest."""
+    """Raise an error if `limit_train_batches` is a fraction that leaves no batch for the smallest client."""
     share = trainer.limit_train_batches
     if isinstance(share, float) and share * batches < 1:
         raise ConfigError(
-            f"trainer.limit_train_batches: {share} of {batches} batches, which one client has, is none; give a larger "
-            f"share, or a number of batches"
+            f"trainer.limit_train_batches: {share} is less than one of the {batches} batches of the smallest client; "
+            f"give a larger share, or a number of batches"
         )
 
 
@@ -72,15 +72,15 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
         )
     for name in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches"):
         if getattr(trainer, name) == 0:
-            raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")
+            raise ConfigError(f"trainer.{name}: with 0, clients do not train; give 1 or more")
     if trainer.max_epochs == trainer.max_steps == -1:
         raise ConfigError("trainer.max_epochs: -1 without trainer.max_steps never ends; give one of them")
     asked = str(options.get("precision") or trainer.precision)
     if trainer.precision != IN_FULL.get(asked, asked):
         device = trainer.strategy.root_device.type
         raise ConfigError(
-            f"trainer.precision: {asked} is not to be had on the {device}, where Lightning would take "
-            f"{trainer.precision} for it; give that, or 32-true"
+            f"trainer.precision: {asked} is not available on the {device}, where Lightning would use "
+            f"{trainer.precision} instead; give that, or 32-true"
         )
 
 
@@ -88,7 +88,7 @@ def warn_of_environment(device: torch.device) -> None:
     """Warn of environment variables of Lightning, which are ignored, and of torch's that change rounding."""
     for name in DEFAULTS:
         if os.environ.get(variable := f"PL_TRAINER_{name.upper()}"):
-            warnings.warn(f"{variable} is set, and not heeded: a run is what its config says", stacklevel=2)
+            warnings.warn(f"{variable} is set but ignored: a run depends on its config only", stacklevel=2)
     for variable in ROUNDING.get(device.type, ()):
         if value := os.environ.get(variable):
             warnings.warn(

@@ -19,17 +19,17 @@ from fl_lightning.core.spelling import suggest
 
 INSTEAD = {
     "Checkpoint": "the run is checkpointed, not a client's fit; use Checkpointing under callbacks",
-    "OnExceptionCheckpoint": "what a run has finished is checkpointed however it ends; leave it out",
-    "ProgressBar": "the run has a bar, a client's fit none; use RoundProgress under callbacks",
+    "OnExceptionCheckpoint": "finished rounds are checkpointed, also if the run ends with an error; leave it out",
+    "ProgressBar": "the run has a progress bar, a client's fit has none; use RoundProgress under callbacks",
     "ModelSummary": "in Python, ModelSummary(open_run(RUN).client_module(0)) has one",
     "BasePredictionWriter": "a client's fit predicts nothing; in Python, open_run(RUN).client_module(0) is its model",
     "BatchSizeFinder": "a run has one batch_size for all clients; set that",
     "LearningRateFinder": "a run has one optimizer.lr for all clients; try some with fl-lightning sweep",
-    "GradientAccumulationScheduler": "a method must know of it beforehand; use trainer.accumulate_grad_batches",
+    "GradientAccumulationScheduler": "methods depend on the number of steps; use trainer.accumulate_grad_batches",
     "BackboneFinetuning": "a client's backbone is its whole network; use FedRep or FedBABU, which train parts of it",
-    "StochasticWeightAveraging": "it averages what epochs begin with, and of a fit's last one nothing is left; "
-    "use EMAWeightAveraging, which averages steps",
-    "SpikeDetection": "it leaves files beside the run; use on_client_failure drop for clients whose loss is NaN or Inf",
+    "StochasticWeightAveraging": "it averages weights at the start of epochs, and the fit's last weights are left out; "
+    "use EMAWeightAveraging, which averages over steps",
+    "SpikeDetection": "it writes files outside of the run; use on_client_failure drop if a loss is NaN or Inf",
 }
 """Lightning callbacks that, with their subclasses, do not work in a client's fit, and what to use instead."""
 
@@ -38,7 +38,7 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, value: dumper.represent
 
 
 def refused(kind: type) -> str | None:
-    """Return the advice for a callback class that does not work in a client's fit; None if the class works."""
+    """Return why a callback class does not work in a client's fit, and what to use instead; None if it works."""
     lightnings = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("lightning.")]
     return next((INSTEAD[name] for name in lightnings if name in INSTEAD), None)
 
@@ -48,7 +48,7 @@ def check_client_callbacks(given: Sequence[Callback]) -> None:
     for callback in given:
         name = f"client_callbacks: {type(callback).__name__}"
         if fix := refused(type(callback)):
-            raise ConfigError(f"{name} makes no sense in a client's fit: {fix}")
+            raise ConfigError(f"{name} does not work in a client's fit: {fix}")
         try:
             copy.deepcopy(callback)
         except Exception as error:  # __deepcopy__ may raise anything

@@ -48,7 +48,7 @@ class Evaluator:
         self.scored = evaluation.chosen(server.clients, server.seed)
 
     def scores_wanted(self, round: int) -> dict[str, bool]:
-        """Return the fields `evaluate` and `evaluate_globally` of the `Task`s of a round, in which clients train."""
+        """Return the `Task` fields that say how a round's tasks evaluate the clients' models after training."""
         due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
         return {
             "evaluate": due and how.client_model == "trained",
@@ -80,7 +80,7 @@ class Evaluator:
     def without_training(
         self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any
     ) -> Iterator[Result]:
-        """Yield the results of clients that receive messages from the server but do not train, such as test metrics.
+        """Yield the results of clients' tasks without training, such as the test metrics of the received model.
 
         Args:
             round: The last finished round.
@@ -150,7 +150,7 @@ def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> I
 
 
 def sends_one_model(worker: Worker) -> bool:
-    """Return whether the algorithm evaluates the same model on all clients that have no layers of their own."""
+    """Return whether all clients without layers of their own are evaluated with the same model."""
     algorithm = worker.algorithm
     return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 

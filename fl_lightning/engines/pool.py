@@ -155,7 +155,7 @@ class PoolEngine(Engine):
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
-        """Send running workers a new `Worker` object, end those with unfinished tasks, and return the number to use."""
+        """Send workers a new `Worker` object, end workers with unfinished tasks, and return how many workers to use."""
         self._lost.clear()
         size = min(self.size(worker), len(worker.data.shards))
         for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:
@@ -178,7 +178,7 @@ class PoolEngine(Engine):
         pool_worker.end()
 
     def _assign(self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int]) -> None:
-        """Send waiting tasks, largest first, each to the worker with the fewest queued samples, until queues are full."""
+        """Fill the workers' queues with waiting tasks, largest first, each for the worker with the fewest samples."""
 
         def load(pool_worker: PoolWorker) -> int:
             return sum(work(task) for task in pool_worker.tasks)
@@ -212,8 +212,8 @@ class PoolEngine(Engine):
             for other in [other for other in self._pool_workers if not other.ready]:  # they would give the same answer
                 self._remove(other)
             raise ConfigError(
-                f"engine: a worker process could not take in the experiment: {answer.refused}; "
-                f"define what it is made of in a module that every worker can import"
+                f"engine: a worker process could not load the experiment: {answer.refused}; "
+                f"define its classes and functions in a module that every worker can import"
             )
         if answer.result is None:
             pool_worker.ready = True
@@ -237,7 +237,7 @@ class PoolEngine(Engine):
         if not task or self._lost[task.client] < ATTEMPTS:
             return None
         pool_worker.tasks.popleft()
-        return failed_result(task, WorkerLost(f"{ATTEMPTS} worker processes died at it, the last of them {loss}"))
+        return failed_result(task, WorkerLost(f"{ATTEMPTS} worker processes died running it, the last of them {loss}"))
 
 
 def serialize_worker(worker: Worker) -> SerializedValue:

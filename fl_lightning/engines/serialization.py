@@ -138,7 +138,7 @@ class SharedTensorStore:
         self._held: list[list[Tensor]] = []
 
     def add(self, task: Task) -> None:
-        """Store the tensors of a task that earlier tasks contain, too, and that are not stored yet."""
+        """Store the tensors of a task that earlier tasks of the round also contain, unless they are stored already."""
         sections = [*task.download.sections.values(), *task.memory.values()]
         found = {id(t): t for t in chain.from_iterable(map(owners, sections)) if is_plain(t)}
         new = [t for key, t in found.items() if key not in self.positions and self._seen.get(key) is t]
@@ -150,7 +150,7 @@ class SharedTensorStore:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is an ordinary `torch.Tensor`, no subclass, on the CPU that requires no gradient."""
+    """Return whether a value is a CPU tensor of the class `torch.Tensor` itself that requires no gradient."""
     return (
         type(value) is Tensor
         and value.layout == torch.strided

@@ -75,9 +75,9 @@ def is_importable(category: Any) -> bool:
 
 
 class TaskServer:
-    """Serves requests in a worker process: loads worker objects and runs tasks.
+    """Serves requests in a worker process: loads `Worker` objects and runs tasks.
 
-    Each task is answered at once. All tasks of a worker object share one `Trainer.fit`, as in the sequential engine.
+    Each task is answered at once. All tasks of a `Worker` object share one `Trainer.fit`, as in the sequential engine.
 
     Args:
         trainer: Options that the worker's trainer has in this process.

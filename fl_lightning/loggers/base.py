@@ -42,7 +42,7 @@ class Beginning(NamedTuple):
 
 
 class RoundLogger(Logger):
-    """Base class of Lightning loggers with hooks for the stages of a federated run, which subclasses override.
+    """Base class of Lightning loggers with hooks for the stages of a federated run.
 
     Unless a logger is given its own folder, it writes to the run folder, under a name listed in
     `runs.folder.WRITTEN_NAMES`.

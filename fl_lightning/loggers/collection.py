@@ -198,7 +198,7 @@ class ClientsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, round: int, series: Mapping[int, Row]) -> None:
-        """Append one round's metrics of single clients, a line per client."""
+        """Append the clients' metrics of one round to the file, a line per client."""
         new = {name for row in series.values() for name in row}.difference(self._columns)
         if new:
             self._columns += sorted(new, key=_column_order)
@@ -336,7 +336,7 @@ class WarningsTxt:
 
 
 class Loggers:
-    """The loggers of a run as one object, which passes each call to all loggers. False without loggers.
+    """The loggers of a run as one object, which passes each call to all of them. False if there are no loggers.
 
     Args:
         given: A logger, a list of loggers, or False or None for none.

@@ -50,7 +50,7 @@ def writes_to_run_folder(save_dir: str | None, **subfolders: Any) -> bool:
 
 
 class CSVLogger(RoundLogger, lightnings.CSVLogger):
-    """Log metrics to Lightning's CSV file, a row per round, by default `csv_logs/metrics.csv` in the run folder.
+    """Log metrics to Lightning's CSV file, a row per round, by default in `csv_logs/` in the run folder.
 
     Args:
         save_dir: Another folder, in which Lightning creates `<name>/version_<n>` each time `fit` starts or resumes.

@@ -22,7 +22,7 @@ LONGEST = 128
 
 
 def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the name of a run and the name of its group, which runs that differ only in the seed share.
+    """Return the name of a run and the name of its group. Runs that differ only in the seed form a group.
 
     Args:
         config: The config's name.

@@ -341,7 +341,7 @@ def read_note(run_dir: Path) -> dict[str, Any]:
 
 
 def add_checksum(note: Mapping[str, Any]) -> str:
-    """Return the text of `wandb/run.json` from its content, with a SHA-256 digest by which changes are detected."""
+    """Return the text of `wandb/run.json`: the given content and its SHA-256 digest, to detect changes."""
     digest = hashlib.sha256(json.dumps(note, indent=1).encode()).hexdigest()
     return json.dumps({**note, "sha256": digest}, indent=1) + "\n"
 

@@ -107,7 +107,7 @@ class ClientStore(Mapping[int, State]):
         return list(self._stored.values())
 
     def write(self, snapshot: Iterable[StoredState]) -> dict[str, str]:
-        """Write the client states that have no file yet, and return all files' checksums. Runs in the writer's thread.
+        """Write the client states that have no file yet, and return all files' checksums. Called in the background.
 
         Raises:
             CheckpointError: Writing fails.

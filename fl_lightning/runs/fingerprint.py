@@ -74,7 +74,7 @@ class Fingerprint:
             raise ConfigError(f"{where}: changed since the run began: {', '.join(sorted(parts))}. {fix}")
 
     def warn_of_environment(self, now: Mapping[str, str]) -> None:
-        """Warn if the environment (versions, device, threads) has changed since the checkpoint, and of the effect."""
+        """Warn if the environment (versions, device, threads) has changed since the checkpoint, and of the effects."""
         changed = [f"{name} {was} -> {now.get(name)}" for name, was in self.made_with.items() if now.get(name) != was]
         if changed:
             means = "the partition and random numbers stay the same, but sums may be rounded differently"

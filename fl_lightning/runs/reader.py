@@ -314,7 +314,7 @@ def _parse_summary(path: Path) -> Figures:
 
 
 def _clients(run: Run) -> pd.DataFrame:
-    """Read a run's `clients.csv` as a table; empty if the file is missing, or unreadable, which is warned of."""
+    """Read a run's `clients.csv` as a table; empty if the file is missing or, with a warning, unreadable."""
     import pandas as pd
 
     columns: dict[str, Any] = {"round": [], "client": []}

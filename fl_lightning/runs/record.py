@@ -124,7 +124,7 @@ class Record:
         return self._created_folders
 
     def set_data(self, data: FederatedData, device: torch.device) -> None:
-        """Set the run's data, which fingerprints contain a digest of, and the run's device."""
+        """Set the data and the training device of the run, which fingerprints contain."""
         self._data, self._digest, self._device = data, data.digest(), device
 
     def find_checkpoint(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:

@@ -94,7 +94,7 @@ def allow_local_modules(value: Any) -> None:
 
 
 def local_modules(value: Any) -> list[str]:
-    """Return the paths of the modules in the working folder whose import paths a config contains."""
+    """Return the paths of the modules in the working folder that a config names by import path."""
     here = os.getcwd()
     files = ((_module_file(path, [here]), _module_file(path)) for path in _import_paths(value))
     return sorted({os.path.realpath(file) for file, installed in files if file and installed in (None, file)})
@@ -142,11 +142,11 @@ def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
 
 
 def _reason_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) -> str | None:
-    """Return the reason why a run folder's signature does not show that the run is the user's own; None if it does."""
+    """Return the reason if a run folder's signature does not show that the run is the user's own, else None."""
     try:
         signature, _ = _read_small_file(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
         valid = hmac.compare_digest(signature.strip(), _signature(content, config, _load_key(make=False)).encode())
-        return None if valid else "The run was signed by somebody else, its config was edited or its modules moved"
+        return None if valid else "The run was signed by another user, its config was edited or its modules moved"
     except FileNotFoundError:
         return "The run is not signed as yours"
     except (OSError, ValueError, RuntimeError) as error:

@@ -70,8 +70,8 @@ def pivot_table(found: Comparison, across: str) -> ResultTable:
     """Return a comparison as a pivot table of the last round's metric: one column per value of the key `across`."""
     fits = [key for key in found.columns if key == across or key.endswith(f".{across}")]
     if len(fits) != 1:
-        keys = ", ".join(found.columns) or "nothing does"
-        raise ConfigError(f"--across: {across} is no key that tells these groups apart: {keys}")
+        keys = ", ".join(found.columns) or "none"
+        raise ConfigError(f"--across: {across} is no key in which these groups differ. Available: {keys}")
     others = [key for key in found.columns if key != fits[0]]
     cells = {(tuple(group.names[key] for key in others), group.names[fits[0]]): group for group in found.groups}
     lines = list(dict.fromkeys(line for line, _ in cells))
@@ -133,7 +133,7 @@ def format_number(value: float) -> str:
 
 
 def format_spread(spread: Spread | None) -> str:
-    """Format a group's mean ± standard deviation over seeds of a metric."""
+    """Format a metric's mean ± standard deviation over the seeds of a group."""
     if spread is None:
         return "-"
     mean = format_number(spread.mean)
@@ -149,7 +149,7 @@ def format_seeds(group: Group, found: Comparison) -> str:
 
 
 def format_difference(group: Group) -> str:
-    """Format a group's difference to the reference group: mean ± standard deviation, significance stars, pairs."""
+    """Format a group's difference to the reference group as mean ± standard deviation with significance stars."""
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std
@@ -170,7 +170,7 @@ def format_reach(reach: Reach) -> list[str]:
 
 
 def format_cell(group: Group | None, found: Comparison) -> str:
-    """Format a group's last metric for a pivot table, with significance stars, and seeds if some are missing."""
+    """Format a group's metric in the last round for a pivot table, with significance stars and missing seeds."""
     if group is None:
         return "missing"
     seeds, stars = format_seeds(group, found), group.difference.stars if group.difference else ""

@@ -81,7 +81,7 @@ def with_engine_class(words: Sequence[str]) -> list[str]:
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
-    """Return a command line with the config of the run that it resumes added, unless it gives another config.
+    """Return a command line with the config of the run to resume added, unless the user gives another config.
 
     Raises:
         ConfigError: The run has no config, or another user made it and it names its own code.
@@ -107,7 +107,7 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the config files give without the command line, to name a run after the differences.
+    """Return the settings of the config files alone. A run is named after the changes made on the command line.
 
     Classes given on the command line count with their default options. If the files are no complete config, all
     settings are returned.

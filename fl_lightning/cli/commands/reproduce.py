@@ -66,7 +66,7 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
 def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
     """Run the unfinished runs of a paper's table, report each on stderr as it ends, and yield its result."""
     missing = [job for job in jobs if not is_finished(job.folder)]
-    _report(f"{len(missing)} of {len(jobs)} runs are missing; they lie in {out}")
+    _report(f"{len(missing)} of {len(jobs)} runs are missing; the folder is {out}")
     with lock_run_dir(out):
         for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
             how = f"failed: {ended.reason}" if ended.code else "done"

@@ -72,7 +72,7 @@ def follow(monitor: RunMonitor, console: Console, every: float) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Context whose code is stopped by SIGINT or SIGTERM without an error."""
+    """Context that SIGINT or SIGTERM ends early, without an error."""
     both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: background processes of a shell ignore it
     before = [signal.signal(one, signal.default_int_handler) for one in both]
     try:
