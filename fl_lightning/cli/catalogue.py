@@ -120,7 +120,7 @@ def arguments(key: str, path: str) -> list[str] | None:
 
     Args:
         key: The key that names the class.
-        path: Its name or import path.
+        path: The class's name or import path.
     """
     module, _, name = path.rpartition(".")
     kind = kind_of(key)

@@ -72,7 +72,7 @@ def _last_layer(builder: str) -> str | None:
     from torchvision import models
 
     linear: list[str] = []
-    with torch.device("meta"), suppress(NotImplementedError), warnings.catch_warnings():  # no numbers, no memory
+    with torch.device("meta"), suppress(NotImplementedError), warnings.catch_warnings():  # allocates no memory
         warnings.simplefilter("ignore")
         layers = models.get_model_builder(builder)().named_modules()
         linear = [name for name, layer in layers if isinstance(layer, torch.nn.Linear)]

@@ -78,10 +78,10 @@ def _wrong_value(key: str, message: str) -> str | None:
         return "expected lines `key: value`"
     if key in CLASS_KEYS:  # `unknown_names` has checked its type
         return None
-    innermost = message.rpartition('Parser key "')[2]  # the others are about the classes around the key
+    innermost = message.rpartition('Parser key "')[2]  # earlier parts are about the enclosing classes
     start = "Given" if "Does not validate" in innermost else "Got"
     given = re.search(start + VALUE, innermost)
-    if not given or given[1].lstrip('"').startswith("Namespace(class_path"):  # an error of the class itself
+    if not given or given[1].lstrip('"').startswith("Namespace(class_path"):  # the class itself raised it
         return None
     types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", innermost[: given.start()])
     expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))
@@ -145,7 +145,7 @@ def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
         ConfigError: Names the key and its default.
     """
     if "class_path" in given:
-        if given.class_path.startswith("typing."):  # what jsonargparse makes of {}
+        if given.class_path.startswith("typing."):  # jsonargparse parses {} to this
             raise ConfigError(f"{key}: {CLASS_EXPECTED}")
         owner, given = find_object(given.class_path), given.get("init_args") or Namespace()
     try:

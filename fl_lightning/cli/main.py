@@ -57,8 +57,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = copy_context().run(_dispatch, words, own_process=args is None)  # trust ends with the command
-        sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
+            code = copy_context().run(_dispatch, words, own_process=args is None)  # own context: trust ends here
+        sys.stdout.flush()  # raises an error for a closed pipe or a full disk here, not when Python exits
         return code
     except BaseException as error:
         ended: BaseException = error
@@ -77,7 +77,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if debug and message:
             if isinstance(error, Exception):
                 raise
-            traceback.print_exception(error)  # a SystemExit would end Python, with the code that it brings
+            traceback.print_exception(error)  # raising a SystemExit would exit with its own code
         if message:
             print_to_stderr(f"error: {_brief(message)}")
         return code
@@ -94,7 +94,7 @@ def _ended_by(error: BaseException) -> tuple[int, str]:
     chain = list(_chain(error))
     if stopped := [each for each in chain if isinstance(each, Stopped)]:
         return 128 + stopped[0].number, ""
-    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # `| head` has seen enough
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # such as by `| head`
         return 128 + signal.SIGPIPE, ""
     if isinstance(error, Exception):
         return 1, f"{type(error).__name__}: {one_line(error)}{users_place(error)}; --debug shows where"

@@ -35,10 +35,10 @@ class Parameter:
     """A constructor parameter of a class, read from the source code.
 
     Args:
-        name: Its name. A parameter within a group such as `head` has a dotted name: `head.hidden`.
-        types: The alternatives of its type, without None: names of types, or `Literal`s as tuples of their values.
-        default: Its default value, or the name of a default class; `NO_DEFAULT` if it must be given.
-        help: Its description in the docstring.
+        name: The parameter's name. A parameter within a group such as `head` has a dotted name: `head.hidden`.
+        types: The alternatives of the type, without None: names of types, or `Literal`s as tuples of their values.
+        default: The default value, or the name of a default class; `NO_DEFAULT` for a required parameter.
+        help: The description in the docstring.
     """
 
     name: str
@@ -256,7 +256,7 @@ def signature(cls: Class) -> list[Argument]:
         fields = {argument[0]: argument for base in cls.bases for argument in signature(base)}
         return list((fields | {argument[0]: argument for argument in _fields(cls)}).values())
     init = next((one for one in cls.node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
-    if init is None or (init.args.kwarg and init.args.vararg):  # the latter hands everything on
+    if init is None or (init.args.kwarg and init.args.vararg):  # passes all arguments to the base class
         return next((found for base in cls.bases if (found := signature(base))), [])
     arguments = [*init.args.args[1:], *init.args.kwonlyargs]
     without_default = [None] * (len(init.args.args) - 1 - len(init.args.defaults))

@@ -116,7 +116,7 @@ class Names:
 
         Args:
             option: The option, without its dashes; "" for a positional argument.
-            value: Its value.
+            value: The option's value.
             later: The options after it, which may replace the class that this option is an argument of.
         """
         key = option.removesuffix("+").removesuffix(".class_path").replace(".init_args.", ".")
@@ -197,7 +197,7 @@ class Names:
     def _may_be_class(self, key: str, name: str) -> bool:
         choices = self.options.get(key, {}).get("choices", ())
         base = BASES[kind][0].rpartition(".")[2] if (kind := kind_of(key)) else ""
-        if "." in name:  # an import path, for Python to find
+        if "." in name:  # an import path, looked up later
             return all(part.isidentifier() for part in name.split("."))
         return name in (*names(key), *choices, base) or (key != "model" and is_in_source(key, name))
 

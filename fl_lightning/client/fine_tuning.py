@@ -53,7 +53,7 @@ def fine_tune(
     with torch.enable_grad():
         for _ in range(epochs):
             for chosen in torch.randperm(len(y)).split(module.batch_size):
-                if len(chosen) > normed:  # BatchNorm has no variance of one
+                if len(chosen) > normed:  # BatchNorm cannot train on one sample
                     descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
     learn_only(module.backbone, lambda name: True, among)
     module.eval()

@@ -68,7 +68,7 @@ class SharedKnowledge(nn.Module):
 def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return the sums of values `(B, d)` over the samples of each class, `(C, d)`, and the sample counts, `(C,)`."""
     values = at_least_float32(values)
-    members = F.one_hot(targets, num_classes).to(values.dtype)  # a product, not index_add: deterministic on CUDA
+    members = F.one_hot(targets, num_classes).to(values.dtype)  # not index_add: deterministic on CUDA
     with torch.autocast(values.device.type, enabled=False):
         return members.T @ values, members.sum(dim=0)
 

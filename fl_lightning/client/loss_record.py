@@ -14,7 +14,7 @@ class LossRecord:
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._pending: list[Tensor] = []  # of all terms, step by step
+        self._pending: list[Tensor] = []  # the losses of all terms, step by step
         self._sums = np.zeros(0)
         self._steps = 0
 

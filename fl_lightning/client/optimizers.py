@@ -34,7 +34,7 @@ def descend(
     if clip:
         clip(optimizer)
     optimizer.step()
-    torch.clear_autocast_cache()  # it may hold the weights from before the step
+    torch.clear_autocast_cache()  # it may contain weights from before the step
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
@@ -59,7 +59,7 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> N
     state: dict[int, Tensors] = {}
     for key, value in kept.items():
         number, _, name = key.partition("/")
-        state.setdefault(int(number), {})[name] = value.clone()  # a step writes into it
+        state.setdefault(int(number), {})[name] = value.clone()  # optimizer steps change it in place
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

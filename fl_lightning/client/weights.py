@@ -57,7 +57,7 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
     """
     for part in parts:
         if not any(name.startswith(part) for name in backbone.state_dict()):
-            getattr(backbone, part.partition(".")[0], None)  # `FromModule` says why it has no head or encoder
+            getattr(backbone, part.partition(".")[0], None)  # `FromModule` raises an error that says why
             there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
             raise ConfigError(
                 f"algorithm.{key}: {part.removesuffix('.')!r} is no part of {type(backbone).__name__} with weights; "

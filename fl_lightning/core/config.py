@@ -79,7 +79,7 @@ def named_file(name: str, kind: str) -> Path | None:
     folder = Path(str(files(f"fl_lightning.{kind}")))
     names = [name, f"{name}.yaml"] if name and not name.endswith(os.sep) else []
     paths = [Path(one) for one in names] + [folder / one for one in names if os.sep not in one]
-    found = next((path for path in paths if os.path.isfile(path)), None)  # Path.is_file raises where a name is too long
+    found = next((path for path in paths if os.path.isfile(path)), None)  # Path.is_file raises errors for long names
     derived = [one for one in names if kind == "configs" and one in derived_configs()]
     return found or (_derived_file(derived[0]) if derived else None)
 
@@ -213,7 +213,7 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
 
     Args:
         config: The nested dict.
-        prefix: What the keys begin with.
+        prefix: Prefix of all keys.
         name: Applied to the path of each class.
     """
     if not isinstance(config, dict):

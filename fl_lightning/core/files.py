@@ -78,7 +78,7 @@ def open_file(path: Path, most: float | None = None, links: bool = True) -> Iter
     Raises:
         OSError: The file cannot be read, is not regular (a pipe, a device, a refused link), or is too large.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # else a pipe waits for a writer
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # else a pipe blocks
     with open(os.open(path, flags), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):

@@ -21,7 +21,7 @@ An aggregator may add the section `weights`, with the weight of each client: the
 """
 
 PIECE = 1 << 17
-"""Numbers that are averaged at a time: 1 MiB in float64."""
+"""Number of elements that are averaged at a time: 1 MiB in float64."""
 
 
 class RunningMean:
@@ -46,7 +46,7 @@ class RunningMean:
         self._sums: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._weight = 0.0
-        self._is_single = True  # then not scaled: in float64, n w / n may differ from w
+        self._is_single = True  # and so not multiplied: in float64, n w / n may differ from w
 
     def add(self, state: Tensors, weight: float) -> None:
         """Add one state dict with a non-negative weight. The weights need not sum to 1.
@@ -82,7 +82,7 @@ class RunningMean:
         """Return the weighted mean of the state dicts added so far, on the CPU.
 
         Raises:
-            ValueError: Nothing was added, or nothing with a positive weight.
+            ValueError: No state dict with a positive weight was added.
         """
         if not self._weight > 0:
             raise ValueError("no mean: no state dict with a positive weight was added")
@@ -104,8 +104,8 @@ def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
     """Add `factor · value` to the tensor `held` in place, on a CPU in chunks that fit in its cache.
 
     Args:
-        held: Contiguous, in float64.
-        value: Of the same shape, on any device.
+        held: A contiguous float64 tensor.
+        value: A tensor of the same shape, on any device.
         factor: The factor.
     """
     piece = min(PIECE, held.numel()) if held.device.type == "cpu" else held.numel()

@@ -25,7 +25,7 @@ def temporary_files(of_programs: bool = False) -> Iterator[None]:
         of_programs: Do the same for programs that are started within the context, by setting `TMPDIR`.
     """
     usual, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    with suppress(OSError):  # nowhere to write, or no shell: use the usual folder
+    with suppress(OSError):  # if no folder or no shell is available, use the usual folder
         tempfile.tempdir = _folder()
     if of_programs and tempfile.tempdir:
         os.environ["TMPDIR"] = tempfile.tempdir

@@ -145,7 +145,7 @@ def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
     found: dict[str, type] = {}
     for name in getattr(home, "__all__", vars(home)):
         value = getattr(home, name)
-        is_class = inspect.isclass(value) and not isinstance(value, GenericAlias)  # a class in Python 3.10
+        is_class = inspect.isclass(value) and not isinstance(value, GenericAlias)  # counts as a class in Python 3.10
         if is_class and issubclass(value, bases) and value.__module__.startswith(root):
             found |= {f"{module}.{name}": value, f"{value.__module__}.{name}": value}
     return found
@@ -176,7 +176,7 @@ def _guard_jsonargparse() -> None:
 
     def read_mode() -> str:
         if _UNTRUSTED.get():
-            raise TypeError("an untrusted config names no other file of settings")  # then it is taken as text
+            raise TypeError("an untrusted config names no other file of settings")  # jsonargparse then uses the text
         return usual_mode()
 
     ours = {"import_object": import_object, "_get_config_read_mode": read_mode}

@@ -88,7 +88,7 @@ class AutoEngine(Engine):
 
     def _choose(self, worker: Worker, tasks: Sequence[Task]) -> None:
         sequential = SequentialEngine()
-        seconds_a_task(sequential, worker, tasks[:1])  # warms up
+        seconds_a_task(sequential, worker, tasks[:1])  # warm-up
         once = seconds_a_task(sequential, worker, tasks[:FIRST_TASKS])
         if self.fits * once < SHORT_RUN:
             self.choice, self._chosen = "sequential", sequential
@@ -101,7 +101,7 @@ class AutoEngine(Engine):
             try:
                 engine.check(worker)
                 engine.start(worker)
-                seconds_a_task(engine, worker, tasks)  # warms up all workers
+                seconds_a_task(engine, worker, tasks)  # warm-up of all workers
                 times[name] = seconds_a_task(engine, worker, tasks)
             except FLError as error:
                 if not isinstance(error, ConfigError):

@@ -76,7 +76,7 @@ class PoolEngine(Engine):
         self._pool_workers: list[PoolWorker] = []
         self._loaded: Worker | None = None
         self._handle: Any = None
-        self._lost: Counter[int | None] = Counter()  # by the client at work; None: before it was ready
+        self._lost: Counter[int | None] = Counter()  # by client; None: lost before it was ready
 
     @abstractmethod
     def size(self, worker: Worker) -> int:
@@ -102,7 +102,7 @@ class PoolEngine(Engine):
         """Check that the run's `Worker` object can be serialized and that workers can be started.
 
         Raises:
-            ConfigError: One of the two fails.
+            ConfigError: The object cannot be serialized, or no worker can be started.
         """
         self.size(worker)
         serialize_worker(worker)
@@ -205,11 +205,11 @@ class PoolEngine(Engine):
             self._remove(pool_worker)
             return self._count_loss(pool_worker, loss)
         for text, category, file, line in answer.warnings:
-            if text not in shown:  # each worker shows it once
+            if text not in shown:  # each worker sends it once
                 shown.add(text)
                 warnings.warn_explicit(text, category, file, line)
         if answer.refused:
-            for other in [other for other in self._pool_workers if not other.ready]:  # they would give the same answer
+            for other in [other for other in self._pool_workers if not other.ready]:  # they would fail, too
                 self._remove(other)
             raise ConfigError(
                 f"engine: a worker process could not load the experiment: {answer.refused}; "

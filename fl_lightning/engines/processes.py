@@ -76,7 +76,7 @@ class ProcessesEngine(PoolEngine):
         if sys.platform == "linux":
             self._context.set_forkserver_preload([__name__])
         self._places: list[int] = []
-        # otherwise Python and its processes wait for each other at exit
+        # without this, Python and the worker processes wait for each other at exit
         self._at_exit = util.Finalize(self, end_all, args=(self._pool_workers,), exitpriority=1)
 
     def size(self, worker: Worker) -> int:
@@ -97,7 +97,7 @@ class ProcessesEngine(PoolEngine):
                 )
             return []
         if self.devices is None and isinstance(worker.trainer.get("devices"), list):
-            return [device.index]  # the experiment names one
+            return [device.index]  # trainer.devices names a GPU
         here = list(range(torch.cuda.device_count()))
         for number in self.devices or []:
             if number not in here:
@@ -107,7 +107,7 @@ class ProcessesEngine(PoolEngine):
     def _start_worker(self) -> Process:
         held = [pool_worker.device for pool_worker in self._pool_workers if isinstance(pool_worker, Process)]
         device = min(self._places, key=held.count) if self._places else None
-        with temporary_files():  # of multiprocessing
+        with temporary_files():  # those of multiprocessing
             return Process(self._context, self.threads, device, self.timeout)
 
     def _new_storage(self) -> Callable[[SerializedValue], Place]:

@@ -112,7 +112,7 @@ class Actor(PoolWorker):
         super().__init__()
         self.expected: list[Any] = []  # references to future answers
         actor = import_ray().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteServer)
-        self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # it sees only its own GPUs
+        self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # an actor sees only its GPUs
 
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
         """Send a task, or the run's `Worker` object, to the Ray actor."""

@@ -20,7 +20,7 @@ class Scorer:
     Args:
         clients: The samples of each client.
         metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
-        positive_class: Of two classes, the one that binary metrics count as positive.
+        positive_class: The class, 0 or 1, that binary metrics count as positive.
 
     Attributes:
         measures: The additional metrics.

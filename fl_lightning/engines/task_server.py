@@ -123,7 +123,7 @@ class TaskServer:
                 answer(run_task(worker, request, fit, shown))
                 del request
                 if not fit:
-                    gc.collect()  # a used Trainer is a cycle that holds its model
+                    gc.collect()  # a used Trainer is part of a reference cycle with its model
             return request
 
         with warnings.catch_warnings(record=True) as shown:

@@ -280,7 +280,7 @@ class WarningsTxt:
             digest: The value of `digest` after that round.
         """
         lines = self._lines_until(round)
-        if len(lines) < self.most and self._digest(lines) != digest:  # a longer file drops old lines
+        if len(lines) < self.most and self._digest(lines) != digest:  # a longer file may have dropped old lines
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
     def rewind(self, round: int) -> None:

@@ -23,7 +23,7 @@ def commit_of(checkout: Path) -> str | None:
     """
     with suppress(OSError, UnicodeDecodeError, IndexError):
         git = checkout / ".git"
-        if git.is_file():  # a further worktree, or a submodule
+        if git.is_file():  # a linked worktree, or a submodule
             git = checkout / git.read_text().split("gitdir:")[1].strip()
         common = git / "commondir"
         shared = git / common.read_text().strip() if common.is_file() else git

@@ -112,7 +112,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if self.mode in OFFLINE:
             self._wandb_init["settings"].silent = True
         self._last_round = -1  # the last round in the W&B run when the run was resumed
-        self._row_is_open = False  # whether a round's row is open
+        self._row_is_open = False  # whether values were logged since the last `save`
 
     def check(self, run_dir: Path | None = None) -> None:
         """Check the options by W&B's own rules before the run begins, without a connection and without writing files.
@@ -197,7 +197,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         options |= {key: options[key] or defaults.get(key) for key in keys}
         if options["tags"] or not online:
             options["tags"] = list(dict.fromkeys([*options["tags"], *(tag[:LONGEST_TAG] for tag in labels.tags)]))
-        rest = {key: value for key, value in config.items() if key != "logger"}  # W&B has fields for these
+        rest = {key: value for key, value in config.items() if key != "logger"}  # W&B has fields for its options
         options |= {"dir": str(run_dir), "config": {**group_config(rest), "fl_lightning": source()}}
         self._project, self._save_dir = options["project"], options["dir"]  # Lightning's `name` and `save_dir`
         if self.mode != "disabled":

@@ -113,7 +113,7 @@ def _has_ended(owner: str) -> bool:
             os.kill(int(match[1]), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it runs, as another user
+    except PermissionError:  # the process runs as another user
         return False
     return False
 
@@ -171,7 +171,7 @@ def remove_on_failure(created: Sequence[Path]) -> Iterator[None]:
     except BaseException:
         for folder in created[:1]:
             shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # another run is in it by now
+        with suppress(OSError):  # another run uses the folder by now
             for folder in created[1:]:
                 folder.rmdir()
         raise

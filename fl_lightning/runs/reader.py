@@ -385,7 +385,7 @@ def _path_list(paths: Paths) -> list[Path]:
 def _find_run_folders(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder, onerror=_warn_unreadable):
         if "metrics.csv" in names:
-            folders.clear()  # a run holds no runs
+            folders.clear()  # runs are not nested
         if "metrics.csv" in names or "config.yaml" in names:
             yield Path(place)
         folders.sort()

@@ -96,7 +96,7 @@ class Record:
         self._restored_from: Fingerprint | None = None
         self._contexts = ExitStack()
         self._flushed_round, self._next_flush = -1, 0.0
-        self._kept: set[int] | None = None  # what callbacks keep; the round that was flushed last is kept in addition
+        self._kept: set[int] | None = None  # rounds that callbacks keep; the round that was flushed last is also kept
         self._created_folders: list[Path] | None = None  # by the lock; None before the folder is locked
 
     # --- Start or resume ---

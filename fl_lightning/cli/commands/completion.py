@@ -34,7 +34,7 @@ def argcomplete() -> ModuleType:
     """Import and return the package argcomplete, which shell completion needs.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     try:
         import argcomplete
@@ -89,7 +89,7 @@ def chosen_classes(words: Sequence[str]) -> dict[str, str]:
     for _, config in values(words, "config"):
         try:
             found |= flatten(read_config(Path(config_path(config))))
-        except FLError:  # its name is still being typed
+        except FLError:  # the name of the config may be incomplete
             continue
     found |= {key: value for key in KEYS for _, value in values(words, key)}
     return {key: class_name(value) for key, value in found.items()}

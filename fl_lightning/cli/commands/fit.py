@@ -116,14 +116,14 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
     def stated(*more: str) -> dict[str, Any]:
         words = [*(f"--config={path}" for path in given.config or []), *more]
         with readable_errors(parser), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # shown once already
+            warnings.simplefilter("ignore")  # they were shown already
             return setting_of(plain_config(parser.parse_args(expand_baseline(words)), parser))
 
     try:
         found = stated()
     except ConfigError:
         return setting
-    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # those have keys below them
+    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # the keys of classes have keys below them
     put_in = {key: found.get(key) for key in classes if setting[key] not in (None, found.get(key))}
     with suppress(ConfigError):  # a class may have required arguments
         found = stated(*(f"--{key}={setting[key]}" for key in put_in)) | put_in if put_in else found

@@ -91,7 +91,7 @@ def read_keys() -> Iterator[Callable[[float], str]]:
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select(keyboard, [], [], seconds)
-        return os.read(ready[0], 1).decode(errors="replace") or "q" if ready else ""  # nothing: the terminal is gone
+        return os.read(ready[0], 1).decode(errors="replace") or "q" if ready else ""  # empty input: terminal closed
 
     before = [termios.tcgetattr(one) for one in keyboard]
     try:
