@@ -264,7 +264,7 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
 
 
 def conditions(where: Where) -> dict[str, Any]:
-    """Return conditions on settings, given as a mapping or as words `KEY=VALUE`, as a mapping from key to value.
+    """Convert conditions on settings, such as the words `alpha=0.1`, to a mapping from key to value.
 
     Raises:
         ConfigError: A word is not of the form KEY=VALUE, or a key occurs twice.

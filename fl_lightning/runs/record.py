@@ -274,7 +274,7 @@ class Record:
 
     @contextmanager
     def close_at_end(self, release: Callable[[], None]) -> Iterator[None]:
-        """Context around a run's rounds. At its end, write a checkpoint if an error left none, and close the loggers.
+        """Context around a run's rounds that closes the loggers at its end. After an error it first saves a checkpoint.
 
         Args:
             release: Called after the checkpoint is on disk and before the loggers are closed.
