@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def load(name: str) -> ModuleType:
-    """Import a module by its full name, without garbage collection, which would take a quarter of the time."""
+    """Import a module by its full name, with garbage collection paused, which saves a quarter of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
