@@ -73,8 +73,8 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
 
 def classes_of(kind: str) -> dict[str, Class]:
     """Return this package's classes of one kind, such as `algorithms`, by name. Reads the sources without imports."""
-    base, room, _ = BASES[kind]
-    return classes_in(f"fl_lightning.{room}", f"fl_lightning.{base}")
+    base, package, _ = BASES[kind]
+    return classes_in(f"fl_lightning.{package}", f"fl_lightning.{base}")
 
 
 @cache
