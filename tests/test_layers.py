@@ -75,5 +75,5 @@ def test_no_files_import_each_other_in_a_circle():
         "load('fl_lightning.cli.main')",
     ],
 )
-def test_an_import_of_a_later_room_is_detected(line):
+def test_an_import_of_a_later_folder_is_detected(line):
     assert backwards("core.files", line) == {"core.files -> cli.main"}
