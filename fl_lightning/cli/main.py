@@ -119,7 +119,7 @@ def _has_shown(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> tuple[FrameType, int]:
-    """Return the frame and the line number where an error was raised, outside of W&B's wrapper around `sys.exit`."""
+    """Return the frame and the line number where an error was raised, without W&B's frames, which wrap `sys.exit`."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, place = (
         (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")

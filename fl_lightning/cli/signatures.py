@@ -96,7 +96,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, ast.stmt]:
-        """The top-level statement of the module that defines or imports each name, by name."""
+        """For each name at the top level of the module, the statement that defines or imports the name."""
         found: dict[str, ast.stmt] = {}
         statements = list(self.tree.body)
         for one in statements:

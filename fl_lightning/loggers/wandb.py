@@ -258,7 +258,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         self.experiment.summary.update({name: value for name, value in summary.items() if value is not None})
 
     def log_files(self) -> None:
-        """Log the final model if `log_model` is set, and with `all` also the files for resuming, as W&B artifacts."""
+        """Log W&B artifacts: the final model if `log_model` is set, and with `log_model=all` the files for resuming."""
         run_dir = Path(self._wandb_init["dir"])
         if not self.log_model or self.mode == "disabled":
             return
