@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import yaml
-from commands import run
+from commands import TINY, run
 
 import fl_lightning
 from fl_lightning.cli import catalogue, help
@@ -74,6 +74,18 @@ print("end", sys.modules.keys() & {SLOW})
 def test_the_package_itself_imports_nothing_slow():
     slow = SLOW | {"jsonargparse"}
     assert python(f"import sys, fl_lightning; print(sys.modules.keys() & {slow})") == "set()\n"
+
+
+def test_fit_does_not_import_packages_that_the_run_does_not_use(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    unused = {"datasets", "mlflow", "optuna", "pandas", "plotly", "pyarrow", "pydantic", "ray", "sklearn", "wandb"}
+    source = f"""
+import sys
+from fl_lightning.cli.main import main
+assert main(["fit", "--config", "{tmp_path}/tiny.yaml", "--run_dir", "{tmp_path}/run"]) == 0
+print("end", sys.modules.keys() & {unused})
+"""
+    assert python(source).endswith("end set()\n")
 
 
 @pytest.mark.parametrize("word", ["--version", "-V"])
