@@ -602,7 +602,8 @@ def test_a_scaled_run_has_fewer_rounds_epochs_and_samples(here, at_once):
     words = ["--rows", "FedSKC", "--columns", "0.1", "--seeds", "0", "--out", "here"]
     code, out, _ = run("reproduce", "table.yaml", *words, "--scale", "0.1", "--set", "batch_size=8")
     assert code == 0
-    assert "At scale 0.1: rounds, local epochs (trainer.max_epochs) and training samples times 0.1, rounded up" in out
+    rule = "only rounds, local epochs (trainer.max_epochs) and training samples are multiplied by 0.1 and rounded up"
+    assert f"At scale 0.1: {rule}." in out
     assert "With batch_size=8." in out
     (folder,) = (path.parent for path in Path("here").rglob("config.yaml"))
     config = yaml.safe_load((folder / "config.yaml").read_text())
