@@ -208,10 +208,13 @@ class StackedStep:
     Args:
         steps: Their steps in their current state. The module of the first computes the steps of all.
         random_states: The clients' random states, which dropout draws from.
+        device: The training device.
     """
 
-    def __init__(self, steps: Sequence[StepContents], random_states: Sequence[RandomStates]) -> None:
-        self.step, self.random_states, self.replaces = steps[0].step, random_states, True
+    def __init__(
+        self, steps: Sequence[StepContents], random_states: Sequence[RandomStates], device: torch.device
+    ) -> None:
+        self.step, self.random_states, self.device, self.replaces = steps[0].step, random_states, device, True
         held = [step.registered for step in steps]
         constant = (name for name in held[0] if not name.startswith(BACKBONE))
         self.constants = {name: torch.stack([one[name].detach() for one in held]) for name in constant}
@@ -225,8 +228,12 @@ class StackedStep:
             for name, value in attributes(module).items()
             if any(isinstance(leaf, Tensor) for leaf in leaves(value).values())
         ]
-        self.held = steps[0].plain
-        self.written = versions({**self.constants, **self.free})
+        self.watch()
+
+    def watch(self) -> None:
+        """Remember what the next steps must not change, for `verify`."""
+        self.held, self.written = plain(self.step), versions({**self.constants, **self.free})
+        self.outside = RandomStates(self.device)
 
     def __call__(self, backbone: Tensors, chosen: list[int], x: Tensor, y: Tensor) -> StepOutput:
         """Run a training step of some of the clients as one batched call.
@@ -238,13 +245,12 @@ class StackedStep:
             y: `(n, B)`.
 
         Raises:
-            ConfigError: The step replaces a tensor, or draws random numbers other than dropout's.
+            ConfigError: The step replaces a tensor.
         """
         rows = as_rows(chosen, x.device)
         constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
         weights = {BACKBONE + name: value for name, value in backbone.items()}
         functions = ClientFunctions([self.random_states[i] for i in chosen])
-        still = RandomStates(x.device)
 
         def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> StepOutput:
             functions.place = place
@@ -254,17 +260,17 @@ class StackedStep:
         with functions if self.replaces else nullcontext():
             stacked = torch.vmap(one, randomness="same")
             output: StepOutput = stacked(weights | constants, free, x, y, torch.arange(len(chosen), device=x.device))
-        self.replaces = functions.used  # interception takes time; other draws are detected below
-        if not still.unmoved():
-            raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
+        self.replaces = functions.used  # interception takes time; `verify` detects other draws
         return output
 
     def verify(self) -> None:
-        """Check that the steps so far have changed no tensor or attribute that they may only read.
+        """Check that the steps since `watch` have changed no tensor, attribute or random state that they may only read.
 
         Raises:
-            ConfigError: A step has changed something.
+            ConfigError: A step has changed something, or drawn random numbers other than dropout's.
         """
+        if not self.outside.unmoved():
+            raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
         now = versions({**self.constants, **self.free})
         if path := difference(self.held, plain(self.step)) or difference(self.written, now):
             raise impure(path)
