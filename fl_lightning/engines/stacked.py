@@ -190,7 +190,7 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     if path := difference(*shapes):
         kind = type(shapes[0].get(path)).__name__
         raise ConfigError(f"{path.removeprefix('client.')!r}, of type {kind}, is not the same for two new clients")
-    step_of_all = StackedStep(steps, [RandomStates(x.device) for _ in clients], x.device)
+    step_of_all = StackedStep(steps, x.device, [RandomStates(x.device) for _ in clients])
     tensors = [dict(tensors_of(client.backbone)) for client in clients]
     stacked = {
         name: torch.stack([one[name].detach() for one in tensors]).requires_grad_(value.requires_grad)

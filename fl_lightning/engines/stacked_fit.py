@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -20,7 +20,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.state_dicts import at_least_float32, stack
 from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
 from fl_lightning.data.loaders import Batches
 from fl_lightning.engines.client_slot import ClientSlot
@@ -48,45 +48,24 @@ class Client:
     Args:
         task: Its task.
         slot: The slot of its module, or None if the module was built for the task.
-        module: Its module, with the download loaded.
+        module: Its module.
+        tensors: The backbone's parameters and buffers by name.
         batches: Its training batches.
         work: Its number of steps.
-        error: The error that ended its training, if any.
-
-    Attributes:
         progress: The trainer that its module sees.
-        random_states: Its random states, once its fit has begun.
+        random_states: Its random states, or None if it draws no random numbers.
+        error: The error that ended its training, if any.
     """
 
     task: Task
     slot: ClientSlot | None
     module: ClientModule
+    tensors: Tensors
     batches: Batches
     work: LocalWork
+    progress: ClientTrainerView
+    random_states: RandomStates | None
     error: BaseException | None = None
-    progress: ClientTrainerView = field(init=False)
-    random_states: RandomStates = field(init=False)
-
-    @classmethod
-    def receive(cls, worker: Worker, task: Task, slot: ClientSlot | None) -> Client:
-        """Return the client of a task with its module and batches."""
-        module = worker.modules.receive(task, slot=slot)
-        if slot is None:  # newly built
-            module.to(worker.device).train()
-        batches = worker.client_data.batches(task)
-        return cls(task, slot, module, batches, LocalWork.under(worker.idle_trainer, len(batches)))
-
-    def begin(self, trainer: L.Trainer, alone: L.Trainer) -> None:
-        """Begin the client's fit.
-
-        Args:
-            trainer: The trainer of the fit that all clients share.
-            alone: A trainer with the client's own options.
-        """
-        self.module.trainer = self.progress = ClientTrainerView(trainer, alone, self.work)  # type: ignore[assignment]
-        with own_settings():
-            self.module.on_fit_start()
-        self.random_states = RandomStates(trainer.strategy.root_device)
 
     def steps_in(self, epoch: int) -> int:
         """Return the number of steps of the client in an epoch; 0 if it has failed or was stopped."""
@@ -95,8 +74,12 @@ class Client:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Context with the client's own random states. An error in it becomes the client's failure."""
-        with self.catch_failure(), self.random_states.drawing():
+        with self.catch_failure(), self.drawing():
             yield
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Return a context with the client's own random states."""
+        return self.random_states.drawing() if self.random_states else nullcontext()
 
     @contextmanager
     def catch_failure(self) -> Iterator[None]:
@@ -146,19 +129,29 @@ class StackedFit:
         self.alone, self.data, self.device = worker.idle_trainer, worker.data.data, worker.device
         self.clients: list[Client] = []
         self.begun: list[Client] = []  # clients that take part in the current epoch
-        self.tensors: list[Tensors] = []  # of each client's backbone
         self.kinds: list[tuple[StackedStep, dict[int, int]]] = []
         self.epoch = 0
         self.alike = slots is not None and differ_in_weights_only(worker.algorithm, worker.template)
 
     def start(self, task: Task) -> None:
-        """Start a client. If that fails, the error is raised, and the next client gets its row."""
+        """Start a client's fit. If that fails, the error is raised, and the next client gets its row."""
         slot = self.slots.slot(len(self.clients)) if self.slots else None
-        client = Client.receive(self.worker, task, slot)
-        tensors = dict(tensors_of(client.module.backbone)) if not (self.alike and self.clients) else self.tensors[0]
-        client.begin(self.trainer, self.alone)
-        self.clients.append(client)
-        self.tensors.append(tensors)
+        module = self.worker.modules.receive(task, slot=slot)
+        if slot is None:  # newly built
+            module.to(self.device).train()
+        tensors = self.clients[0].tensors if self.alike and self.clients else dict(tensors_of(module.backbone))
+        batches = self.worker.client_data.batches(task)
+        work = LocalWork.under(self.alone, len(batches))
+        module.trainer = progress = ClientTrainerView(self.trainer, self.alone, work)  # type: ignore[assignment]
+        with own_settings():
+            module.on_fit_start()
+        random_states = RandomStates(self.device) if self._draws(task) else None  # which takes time
+        self.clients.append(Client(task, slot, module, tensors, batches, work, progress, random_states))
+
+    def _draws(self, task: Task) -> bool:
+        """Return whether a client may draw random numbers after its start."""
+        copies = self.worker.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
+        return not (self.alike and copies) or self.data.augment is not None or (not self.slots or self.slots.draws)
 
     def train(self) -> None:
         """Train the clients that have been started. A client's failure is stored in its `error`.
@@ -177,6 +170,8 @@ class StackedFit:
                     if self.trainer.received_sigterm:
                         raise SIGTERMException
                 self._end_epoch()
+            if self.alike and self.slots:
+                self.slots.draws = self.slots.step().replaces
 
     def finish(self, row: int) -> Result:
         """Return the result of a client after its training."""
@@ -184,16 +179,11 @@ class StackedFit:
         if client.slot and not client.slot.is_intact:
             client.module.shared_weights = None
         if not client.error:
-            with client.turn() if self._draws_at_end(client.task) else client.catch_failure():
+            with client.turn():
                 state = self.blocks.state_of(row) if worker.keeps_optimizer else {}
                 return worker.finish(client.task, client.module, state)
         assert client.error
         return failed_result(client.task, client.error)
-
-    def _draws_at_end(self, task: Task) -> bool:
-        """Return whether a client may draw random numbers after its training. Switching random states takes time."""
-        copies_only = self.alike and self.worker.algorithm.uploads_by_copying
-        return not copies_only or task.evaluate or task.evaluate_globally
 
     # --- Epochs ---
 
@@ -204,9 +194,8 @@ class StackedFit:
         self.observes = any(piece.observes for module in modules for piece in module.pieces())
         self.hooked = any(overrides_epoch_hooks(module) for module in modules)
         self.checks_each_step = self.observes or self.data.augment is not None  # which draw random numbers in between
-        names = () if self.slots else self.tensors[0]
-        stacked = {name: torch.stack([own[name].detach() for own in self.tensors]) for name in names}
-        self.stacks = self.slots.stacks if self.slots else stacked
+        with torch.no_grad():
+            self.stacks = self.slots.stacks if self.slots else stack([client.tensors for client in self.clients])
         self.blocks = BlockOptimizer(first, self.stacks, [module.optimizer_state for module in modules])
         self.schedule = first.scheduler_factory(self.blocks.optimizer) if first.scheduler_factory else None
 
@@ -240,19 +229,14 @@ class StackedFit:
 
     def _group(self) -> None:
         """Group the clients that can be stacked with each other in their current state."""
-        random_states = [client.random_states for client in self.clients]
         if not self.alike:
             self._stack()
-            self._look(random_states)
-            return
-        assert self.slots
-        step = self.slots.step
-        if step is None or len(step.random_states) != len(self.clients):
-            steps = [StepContents(ClientStep(client.module)) for client in self.clients]
-            self.slots.step = step = StackedStep(steps, random_states, self.device)
-        step.random_states = random_states
-        step.watch()
-        self.kinds = [(step, {row: row for row in range(len(self.clients))})]
+            self._look()
+        elif self.slots:
+            step = self.slots.step()
+            step.random_states = [state for client in self.clients if (state := client.random_states)]
+            step.watch()
+            self.kinds = [(step, {row: row for row in range(len(self.clients))})]
 
     def _stack(self) -> None:
         """Move the clients' weights and buffers to the rows of the stacked tensors.
@@ -260,20 +244,20 @@ class StackedFit:
         Raises:
             ConfigError: A hook has replaced a parameter or buffer.
         """
-        before, self.tensors = self.tensors, [dict(tensors_of(client.module.backbone)) for client in self.clients]
-        for earlier, own in zip(before, self.tensors, strict=True):
-            if path := difference(earlier, own):
+        for row, client in enumerate(self.clients):
+            if path := difference(client.tensors, dict(tensors_of(client.module.backbone))):
                 raise ConfigError(f"a hook puts something else in the place of {path!r}")
-        for name, rows in self.stacks.items():
-            for own, place in zip(self.tensors, rows[: len(self.tensors)].unbind(), strict=True):
-                if own[name].data_ptr() != place.data_ptr():
-                    own[name].data = place.copy_(own[name].detach())
+            for name, rows in self.stacks.items():
+                own, place = client.tensors[name], rows[row]
+                if own.data_ptr() != place.data_ptr():
+                    own.data = place.copy_(own.detach())
 
-    def _look(self, random_states: list[RandomStates]) -> None:
+    def _look(self) -> None:
         """Compare the clients' steps to group them."""
         kinds: list[tuple[dict[str, Any], list[int], list[StepContents]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.epoch):
+                client.module.class_counts = client.module.class_counts  # a step would compute those of one client
                 step = StepContents(ClientStep(client.module))
                 shape = step.shape()
                 for other, rows, steps in kinds:
@@ -283,13 +267,10 @@ class StackedFit:
                         break
                 else:
                     kinds.append((shape, [row], [step]))
-        self.kinds = [
-            (
-                StackedStep(steps, [random_states[row] for row in rows], self.device),
-                {row: i for i, row in enumerate(rows)},
-            )
-            for _, rows, steps in kinds
-        ]
+        self.kinds = []
+        for _, rows, steps in kinds:
+            random_states = [state for row in rows if (state := self.clients[row].random_states)]
+            self.kinds.append((StackedStep(steps, self.device, random_states), {row: i for i, row in enumerate(rows)}))
 
     # --- Steps ---
 
@@ -319,7 +300,7 @@ class StackedFit:
         if augment := self.data.augment:
             augmented = []
             for row, own in zip(rows, x, strict=True):
-                with self.clients[row].random_states.drawing():
+                with self.clients[row].drawing():
                     augmented.append(augment(own))
             x = torch.stack(augmented)
         return convert(x)
@@ -341,7 +322,7 @@ class StackedFit:
 
     def _of(self, rows: list[int]) -> Tensors:
         """Return the stacked weights of some clients, as views if the rows are consecutive, and copies of buffers."""
-        own, first = as_rows(rows, self.device), self.tensors[rows[0]]
+        own, first = as_rows(rows, self.device), self.clients[rows[0]].tensors
         return {
             name: value[own].detach().requires_grad_() if first[name].requires_grad else value[own].clone()
             for name, value in self.stacks.items()
@@ -372,7 +353,7 @@ class StackedFit:
             step = Step(output.logits[i], batch.y[i], features, batch.x[i], module.backbone)
             held = contents(module.knowledge)
             written = versions(held)
-            with self.clients[row].random_states.drawing():
+            with self.clients[row].drawing():
                 for piece in filter(attrgetter("observes"), module.pieces()):
                     piece.observe(step, self.epoch)
             now = contents(module.knowledge)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fl_lightning.engines.client_slot import ClientSlot
 from fl_lightning.engines.module_factory import ModuleFactory
-from fl_lightning.engines.stacked_step import StackedStep, tensors_of
+from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, tensors_of
 
 
 class StackedSlots:
@@ -20,12 +20,13 @@ class StackedSlots:
     Attributes:
         count: Number of rows.
         stacks: The parameters and buffers of all backbones by name, `(count, ...)`. Row i belongs to slot i.
-        step: The training step of the slots' modules, if all their clients have it. A new slot resets it to None.
+        draws: Whether training steps may draw random numbers; False once it is known that they do not.
     """
 
     def __init__(self, modules: ModuleFactory, first: ClientSlot, count: int) -> None:
         self.modules, self.count = modules, count
-        self.step: StackedStep | None = None
+        self.draws = True
+        self._step: StackedStep | None = None
         self._slots: list[ClientSlot] = []
         self._unsent: list[list[tuple[Tensor, int]]] = []  # tensors that are not in the flat tensor, and their places
         self._flat = first.flat.new_zeros(count, len(first.flat))
@@ -44,6 +45,14 @@ class StackedSlots:
             self._add(slot)
         return self._slots[row]
 
+    def step(self) -> StackedStep:
+        """Return the training step of all slots, for clients that only differ in the backbone's weights."""
+        if self._step is None:
+            steps = [StepContents(ClientStep(slot.module)) for slot in self._slots]
+            self._step = StackedStep(steps, self._flat.device)
+            self._step.replaces = self.draws
+        return self._step
+
     def _is_intact(self, row: int) -> bool:
         return self._slots[row].is_intact and all(value.data_ptr() == place for value, place in self._unsent[row])
 
@@ -57,4 +66,4 @@ class StackedSlots:
             value.data = self.stacks[name][row].copy_(value.detach())
         self._slots.append(slot)
         self._unsent.append([(value, value.data_ptr()) for value in unsent.values()])
-        self.step = None
+        self._step = None

@@ -267,7 +267,7 @@ def test_a_step_of_every_model(name):
         for name, value in own[0].items()
     }
     steps = [StepContents(ClientStep(client)) for client in clients]
-    outcome = StackedStep(steps, draws, torch.device("cpu"))(stacked, [0, 1, 2], x, y)
+    outcome = StackedStep(steps, torch.device("cpu"), draws)(stacked, [0, 1, 2], x, y)
     outcome.loss.sum().backward()
     for i, client in enumerate(clients):
         torch.manual_seed(i)
