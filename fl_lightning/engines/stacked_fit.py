@@ -359,7 +359,7 @@ class StackedFit:
             now = contents(module.knowledge)
             changed |= difference(held, now) is not None or versions(now) != written
         if changed:
-            self._group()
+            self._look()
 
 
 class StackedBatches:

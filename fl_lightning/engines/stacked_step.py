@@ -93,7 +93,8 @@ class StepContents:
     """
 
     def __init__(self, step: ClientStep) -> None:
-        self.step, self.modules, self.plain = step, dict(step.named_modules()), plain(step)
+        self.step, self.plain = step, plain(step)
+        self.modules: dict[str, nn.Module] = dict(step.named_modules())
         self.registered: Tensors = {}
         self.names: dict[int, str] = {}
         self.homes: list[tuple[dict[str, Any], str, str]] = []
