@@ -128,7 +128,6 @@ class StackedFit:
         self.worker, self.trainer, self.slots = worker, trainer, slots
         self.alone, self.data, self.device = worker.idle_trainer, worker.data.data, worker.device
         self.clients: list[Client] = []
-        self.begun: list[Client] = []  # clients that take part in the current epoch
         self.kinds: list[tuple[StackedStep, dict[int, int]]] = []
         self.epoch = 0
         self.alike = slots is not None and differ_in_weights_only(worker.algorithm, worker.template)
@@ -165,7 +164,7 @@ class StackedFit:
             self._prepare()
             for epoch in range(self.epochs):
                 self._begin_epoch(epoch)
-                for batch in StackedBatches(self):
+                for batch in self._batches():
                     self._step(batch)
                     if self.trainer.received_sigterm:
                         raise SIGTERMException
@@ -274,6 +273,29 @@ class StackedFit:
 
     # --- Steps ---
 
+    def _batches(self) -> Iterator[StackedBatch]:
+        """Yield the batches of all clients in this epoch. Each client's batches keep their order.
+
+        A step takes all clients whose next batch has the largest size among the waiting ones: first full batches, then
+        incomplete last batches, size by size.
+        """
+        stored = self.clients[0].batches
+        passes = [islice(client.batches.indices(), client.steps_in(self.epoch)) for client in self.clients]
+        waiting: dict[int, Tensor] = {}
+        arrived = list(range(len(passes)))
+        while True:
+            for row in arrived:
+                waiting.pop(row, None)
+                if (index := next(passes[row], None)) is not None:
+                    waiting[row] = index
+            if not waiting:
+                return
+            sizes = {row: len(index) for row, index in sorted(waiting.items())}
+            largest = max(sizes.values())
+            arrived = [row for row in sizes if sizes[row] == largest]
+            chosen = torch.stack([waiting[row] for row in arrived])
+            yield StackedBatch(arrived, stored.x[chosen], stored.y[chosen])
+
     def _step(self, batch: StackedBatch) -> None:
         """Train the clients in a batch for one step."""
         x, y = (value.to(self.device, non_blocking=True) for value in (batch.x, batch.y))
@@ -360,39 +382,6 @@ class StackedFit:
             changed |= difference(held, now) is not None or versions(now) != written
         if changed:
             self._look()
-
-
-class StackedBatches:
-    """One epoch of all clients' batches. Batches of the same size are stacked, larger sizes first.
-
-    Each client's batches keep their order. A step takes all clients whose next batch has the largest size among the
-    waiting ones: first full batches, then incomplete last batches, size by size.
-
-    Args:
-        fit: The fit. Its epoch determines the number of steps of each client.
-    """
-
-    def __init__(self, fit: StackedFit) -> None:
-        self.fit = fit
-
-    def __iter__(self) -> Iterator[StackedBatch]:
-        epoch = self.fit.epoch
-        stored = self.fit.clients[0].batches
-        passes = [islice(client.batches.indices(), client.steps_in(epoch)) for client in self.fit.clients]
-        waiting: dict[int, Tensor] = {}
-        arrived = list(range(len(passes)))
-        while True:
-            for row in arrived:
-                waiting.pop(row, None)
-                if (index := next(passes[row], None)) is not None:
-                    waiting[row] = index
-            if not waiting:
-                return
-            sizes = {row: len(index) for row, index in sorted(waiting.items())}
-            largest = max(sizes.values())
-            arrived = [row for row in sizes if sizes[row] == largest]
-            chosen = torch.stack([waiting[row] for row in arrived])
-            yield StackedBatch(arrived, stored.x[chosen], stored.y[chosen])
 
 
 @contextmanager
