@@ -1,4 +1,4 @@
-"""Callback that records the clients' aggregation weights (GDA, dual aggregation, class-wise averaging)."""
+"""Callback that records each client's weight in the server's average (FedSKC, FedSiam-DA, cwFedAVG)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AggregationWeights(RoundFigure):
-    """Record the weights of an aggregator that computes them: one per client, or one per client and class.
+    """Record each client's weight in the server's average, for methods that compute such weights.
 
     Logs `client_<id>/weight`, summed over classes.
 
@@ -43,7 +43,7 @@ class AggregationWeights(RoundFigure):
         return ["client_<id>/weight"]
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the aggregated `clients` `(K,)` and their `weights`, `(K,)` or, by class, `(K, C)`."""
+        """Return the ids of the aggregated clients, `(K,)`, and their weights, `(K,)` or, if by class, `(K, C)`."""
         self._require_weights(run)
         clients, weights = (run.state["weights"][name].numpy() for name in ("client", "value"))
         return {"clients": clients[clients >= 0], "weights": weights[clients >= 0]}

@@ -1,4 +1,4 @@
-"""Base class of round callbacks, and the interface of the run that they are given."""
+"""Base class of round callbacks, and the interface through which they access the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FederatedRun(Protocol):
-    """The part of a run that callbacks may use. `FederatedOrchestrator` implements it.
+    """Interface of a run, as callbacks may use it. `FederatedOrchestrator` implements it.
 
     Attributes:
         algorithm: The federated method.
@@ -66,22 +66,25 @@ class FederatedRun(Protocol):
         """Whether all rounds are done, or a callback has stopped the run."""
 
     def client_module(self, client: int) -> ClientModule:
-        """Return a client's module as the last finished round left it."""
+        """Return a client's module with the weights that the client would receive in the next round.
+
+        Without a server, it has the weights that the client trained last.
+        """
 
     def starting_module(self, client: int) -> ClientModule:
-        """Return a client's module on the CPU, with the parameters with which it starts the current round."""
+        """Return a client's module on the CPU, with the weights from which its training in this round starts."""
 
     def save_checkpoint(self, keep: Keep | None = None) -> None:
         """Write a checkpoint of the last finished round."""
 
 
 def is_own(kind: type) -> bool:
-    """Whether a class was written by the user, not in this package."""
+    """Return whether a class is a user's own class, not part of this package."""
     return kind.__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def require(run: FederatedRun, section: str, refusal: str) -> None:
-    """Check that the aggregator writes a part of the shared state that a callback reads, such as `weights`.
+    """Check that the shared state has, or will have, the section that a callback reads, such as `weights`.
 
     A user's own aggregator is checked in round 1.
 
@@ -99,7 +102,7 @@ def require(run: FederatedRun, section: str, refusal: str) -> None:
 
 
 class RoundCallback:
-    """A callback of a run. Subclasses override the hooks they need.
+    """Base class of round callbacks. Subclasses override the hooks that they need, like `on_round_end`.
 
     `state_dict` is saved in checkpoints, so that a callback can continue after a resume.
     """
@@ -111,18 +114,18 @@ class RoundCallback:
 
     @property
     def stop_reason(self) -> str:
-        """The reason for the stop, which `fit` prints at its end."""
+        """The reason why this callback stops the run, which `fit` prints at its end."""
         return ""
 
     def check(self, run: FederatedRun) -> None:
-        """Check the callback's options when data and state of the run are built, before anything is written.
+        """Check the callback's options against the run's data and method, before any file is written.
 
         Raises:
             ConfigError: An option does not fit the run.
         """
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the metrics that this callback adds, so that they can be used as a `monitor`.
+        """Return the names of the metrics that this callback adds, which a `monitor` may then watch.
 
         In a name, `<id>` stands for any whole number, as in `client_<id>/weight`. A `monitor` that no callback names is
         refused before the run begins, unless a user's callback adds metrics without naming them here.

@@ -48,16 +48,16 @@ class Checkpointing(Monitor):
         value = self.watched(metrics)
         if value is not None and (self.best is None or self._better(value, self.best)):
             self.best, self.best_round = value, run.round
-        best = self.best_round or run.round  # evaluated now: `keep` is called when the checkpoint is on disk
+        best = self.best_round or run.round  # read now, because `keep` is called later, when the checkpoint is on disk
         run.save_checkpoint(keep=lambda rounds: {*rounds[: self.keep_last], best})
 
     def _better(self, value: float, best: float) -> bool:
         return value > best if self.mode == "max" else value < best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value of the watched metric, and its round."""
+        """Return the best value of the watched metric, and the round of that value."""
         return {"best": self.best, "best_round": self.best_round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value of the watched metric, and its round."""
+        """Restore the best value of the watched metric, and the round of that value."""
         self.best, self.best_round = state["best"], state["best_round"]

@@ -1,4 +1,4 @@
-"""Callback that compares the class relations of a model's outputs and of its last layer (FedDW, Fig. 8)."""
+"""Callback that compares the class relations in a model's outputs and in its last layer (FedDW, Fig. 8)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ClassRelations(RoundFigure):
-    """Draw the soft-label (SL) matrix and the class-relation (CR) matrix of the shared model (FedDW, Fig. 8).
+    """Draw the soft-label (SL) and the class-relation (CR) matrix of the shared model (FedDW, Fig. 8).
 
     SL is computed on the global test set for every method, so that runs can be compared. CR is shown after a softmax
     over rows. Logs `class_relations/distance`, the mean square of Eq. 11.
@@ -39,7 +39,7 @@ class ClassRelations(RoundFigure):
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Check that there is a shared model that ends with a row of weights per class."""
+        """Check that the method has a shared model, and that its last layer has one row of weights per class."""
         super().check(run)
         if not run.algorithm.one_model:
             method = type(run.algorithm).__name__
@@ -51,11 +51,11 @@ class ClassRelations(RoundFigure):
         raise ConfigError(f"callbacks: ClassRelations: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the name of the logged distance between the SL and the CR matrix."""
+        """Return the name of the logged distance between the soft-label and the class-relation matrix."""
         return ["class_relations/distance"]
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the matrices `sl` and `cr` of the shared model, `(C, C)`, and the `distance` between them."""
+        """Return the shared model's soft-label matrix and class-relation matrix, `(C, C)`, and their distance."""
         module = run.worker.modules.build_shared(run.state["model"])
         with inference(module, run.worker.idle_trainer):
             batches, classes = run.worker.client_data.test_batches(), run.data.data.num_classes
@@ -65,9 +65,9 @@ class ClassRelations(RoundFigure):
         return {"sl": sl.cpu().numpy(), "cr": cr.cpu().numpy(), "distance": distance.cpu().numpy()}
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the distance between the SL and the CR matrix, to be logged."""
+        """Return the distance between the soft-label and the class-relation matrix, as a metric of the round."""
         return {"class_relations/distance": float(arrays["distance"])}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw the SL and the CR matrix as heat maps."""
+        """Draw the soft-label matrix and the class-relation matrix as heat maps."""
         return heat_maps({"SL matrix": arrays["sl"], "softmax of the CR matrix": arrays["cr"]}, rows="class")

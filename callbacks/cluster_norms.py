@@ -1,4 +1,4 @@
-"""Callback that records the norms by which CFL splits clusters, to help choose its thresholds."""
+"""Callback that records the update norms by which CFL decides to split a cluster, to help choose its thresholds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ClusterNorms(RoundCallback):
-    """Record the norms that CFL compares with `eps1` and `eps2`, and the number of clusters.
+    """Record the number of clusters, and the update norms that CFL compares with `eps1` and `eps2`.
 
     Logs `clusters/count` and, for each cluster with participants, `clusters/mean_norm_<c>`, the norm of the mean
     update, and `clusters/max_norm_<c>`, the largest norm of a member's update.
@@ -24,16 +24,16 @@ class ClusterNorms(RoundCallback):
     """
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the method splits clusters by the norms of updates, like CFL."""
+        """Check that the method splits clusters by the norms of clients' updates, like CFL."""
         owner = type(run.algorithm).__name__
         require(run, "norms", f"callbacks: ClusterNorms: {owner} has no clusters. Leave it out, or use CFL.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the logged metrics: the number of clusters, and the norms of updates."""
+        """Return the names of the logged metrics: the number of clusters, and two update norms per cluster."""
         return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Add the number of clusters and the norms of their updates to the round's metrics."""
+        """Add the number of clusters and each cluster's update norms to the round's metrics."""
         self.check(run)
         for name in ("mean", "max"):
             for cluster, norm in enumerate(run.state["norms"][name].tolist()):

@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 class CommunicationMeter(RoundCallback):
-    """Count the bytes of the messages: `comm/up_bytes` and `comm/down_bytes` per round, `comm/total_bytes` so far.
+    """Count the bytes that clients upload and download, in each round and over all rounds so far.
 
-    Without a server, each message is counted once, as `down`, at the peer that receives it.
+    Logs `comm/up_bytes`, `comm/down_bytes` and, for all rounds so far, `comm/total_bytes`. Without a server, each
+    message is counted once, as `down`, at the peer that receives it.
     """
 
     def __init__(self) -> None:
         self.up = self.down = self.total = 0
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the three byte counts: up, down and total."""
+        """Return the names of the three logged byte counts: uploads, downloads and total."""
         return [f"comm/{what}_bytes" for what in ("up", "down", "total")]
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
@@ -41,21 +42,21 @@ class CommunicationMeter(RoundCallback):
         self.up += result.upload.nbytes if result.upload and run.algorithm.server else 0
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Add the round's byte counts, and the total of all rounds so far, to its metrics."""
+        """Add the round's uploaded and downloaded bytes, and the total of all rounds so far, to its metrics."""
         self.total += self.up + self.down
         metrics |= {"comm/up_bytes": self.up, "comm/down_bytes": self.down, "comm/total_bytes": self.total}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the total bytes of all rounds so far."""
+        """Return the number of bytes sent in all rounds so far, to save in a checkpoint."""
         return {"total": self.total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the total bytes of all rounds before the resume."""
+        """Restore the number of bytes sent in all rounds before the resume."""
         self.total = state["total"]
 
 
 class BytesByRound(RoundFigure):
-    """Draw the cumulative bytes over rounds (UA-PDFL, Fig. 11), as counted by `CommunicationMeter`.
+    """Draw the cumulative bytes sent over rounds (UA-PDFL, Fig. 11), as counted by `CommunicationMeter`.
 
     Args:
         every: Rounds between figures. By default only the last round.
@@ -64,19 +65,19 @@ class BytesByRound(RoundFigure):
     name = "bytes"
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Do nothing: the bytes of the round are known at its end."""
+        """Add no metrics, because the bytes of the round are known only in `on_round_end`."""
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Draw the figure of bytes if it is due in this round."""
+        """Draw the figure of cumulative bytes if it is due in this round."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         super().on_round_end(run, metrics)
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the bytes sent in each round so far, `up` and `down`, each `(rounds,)`."""
+        """Return the bytes uploaded (`up`) and downloaded (`down`) in each round so far, each `(rounds,)`."""
         return {way: np.array([row[f"comm/{way}_bytes"] for row in run.csv.rows]) for way in ("up", "down")}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw the cumulative bytes over rounds: up, down and both."""
+        """Draw the cumulative bytes over rounds: uploads, downloads and their sum."""
         ways = arrays | {"both": arrays["up"] + arrays["down"]}
         rounds = range(1, len(arrays["down"]) + 1)
         figure, (axes,) = panels(1)

@@ -1,4 +1,4 @@
-"""Callback that draws confusion matrices of the global model and of the worst client."""
+"""Callback that draws confusion matrices of the global model and of the client with the lowest accuracy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ MOST_COUNTS = 12
 
 
 class ConfusionMatrix(RoundFigure):
-    """Draw confusion matrices of the global model on the global test set, and of the worst client on its test split.
+    """Draw the confusion matrices of the global model and of the client with the lowest accuracy.
 
-    A client's model is the one that `fl-lightning test` evaluates: as it would start the next round or, without a
-    server, as it trained last. The worst client is the first one with the lowest accuracy. Methods without a global
-    model have the client's matrix only.
+    The global model is scored on the global test set, a client's model on the client's test split. The client's model
+    is the one that `fl-lightning test` evaluates: the model with which the client would start the next round or,
+    without a server, the model that it trained last. The worst client is the first one with the lowest accuracy.
+    Methods without a global model have only the matrix of the worst client.
 
     Args:
         every: Rounds between measurements. By default only the last round.
@@ -41,7 +42,7 @@ class ConfusionMatrix(RoundFigure):
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the data have classes and test samples."""
+        """Check that the dataset has class labels, and that there are test samples."""
         super().check(run)
         if not self._tests_globally(run) and not any(
             len(run.data.shards[client].test) for client in run.evaluator.scored
@@ -49,7 +50,10 @@ class ConfusionMatrix(RoundFigure):
             raise ConfigError("callbacks: ConfusionMatrix: no client has test samples. Increase scenario.local_test.")
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the confusion matrices `global` and `worst`, `(C, C)`, rows by true class, and the worst `client`."""
+        """Return the confusion matrices `(C, C)` of the global model and the worst client, and the worst client's id.
+
+        Rows are true classes.
+        """
         arrays: Arrays = {}
         worker, classes = run.worker, run.data.data.num_classes
         if self._tests_globally(run):
@@ -69,7 +73,7 @@ class ConfusionMatrix(RoundFigure):
 
     @staticmethod
     def _tests_globally(run: FederatedRun) -> bool:
-        """Whether there is a global model, and its classes are those of the global test set."""
+        """Return whether the method has a global model that predicts the classes of the global test set."""
         return run.algorithm.one_model and run.data.data.evaluate is None
 
     def draw(self, arrays: Arrays) -> Figure:

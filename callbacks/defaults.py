@@ -1,4 +1,4 @@
-"""Default callbacks, checks of the callbacks of a run and of clients, and the callbacks' state in checkpoints."""
+"""Functions for the callbacks of a run: add the default ones, check config keys, save and restore states."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
 
 
 def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[object]) -> None:
-    """Raise an error for callbacks that are listed under the wrong key, and for objects that are not callbacks.
+    """Raise an error if an object is not a callback, or is listed under the wrong config key.
 
     Args:
         callbacks: Callbacks of the run.
         client_callbacks: Lightning callbacks of each client's fit.
 
     Raises:
-        ConfigError: One is misplaced; the message names it and its key.
+        ConfigError: A callback is listed under the wrong key. The message names the callback and the right key.
     """
     kinds = {"callbacks": (callbacks, RoundCallback), "client_callbacks": (client_callbacks, Callback)}
     for key, (given, kind) in kinds.items():
@@ -57,7 +57,7 @@ def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[obj
 
 
 def describe_misplaced(kind: type) -> str | None:
-    """Return the error message for a callback class that is listed under the wrong key; None for other classes."""
+    """Return the error message for a callback class listed under the wrong config key; None for other classes."""
     if issubclass(kind, RoundCallback):
         return f"{kind.__name__} watches the run, not a client's fit. List it under callbacks."
     if issubclass(kind, Callback):
@@ -67,7 +67,7 @@ def describe_misplaced(kind: type) -> str | None:
 
 
 def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:
-    """Return a mapping from class name to callback; the second callback of a class is `<name>-2`."""
+    """Return the callbacks by class name; a second callback of the same class is named `<name>-2`."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:

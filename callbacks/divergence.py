@@ -1,4 +1,4 @@
-"""Callback that measures the divergence between clients' models on the unit input (UA-PDFL, Fig. 12)."""
+"""Callback that measures how much clients' models differ in their output for a constant input (UA-PDFL, Fig. 12)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class UnitDivergence(RoundFigure):
-    """Measure the divergence between the outputs of clients' trained models on the unit input (UA-PDFL, Fig. 12).
+    """Measure how much the outputs of clients' models for a constant input diverge (UA-PDFL, Fig. 12).
 
     Works with any method. Logs `divergence/mean` over all pairs of the round, and `divergence/<i>-<j>` for `pairs`.
 
@@ -64,11 +64,11 @@ class UnitDivergence(RoundFigure):
                 raise ConfigError(f"callbacks: UnitDivergence.pairs: {[*pair]} is {reason}")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the logged divergences: the mean, and one for each pair in `pairs`."""
+        """Return the names of the logged divergences: the mean over all pairs, and one for each pair in `pairs`."""
         return ["divergence/mean", *(f"divergence/{i}-{j}" for i, j in self.pairs)]
 
     def observe(self, run: FederatedRun, result: Result) -> None:
-        """Compute the output of one client's trained model on the unit input."""
+        """Compute and store the output of one client's trained model for the constant input."""
         module = run.worker.modules.build_shared(trained_model(run, result))
         with inference(module, run.worker.idle_trainer):
             x, _ = next(iter(run.worker.client_data.test_batches()))
@@ -92,7 +92,7 @@ class UnitDivergence(RoundFigure):
         return {"rounds": rounds, "names": np.array(names), "values": np.array(values)}
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the mean divergence over all pairs of the round's clients, and that of each pair in `pairs`."""
+        """Return the mean divergence over all pairs of this round's clients, and that of each pair in `pairs`."""
         gaps, place = arrays["divergence"], {int(client): i for i, client in enumerate(arrays["clients"])}
         pairs = len(gaps) * (len(gaps) - 1)
         row = {"divergence/mean": float(gaps.sum() / pairs) if pairs else 0.0}
@@ -100,7 +100,7 @@ class UnitDivergence(RoundFigure):
         return row | {f"divergence/{i}-{j}": float(gaps[place[i], place[j]]) for i, j in present}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw the round's divergences as a heat map, and the logged ones as lines over rounds."""
+        """Draw this round's divergences as a heat map, and all divergences logged so far as lines over rounds."""
         figure, (left, right) = panels(2)
         heat_map(left, arrays["divergence"], "divergence", ids=arrays["clients"])
         names = [str(name).removeprefix("divergence/") for name in arrays["names"]]

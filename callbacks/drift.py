@@ -1,4 +1,4 @@
-"""Callback that measures client drift."""
+"""Callback that measures client drift: how far each client's update is from the aggregated update."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class ClientDrift(RoundFigure):
-    """Measure distance and cosine similarity of each client's update to the aggregated update, over all parameters.
+    """Measure each client's drift: distance and cosine similarity of its update to the aggregated update.
 
     A client's update is its trained model minus the model that it started from. The aggregated update is the new shared
-    model minus the previous one. Logs `drift/distance_mean` (Euclidean), `drift/cosine_mean` and the values of each
-    client. Keeps the updates of the round in memory until the aggregation.
+    model minus the previous one. Both cover all parameters. Logs `drift/distance_mean` (Euclidean), `drift/cosine_mean`
+    and the values of each client. Keeps the updates of the round in memory until the aggregation.
 
     Args:
         every: Rounds between measurements. By default every round.
@@ -66,7 +66,7 @@ class ClientDrift(RoundFigure):
         self._before, self._updates[result.client] = shared, (ended - begun).float()
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `clients`, and `distance` and `cosine` of their updates to the aggregated update, each `(K,)`."""
+        """Return the clients' ids, and their updates' distance and cosine to the aggregated update, each `(K,)`."""
         assert self._before is not None
         before, after = flatten([self._before, run.state["model"]]).float()
         step = after - before
@@ -80,14 +80,14 @@ class ClientDrift(RoundFigure):
         }
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the mean distance and cosine similarity over clients, and the values of each client."""
+        """Return each client's distance and cosine similarity to the aggregated update, and their means."""
         row = {f"drift/{what}_mean": float(arrays[what].mean()) for what in ("distance", "cosine")}
         for i, client in enumerate(arrays["clients"]):
             row |= {f"client_{client}/drift_{what}": float(arrays[what][i]) for what in ("distance", "cosine")}
         return row
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw the distances and the cosine similarities, each with a bar per client."""
+        """Draw bar charts of each client's distance and cosine similarity to the aggregated update."""
         figure, places = panels(2)
         for axes, what in zip(places, ("distance", "cosine"), strict=True):
             bars(axes, arrays["clients"], arrays[what], f"{what} to the aggregate's update")

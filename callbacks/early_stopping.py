@@ -39,7 +39,7 @@ class EarlyStopping(Monitor):
         super().__init__(monitor, mode)
         check_positive("callbacks: EarlyStopping.", patience=patience)
         if not 0 <= min_delta < math.inf:
-            raise ConfigError(f"callbacks: EarlyStopping.min_delta: {min_delta} is not a number from 0 on")
+            raise ConfigError(f"callbacks: EarlyStopping.min_delta: {min_delta} is not a finite number of 0 or more")
         self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None
         self.waited = 0
@@ -64,7 +64,7 @@ class EarlyStopping(Monitor):
 
     @property
     def stops(self) -> bool:
-        """Whether the metric has not improved for `patience` evaluations."""
+        """Whether the watched metric has not improved for `patience` evaluations."""
         return self.waited >= self.patience
 
     @property
@@ -74,9 +74,9 @@ class EarlyStopping(Monitor):
         return f"{metric} has not improved for {self.waited} evaluations (best {self.best:.4g})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value of the watched metric, and the number of evaluations since."""
+        """Return the best value of the watched metric, and the number of evaluations since that value."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value of the watched metric, and the number of evaluations since."""
+        """Restore the best value of the watched metric, and the number of evaluations since that value."""
         self.best, self.waited = state["best"], state["waited"]

@@ -28,12 +28,12 @@ Arrays = dict[str, np.ndarray]
 
 
 class RoundFigure(RoundCallback):
-    """Base class of callbacks that measure and draw something every few rounds and after the last planned one.
+    """Base class of callbacks that write arrays and a figure every few rounds and after the last planned round.
 
     Each time, numbers are added to the round's metrics, and arrays and figure are written to the run folder as
     `figures/<name>/round-<n>.npz` and `.png`. Loggers that support images get the figure as `figures/<name>`.
-    Subclasses set `name`, override `measure`, `numbers` and `draw`, and name their numbers in `metrics`. To see single
-    clients, they override `observe`.
+    Subclasses set `name`, override `measure`, `numbers` and `draw`, and name their numbers in `metrics`. To use data of
+    single clients, they also override `observe`.
 
     The files are written once. Checkpoints hold their SHA-256, and a resumed run warns of files that were changed or
     removed.
@@ -61,7 +61,7 @@ class RoundFigure(RoundCallback):
         self._arrays: Arrays | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the figure can be measured and written, and warn of earlier files that were changed or removed.
+        """Check that the figure can be measured and written, and warn if its earlier files were changed or removed.
 
         Raises:
             ConfigError: The method does not reveal the clients' models, there are no classes, another figure logs the
@@ -88,15 +88,15 @@ class RoundFigure(RoundCallback):
         return round == run.rounds or (self.every is not None and round % self.every == 0)
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """In rounds with a figure, pass the result of each client that has not failed to `observe`."""
+        """In a round with a figure, call `observe` with the client's result, unless the client failed."""
         if result.upload is not None and self.is_due(run, run.round + 1):
             self.observe(run, result)
 
     def observe(self, run: FederatedRun, result: Result) -> None:
-        """Store what `measure` needs of a client that has finished its fit."""
+        """Store the data of one trained client that `measure` needs; by default nothing."""
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the measured arrays, as input of `numbers` and `draw`. Called after a round's aggregation."""
+        """Return the arrays to record, the input of `numbers` and `draw`. Called after a round's aggregation."""
         raise NotImplementedError
 
     def numbers(self, arrays: Arrays) -> Row:
@@ -104,11 +104,11 @@ class RoundFigure(RoundCallback):
         return {}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Return the figure of the measured arrays."""
+        """Return the Matplotlib figure that shows the measured arrays."""
         raise NotImplementedError
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Measure if the figure is due, and add its numbers to the round's metrics."""
+        """If a figure is due in this round, call `measure`, and add the result of `numbers` to the round's metrics."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         if self._arrays is not None:
             metrics |= self.numbers(self._arrays)
@@ -127,11 +127,11 @@ class RoundFigure(RoundCallback):
         self._arrays = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the digests and names of the figure's files written so far."""
+        """Return the names and SHA-256 digests of the files that this callback has written so far."""
         return {"written": self._written}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the digests and names of the figure's files written before the resume."""
+        """Restore the names and SHA-256 digests of the files that were written before the resume."""
         self._written = state.get("written", "")
 
     def _place(self, run: FederatedRun) -> str:

@@ -37,7 +37,7 @@ MOST_LABELS = 120
 
 
 class KnowledgeMap(RoundFigure):
-    """Draw a t-SNE map of a client's logits on test samples and of its structural knowledge (FedSKC, Fig. 4).
+    """Draw a t-SNE map of a client's test logits and of its class-wise mean logits (FedSKC, Fig. 4).
 
     Works with any method: the knowledge is computed from the model and the client's own data.
 
@@ -63,19 +63,19 @@ class KnowledgeMap(RoundFigure):
         self._chosen: tuple[int, Tensors] | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the client to be shown exists."""
+        """Check that the client whose model is shown exists."""
         super().check(run)
         if not 0 <= self.client < run.clients:
             fix = f"Clients are 0 to {run.clients - 1}"
             raise ConfigError(f"callbacks: KnowledgeMap.client: no client {self.client}. {fix}")
 
     def observe(self, run: FederatedRun, result: Result) -> None:
-        """Store the trained model of the client to be shown, or of the first participant instead."""
+        """Store the trained model of the configured client or, if it is absent, of the first participant."""
         if self._chosen is None or result.client == self.client:
             self._chosen = result.client, trained_model(run, result)
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the map positions of test samples (`points`) and `knowledge`, their classes, and the `client`."""
+        """Return the t-SNE positions and classes of test samples and of class means, and the client's id."""
         from sklearn.manifold import TSNE  # importing it takes a second
 
         assert self._chosen is not None
@@ -102,7 +102,7 @@ class KnowledgeMap(RoundFigure):
         }
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw samples as points in the colours of their classes, and the client's knowledge as labelled diamonds."""
+        """Draw test samples as points in their class's colour, and the client's class means as labelled diamonds."""
         labels, held = arrays["labels"], arrays["classes"]
         classes = int(max(labels.max(), held.max(initial=0))) + 1
         named = classes <= MOST_IN_LEGEND

@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)")
 
 
 class Monitor(RoundCallback):
-    """Watch one metric in the rounds that are evaluated.
+    """Base class of callbacks that watch one metric, in the rounds that are evaluated.
 
     Args:
         monitor: The metric. By default `global/acc` or, for methods without a global model, `client/acc_mean`; without
@@ -101,7 +101,7 @@ class Monitor(RoundCallback):
 
 
 def metric_mode(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
-    """Return whether a higher or lower value of a metric is better; None if its name does not say.
+    """Return `max` if higher values of a metric are better, `min` if lower values are better; None if unknown.
 
     Args:
         name: The metric.
@@ -141,15 +141,15 @@ def round_metrics(run: FederatedRun) -> list[str]:
 
 
 def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> Row:
-    """Return the metrics that client callbacks logged in a round.
+    """Return the metrics that the Lightning callbacks of clients' fits logged in a round.
 
     Raises:
-        ConfigError: One has the name of a metric of the run; the message names the first.
+        ConfigError: A logged metric has the name of a metric of the run. The message has the first such name.
     """
     logged = logged_metrics(results)
     if taken := logged.keys() & set(round_metrics(run) if logged else ()):
         name = min(taken).partition("/")[2]
-        raise ConfigError(f"client_callbacks: one logs {name!r}, which is a metric of the run. Rename it.")
+        raise ConfigError(f"client_callbacks: a callback logs {name!r}, which is a metric of the run. Rename it.")
     return logged
 
 
@@ -190,5 +190,5 @@ def may_add_metrics(run: FederatedRun) -> bool:
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:
-    """Whether a callback defines one of these methods in a class that is not part of this package."""
+    """Return whether one of the given methods of a callback is defined in a user's class, not in this package."""
     return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

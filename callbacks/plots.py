@@ -93,7 +93,7 @@ def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()
 
 
 def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel: str, xlabel: str = "round") -> None:
-    """Draw a line with a label for each series of points `(x, y)`."""
+    """Draw each series of points `(x, y)` as a line, labelled with its name."""
     for name, (x, y) in series.items():
         axes.plot(x, y, label=name, marker=".")
     axes.set(xlabel=xlabel, ylabel=ylabel)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RoundProgress(RoundCallback):
-    """Show rounds, clients, accuracy and remaining time: progress bars on a terminal, otherwise a line per round.
+    """Show rounds, accuracy and remaining time: bars on a terminal, otherwise one line per round.
 
     Args:
         console: The output; standard output by default.
@@ -33,7 +33,7 @@ class RoundProgress(RoundCallback):
         self._first_round = 0
 
     def on_fit_start(self, run: FederatedRun) -> None:
-        """Print the columns of the data if they are a table and, on a terminal, start the progress bars."""
+        """Print the columns of a tabular dataset and, on a terminal, start the progress bars."""
         self._started, self._first_round = time.monotonic(), run.round
         if schema := run.data.data.schema:
             self.console.print(schema.summary(), soft_wrap=True, highlight=False, markup=False)
@@ -62,7 +62,10 @@ class RoundProgress(RoundCallback):
             self._bars.advance(self._clients)
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Advance the progress bar of rounds, or print a line. After the first round, print the engine's note."""
+        """Advance the progress bar of rounds or, without a terminal, print a line about the round.
+
+        After the first round, also print the engine's message, such as the engine that `auto` has chosen.
+        """
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
         labels = {"global/acc": "global acc", "client/acc_mean": "client acc", "client/train_loss": "loss"}
@@ -94,13 +97,13 @@ class Bars(Progress):
 
 
 def describe_progress(run: FederatedRun, resumable: bool) -> str:
-    """Return how far an interrupted run came, and how to resume it."""
+    """Return a message that says after which round a run was interrupted, and how to resume it."""
     rest = f"resume it with: fl-lightning fit --resume {run.run_dir}" if resumable else "nothing is kept"
     return f"after round {run.round} of {run.rounds}; {rest}"
 
 
 def describe_end(run: FederatedRun, first_round: int) -> str:
-    """Return why a run is over: all rounds are done, or a callback stopped it.
+    """Return a message that says why a run is over: all rounds are done, or a callback stopped it.
 
     Args:
         run: The run.

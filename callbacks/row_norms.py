@@ -1,4 +1,4 @@
-"""Callback that compares the last layer's row norms with class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
+"""Callback that compares the last layer's row norms with clients' class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class RowNorms(RoundFigure):
-    """Draw sample counts, and row norms of the classification layer before and after training, by client and class.
+    """Draw each client's samples per class, and the row norms of its classification layer.
 
-    Rows are the round's participants. With class-wise averaging, the norms of the class models are drawn too. Logs
-    `row_norms/gap`, the mean over clients of `||p - p̃||_2` of the trained models (`p` class shares, `p̃` shares of the
-    norms), and `row_norms/correlation`, that of `p` and `p̃` over all clients and classes.
+    The row norms are those before and after training. Rows are the round's participants. With class-wise averaging, the
+    norms of the class models are drawn too. Logs `row_norms/gap`, the mean over clients of `||p - p̃||_2` of the
+    trained models (`p` class shares, `p̃` shares of the norms), and `row_norms/correlation`, that of `p` and `p̃` over
+    all clients and classes.
 
     Args:
         every: Rounds between measurements. By default only the last round.
@@ -47,7 +48,7 @@ class RowNorms(RoundFigure):
         self._trained: dict[int, np.ndarray] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the model ends with a row of weights per class."""
+        """Check that the model's last layer has one row of weights per class."""
         super().check(run)
         with suppress(ConfigError):
             if len(class_layer(run.worker.template.backbone.state_dict())) == run.data.data.num_classes:
@@ -56,16 +57,16 @@ class RowNorms(RoundFigure):
         raise ConfigError(f"callbacks: RowNorms: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the logged gap and correlation between class shares and row norms."""
+        """Return the names of the logged gap and correlation between clients' class shares and row norms."""
         return ["row_norms/gap", "row_norms/correlation"]
 
     def observe(self, run: FederatedRun, result: Result) -> None:
-        """Store the row norms of one client's model, before and after its fit."""
+        """Store the row norms of one client's classification layer, before and after its fit."""
         self._received[result.client] = row_norms(run.starting_module(result.client).backbone.state_dict())
         self._trained[result.client] = row_norms(trained_model(run, result))
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return sample counts and row norms of `clients`, `(K, C)`, and any row norms of `class_models`, `(C, C)`."""
+        """Return sample counts and row norms by client and class, `(K, C)`, and row norms of class models, `(C, C)`."""
         clients = sorted(self._trained)
         arrays = {
             "clients": np.array(clients),
@@ -81,7 +82,7 @@ class RowNorms(RoundFigure):
         return arrays
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the mean gap and the correlation between class shares and shares of the row norms."""
+        """Return the mean gap and the correlation between clients' class shares and shares of the row norms."""
         shares, estimates = (row_shares(arrays[name]) for name in ("data", "trained"))
         gap = float(np.linalg.norm(shares - estimates, axis=1).mean())
         flat = estimates.std() == 0 or shares.std() == 0
@@ -89,7 +90,7 @@ class RowNorms(RoundFigure):
         return {"row_norms/gap": gap, "row_norms/correlation": correlation}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw heat maps of the sample counts and the row norms."""
+        """Draw heat maps of the sample counts and the row norms, by client and class."""
         panels = {
             "samples": arrays["data"],
             "row norms, received": arrays["received"],
@@ -102,7 +103,7 @@ class RowNorms(RoundFigure):
 
 
 def row_shares(matrix: np.ndarray) -> np.ndarray:
-    """Return each entry's share of the sum of its row; zero in a row of zeros."""
+    """Return a matrix with each row divided by its sum; a row of zeros stays zero."""
     return matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1e-12)
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
@@ -180,7 +179,7 @@ class FederatedOrchestrator:
             self._begin(config, name, group)
             with self.record.close_at_end(self._release), limited_garbage_collection(), self._signals:
                 self._notify("on_fit_start")
-                self._run_rounds()
+                self.engine.in_one_fit(self.worker, self._run_rounds)
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
 
     def _run_rounds(self) -> None:
@@ -189,7 +188,7 @@ class FederatedOrchestrator:
             everybody = self.evaluator.without_training(0, range(self.clients), repeat(Message()), upload=True)
             self.server.aggregate(0, everybody)
         while not self.is_over:
-            metrics = self.engine.in_one_fit(self.worker, partial(self._run_round, self.round + 1))
+            metrics = self._run_round(self.round + 1)
             self._notify("on_round_metrics", metrics)
             self.record.log(metrics)
             self._notify("on_round_end", metrics)
@@ -235,7 +234,7 @@ class FederatedOrchestrator:
 
     @property
     def state(self) -> State:
-        """The shared state after the last finished round."""
+        """The shared state on the server, such as the global weights, after the last finished round."""
         return self.server.state
 
     @property
@@ -249,7 +248,7 @@ class FederatedOrchestrator:
         return describe_end(self, self.record.first_round)
 
     def starting_module(self, client: int) -> ClientModule:
-        """Return a client's module, on the CPU, as it starts the current round."""
+        """Return a client's module, on the CPU, as it starts to train in the round after the last finished one."""
         round = self.round + 1
         return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
 

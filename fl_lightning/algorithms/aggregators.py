@@ -1,4 +1,4 @@
-"""Aggregators: how a round's uploads become the next shared state."""
+"""Aggregators: classes that compute the next shared state from a round's uploads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Aggregator(Capable):
         return ()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the aggregator's own entries of the server's state before round 1, all except `model`."""
+        """Return the aggregator's part of the server's state before round 1, such as zero momentum.
+
+        The `model` is not part of it.
+        """
         return {}
 
     def model_for(self, state: State, client: int) -> Tensors:
@@ -54,7 +57,7 @@ class Aggregator(Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield, for each of these clients in turn, the state to pass to `model_for`; by default the state itself.
+        """Yield the state from which `model_for` returns a client's model, for each client in turn; by default `state`.
 
         An aggregator that can compute the models of several clients together overrides this: it adds them to the
         yielded state, where `model_for` finds them. A client's model must not depend on the other clients asked for.
@@ -62,7 +65,7 @@ class Aggregator(Capable):
         return (state for _ in clients)
 
     def fold(self, uploads: Iterable[Upload]) -> Any:
-        """Read a round's uploads as they arrive, and return what `finish` needs, such as a running mean."""
+        """Reduce a round's uploads, as they arrive, to the input of `finish`, such as a running mean."""
         raise NotImplementedError
 
     def finish(self, folded: Any, before: State, knowledge: State) -> State:
@@ -77,7 +80,7 @@ class Aggregator(Capable):
 
 
 class WeightedMean(Aggregator):
-    """FedAvg's weighted mean of the clients' weights, computed as they arrive.
+    """FedAvg's aggregation: the weighted mean of the uploaded models, computed as they arrive.
 
     Args:
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
@@ -89,19 +92,19 @@ class WeightedMean(Aggregator):
         self.weighting = weighting
 
     def fold(self, uploads: Iterable[Upload]) -> RunningMean:
-        """Return the running mean of the uploaded weights, weighted by samples or equally."""
+        """Return the running mean of the uploaded models, weighted by the clients' samples or equally."""
         mean = RunningMean()
         for upload in uploads:
             mean.add(upload.message.section("model"), upload.n_samples if self.weighting == "samples" else 1)
         return mean
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the weighted mean of the round's uploaded weights as the next model."""
+        """Return the weighted mean of the round's uploaded models as the next shared model."""
         return {"model": folded.value()}
 
 
 class ServerStep(WeightedMean):
-    """A server optimizer's step: `w + server_lr · u(Δ)`, where `Δ` is the mean of the clients' weights minus `w`.
+    """Server optimizer: `w + server_lr · u(Δ)`, where `Δ` is the clients' mean minus the old weights `w`.
 
     Here `u(Δ) = Δ`. Subclasses override `direction`, and may keep moments of `Δ` from round to round, each in a section
     of the state. Only parameters take the step. BatchNorm's statistics become the mean.

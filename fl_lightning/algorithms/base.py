@@ -1,4 +1,4 @@
-"""`Algorithm`: a federated method.
+"""`Algorithm`: the base class of federated methods.
 
 A method consists of loss terms (what clients add to their loss), shared knowledge (what is exchanged besides weights)
 and an aggregator (how uploads become the next shared state). Most methods are a constructor that combines such parts.
@@ -34,7 +34,7 @@ OptimizerState = Literal["fresh", "kept"]
 
 
 class Algorithm(Capable):
-    """A federated method: loss terms, shared knowledge and an aggregator.
+    """Base class of federated methods, which combine loss terms, shared knowledge and an aggregator.
 
     Args:
         loss_terms: Loss terms in addition to the method's own.
@@ -116,7 +116,7 @@ class Algorithm(Capable):
 
     @property
     def knowledge(self) -> list[SharedKnowledge]:
-        """The shared knowledge of the loss terms and the aggregator."""
+        """All shared knowledge, such as class prototypes, that the loss terms and the aggregator use."""
         return unique_knowledge([*(p for term in self.loss_terms for p in term.knowledge), *self.aggregator.knowledge])
 
     @property
@@ -160,7 +160,7 @@ class Algorithm(Capable):
         return {"model": model} | self.aggregator.initial(model, num_classes) | knowledge
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the message to a client at the start of a round: the weights and the shared knowledge.
+        """Server: return the message to a client at the start of a round, with the weights and the shared knowledge.
 
         Args:
             state: The state after the previous round.
@@ -171,7 +171,7 @@ class Algorithm(Capable):
         return Message.pack({"model": self.aggregator.model_for(state, client)} | knowledge)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Client: load the server's message and the client's own kept state into its module.
+        """Client: load the server's message, and the state kept from the client's last round, into its module.
 
         Args:
             module: The client's module with initial weights. What is neither sent nor kept stays initial.
@@ -186,7 +186,7 @@ class Algorithm(Capable):
         recall(module, memory)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Client: change the module based on the client's data, after `receive`, before training or evaluation.
+        """Client: adapt the module to the client's data after `receive`, before training or evaluation.
 
         The module is in eval mode on the training device. Random numbers drawn here do not change those of training.
 
@@ -207,7 +207,7 @@ class Algorithm(Capable):
         """
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Client: return the message to the server after training: weights and a summary for each shared knowledge.
+        """Client: after training, return the message to the server, with weights and summaries of the shared knowledge.
 
         Args:
             module: The trained module, in eval mode, without gradients.
@@ -221,7 +221,7 @@ class Algorithm(Capable):
         return Message.pack(model | to_cpu(knowledge), n_samples=n_samples)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Client: return what the client keeps for its next round, after training and upload. It is not uploaded."""
+        """Client: after training and upload, return the state that stays on the client for its next round."""
         kept = {term_section(term): term.remember(module) for term in module.terms()}
         kept[OWN] = self._own(module.backbone)
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
@@ -237,7 +237,7 @@ class Algorithm(Capable):
         return participants
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Server: return the next shared state from a round's uploads, which arrive in ascending client id.
+        """Server: return the next shared state from a round's uploads, which arrive in ascending order of client ids.
 
         Do not change tensors of `state` in place: a checkpoint of it may be being written.
         """
@@ -277,11 +277,11 @@ class Algorithm(Capable):
 
 
 def term_section(term: LossTerm) -> str:
-    """Return the name under which a client's kept state stores that of a loss term."""
+    """Return the key of a loss term's state within the state that a client keeps between rounds."""
     return f"term_{term.name}"
 
 
 def recall(module: ClientModule, memory: State) -> None:
-    """Restore the state that a client has kept for each loss term of its module."""
+    """Restore each loss term of a client's module from the state that the client kept after its last round."""
     for term in module.terms():
         term.recall(memory.get(term_section(term), {}))

@@ -17,23 +17,23 @@ from fl_lightning.core.task import Result, Task
 
 
 class ClientStates(Protocol):
-    """Interface of the storage for what clients keep from one round to the next."""
+    """Interface of the store that holds each client's state from one round to the next."""
 
     def get(self, client: int, default: State, /) -> State:
-        """Return what a client has kept from its last round, or the default if it has nothing."""
+        """Return the state that a client has kept from its last round, or the default if it has none."""
 
     def put(self, client: int, round: int, memory: State) -> None:
-        """Store what a client keeps after a round. It can be read after `end_round`."""
+        """Store the state that a client keeps after a round. It can be read after `end_round`."""
 
     def end_round(self) -> None:
-        """Make what clients stored during the round available to reads."""
+        """Make the client states that were stored during the round available to `get` and `with_peers`."""
 
     def with_peers(self, state: State, section: str | None) -> State:
-        """Return the shared state plus one section of every client's kept state, as `peer_<client id>`."""
+        """Return the shared state plus the given section of every client's state, as `peer_<client id>`."""
 
 
 class Server:
-    """The server: sample participants, make downloads, and turn uploads into the next shared state.
+    """The server: samples participants, builds downloads, and turns uploads into the next shared state.
 
     For decentralised methods it stands for the exchange between peers: downloads are made from what peers have
     published.
@@ -76,7 +76,7 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The shared state, plus what clients publish if the method has public client states."""
+        """The shared state, plus the public section of every client's state if the method has one."""
         return self.memory.with_peers(self.state, self.algorithm.public)
 
     def participants(self, round: int) -> list[int]:
@@ -94,15 +94,15 @@ class Server:
         return next(self.downloads(round, [client]))
 
     def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
-        """Yield the message that each of these clients receives, built only when it is requested."""
-        draws = type(self.algorithm).download is not Algorithm.download  # the base class does not
+        """Yield the message that each client in turn receives. A message is built only when it is requested."""
+        draws = type(self.algorithm).download is not Algorithm.download  # the base method draws nothing
         unused = generator(self.seed, Stream.DOWNLOAD, round)
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
             rng = generator(self.seed, Stream.DOWNLOAD, round, client) if draws else unused
             yield self.algorithm.download(state, client, rng)
 
     def task(self, round: int, client: int, download: Message, **scores: bool) -> Task:
-        """Return the task of training one client in a round: its message, its kept state, and what to evaluate.
+        """Return the task to train one client in a round: the client's download, its state, and what to evaluate.
 
         Args:
             round: The round.
@@ -126,7 +126,7 @@ class Server:
 
 
 def participants_per_round(wanted: int | None, clients: int, min_clients: int) -> int:
-    """Return the number of clients that train in each round: `wanted`, or all clients if it is None.
+    """Return the number of clients that train in each round: `wanted` or, by default, all clients.
 
     Raises:
         ConfigError: The number is not between 1 and `clients`, or is below `min_clients`.

@@ -1,1 +1,1 @@
-"""Tools for many runs: comparison, report, sweeps, tables of papers; for a single run: `watch` and `export`."""
+"""Tools for many runs: comparison, HTML report, sweeps, papers' tables; and for one run: `watch` and `export`."""

@@ -1,4 +1,4 @@
-"""Baselines of a config: the settings that `--algorithm NAME` adds, so that one config runs a whole table.
+"""Baselines of a config: named sets of options that `--algorithm NAME` adds to the config's settings.
 
 A config lists them under `baselines`: a mapping, the path of a YAML file that holds one (relative to the config's own
 folder), or a list of mappings and paths, in which later ones add to earlier ones. Each baseline is a mapping from
@@ -39,7 +39,7 @@ def expand_baseline(words: Sequence[str]) -> list[str]:
     algorithms = option_values(words, "algorithm")
     if not configs or not algorithms:
         return list(words)
-    place, name = algorithms[-1]
+    position, name = algorithms[-1]
     baselines: Baselines = {}
     own_algorithm = None
     for config in configs:
@@ -52,8 +52,8 @@ def expand_baseline(words: Sequence[str]) -> list[str]:
         own_algorithm = own_algorithm["class_path"]
     if class_name(options["algorithm"]) != class_name(own_algorithm):
         expanded = ["--algorithm", BASE_CLASS, *expanded]
-    width = 1 if "=" in words[place] else 2
-    return [*words[:place], *expanded, *words[place + width :]]
+    width = 1 if "=" in words[position] else 2
+    return [*words[:position], *expanded, *words[position + width :]]
 
 
 def class_name(path: object) -> str:
@@ -62,7 +62,7 @@ def class_name(path: object) -> str:
 
 
 def option_values(words: Sequence[str], option: str) -> list[tuple[int, str]]:
-    """Return the positions of an option on a command line, each with the option's value there."""
+    """Return the position and the value of each occurrence of an option on a command line."""
     long, found = f"--{option}", []
     for i, word in enumerate(words):
         if word.startswith(f"{long}="):
@@ -73,7 +73,7 @@ def option_values(words: Sequence[str], option: str) -> list[tuple[int, str]]:
 
 
 def merge_baselines(baselines: Baselines, more: Any, config: Path) -> Baselines:
-    """Merge the `baselines` of a config into those of earlier configs, option by option.
+    """Add the `baselines` of a config to those of earlier configs; options of the later config override earlier ones.
 
     Raises:
         ConfigError: The value is neither a mapping, nor a path, nor a list of them; or the file does not exist.
@@ -97,5 +97,5 @@ def merge_baselines(baselines: Baselines, more: Any, config: Path) -> Baselines:
 
 
 def to_word(value: Any) -> str:
-    """Return an option's value as text for the command line."""
+    """Return the value of an option as text for the command line: text as it is, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Compare runs: group them over seeds, and test whether groups differ from a reference."""
+"""Compare runs: group them by settings, and test whether groups differ significantly from a reference group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation (n - 1) over several runs. A single run has no deviation."""
+    """Mean and sample standard deviation (n - 1) over several runs; `std` is None for a single run."""
 
     mean: float
     std: float | None
@@ -32,7 +32,7 @@ class Spread(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The cost of reaching a target value of the metric, over the runs that reached it.
+    """Rounds, bytes and seconds until the metric reached a target value, over the runs that reached the target.
 
     Args:
         rounds: The first evaluated round with the target value.
@@ -50,7 +50,7 @@ class Reach(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The difference between the last values of two groups, over pairs of runs with the same seed.
+    """Mean difference of the metric's last value between a group and its reference, over pairs of runs with equal seed.
 
     Args:
         pairs: Number of pairs.
@@ -71,13 +71,13 @@ class Difference(NamedTuple):
 
     @property
     def stars(self) -> str:
-        """Significance stars: one for each of the levels 0.05, 0.01 and 0.001 that `p_holm` is below."""
+        """The significance stars: `*` for `p_holm` below 0.05, `**` below 0.01, `***` below 0.001."""
         return "*" * sum(self.p_holm < level for level in LEVELS) if self.p_holm is not None else ""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of a comparison with the same values of the settings that are grouped by, and their results.
+    """A group of runs with equal values of the compared settings, and statistics of the runs' results.
 
     Args:
         values: The values of the keys that the runs have.
@@ -107,7 +107,7 @@ class Group:
         return _seeds(self.runs)
 
     def name_among(self, groups: Sequence[Group]) -> str:
-        """Return the group's first value as its name, or all its values if another group has the same first one."""
+        """Return the group's name: the value of its first setting, or of all settings if the first is not unique."""
         first, *_ = names = list(self.names.values()) or ["all runs"]
         unique = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
         return first if unique else " ".join(filter(None, names))
@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The settings that have a column. Options of a setting, such as `algorithm.mu`, are shown in its column."""
+        """The settings that have a table column. `algorithm.mu` has none: it is shown in the column of `algorithm`."""
         return [key for key in self.keys if not is_below(key, self.keys)]
 
     @property
@@ -147,10 +147,9 @@ class Comparison:
 
 
 def comparable_runs(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
-    """Return the runs that can be compared, and warn about the others.
+    """Return the finished runs that have a config, one per combination of settings and seed, and warn about the others.
 
-    They are finished, have a config, and differ in settings or seed. Of several runs with the same settings and seed,
-    the newest finished one is kept.
+    Of several runs with the same settings and seed, the newest finished one is kept.
 
     Args:
         runs: Any runs.
@@ -183,7 +182,7 @@ def compare(
     reference: Mapping[str, Any] | None = None,
     targets: Sequence[float] = (),
 ) -> Comparison:
-    """Group runs over their seeds and compare the groups.
+    """Group runs that differ only in the seed, and compare the groups by a metric.
 
     Args:
         runs: The runs, as `comparable_runs` returns them.
@@ -250,7 +249,7 @@ def compare(
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Return the mean and the sample standard deviation of some values; None without values."""
+    """Return the mean and the sample standard deviation of values; None if there are no values."""
     array = np.array(list(values), dtype=float)
     if not len(array):
         return None
@@ -259,7 +258,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
-    """Return the mean difference of paired values with its paired t-test; None without a pair."""
+    """Return the mean difference between two lists of paired values, with a paired t-test; None for empty lists."""
     with np.errstate(all="ignore"):
         deltas = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
     deviation = spread(deltas)
@@ -276,7 +275,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Differe
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p values corrected by Holm's step-down procedure."""
+    """Return the p values after Holm's step-down correction for multiple tests, in the given order."""
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(np.argsort(p_values, kind="stable")):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
@@ -285,13 +284,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _add_holm(differences: list[Difference | None]) -> list[Difference | None]:
-    """Add the p values after Holm's correction to the differences that were tested."""
+    """Return the differences with `p_holm` set, by Holm's correction over all differences that have a p value."""
     corrected = iter(holm([each.p for each in differences if each and each.p is not None]))
     return [each._replace(p_holm=next(corrected)) if each and each.p is not None else each for each in differences]
 
 
 def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Difference | None:
-    """Return the difference between the last metric values of a group and of its reference group.
+    """Return the mean difference of the metric's last value between a group and its reference group `base`.
 
     Runs are paired by their seed, and by the settings that vary inside one of the two groups.
     """
@@ -302,7 +301,7 @@ def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Differ
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:
-        """Return the mean last value of the metric, by seed and by the settings that vary inside a group."""
+        """Return the metric's last value, averaged over runs with the same seed and the same values of `inner`."""
         values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
             if figures := best_and_last(run.rounds, grouping.metric):
@@ -319,7 +318,7 @@ def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Differ
 
 
 class _Grouping(NamedTuple):
-    """The settings that form the groups, and the values that are compared.
+    """How runs are grouped and compared: the settings to group by, and the metric with its direction and targets.
 
     Args:
         keys: The settings by which runs are grouped.
@@ -361,7 +360,7 @@ def _reach(runs: list[Run], target: float, grouping: _Grouping, of: int) -> Reac
 
 
 def _bytes(rows: Sequence[Row]) -> float | None:
-    """Return the bytes sent in these rounds, up plus down; None if they were not recorded."""
+    """Return the communication cost of some rounds in bytes, uploads plus downloads; None if it was not recorded."""
     counted = [row[name] for row in rows for name in ("comm/up_bytes", "comm/down_bytes") if name in row]
     return sum(counted) if counted else None
 
@@ -376,7 +375,7 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
 
 
 def _reference_groups(group: Group, groups: list[Group], other_keys: list[str], wanted: dict[str, Any]) -> list[Group]:
-    """Return the groups that have the reference's settings, and otherwise the same settings as the given group."""
+    """Return the reference groups of a group: those that have the settings `wanted` and otherwise equal settings."""
     return [
         other
         for other in groups
@@ -404,7 +403,7 @@ def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
 
 
 def _compared_settings(run: Run) -> dict[str, str]:
-    """Return a run's settings that affect results, as text, because texts of NaN are equal."""
+    """Return the settings of a run that affect results, as text (two NaN values differ, but their texts are equal)."""
     return {key: repr(value) for key, value in run.settings.items() if not _is_uncompared(key)}
 
 
@@ -413,9 +412,10 @@ def _is_uncompared(key: str) -> bool:
 
 
 def _varied(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
-    """Return the settings in which runs with the same class, such as FedSKC, differ; the algorithm's first.
+    """Return the settings in which comparable runs differ, those of the algorithm first.
 
-    FedSKC's `tau` counts only if two FedSKC runs differ in it, not because FedAvg has no `tau`.
+    Runs are comparable in a nested setting if they have the same class above it: FedSKC's `tau` counts only if two
+    FedSKC runs differ in it, not because FedAvg has no `tau`.
 
     Returns:
         For each key, the values of the keys above it (such as the class) with which it differs.
@@ -431,7 +431,7 @@ def _varied(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
 
 
 def _above(key: str, texts: dict[str, str]) -> tuple[str | None, ...]:
-    """Return the values of the keys above a nested setting: for `algorithm.mu`, the class of `algorithm`."""
+    """Return the values of all parents of a nested setting: for `algorithm.mu`, the class of `algorithm`."""
     parts = key.split(".")
     return tuple(texts.get(".".join(parts[:i])) for i in range(1, len(parts)))
 
@@ -440,7 +440,7 @@ def _above(key: str, texts: dict[str, str]) -> tuple[str | None, ...]:
 
 
 def format_setting(value: Any) -> str:
-    """Return a setting's value as text: as in YAML, and classes with their arguments."""
+    """Return the value of a setting as text: as in YAML, or the class name followed by the arguments."""
     if isinstance(value, dict) and "class_path" in value:
         arguments = (f"{name}={format_setting(each)}" for name, each in (value.get("init_args") or {}).items())
         return " ".join([str(value["class_path"]).rpartition(".")[2], *arguments])
@@ -452,7 +452,7 @@ def format_setting(value: Any) -> str:
 
 
 def _name(key: str, run: Run, grouping: _Grouping) -> str:
-    """Return a run's value of a setting, followed by the nested settings that vary, such as `FedSKC tau=0.1`."""
+    """Return the table cell of a setting: its value and the nested settings that vary, such as `FedSKC tau=0.1`."""
     settings, texts, varied = run.settings, grouping.texts[run], grouping.varied
     inner = [
         f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"
@@ -477,7 +477,7 @@ def _describe(wanted: Mapping[str, Any]) -> str:
 
 
 def sort_key(value: Any) -> tuple[int, float, str]:
-    """Return the sort key of a setting's value: missing values first, then numbers, then text."""
+    """Return the key by which values of a setting are sorted: missing values first, then numbers, then text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 1, float(value), ""
     return 0 if value is None else 2, 0.0, format_setting(value)

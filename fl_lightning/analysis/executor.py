@@ -31,11 +31,11 @@ LOG = "log.txt"
 FAILED = "failed.txt"
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks at the running jobs."""
+"""Seconds between two checks of the running jobs."""
 
 
 class Program(NamedTuple):
-    """The program that runs a job.
+    """The command-line program that job processes run, with the modules to import before they start.
 
     Args:
         main: Takes a command line without the program's name, and returns the exit code. Job processes import it.
@@ -47,7 +47,7 @@ class Program(NamedTuple):
 
 
 class Job(NamedTuple):
-    """An experiment to run.
+    """An experiment to run: the folder of its run, and the command line of `fit`.
 
     Args:
         folder: The run's folder, a different one for each job.
@@ -59,13 +59,13 @@ class Job(NamedTuple):
 
 
 class DiskFull(FLError):
-    """A job ran out of disk space. All jobs end, because the others would run out of it, too."""
+    """Error: a job ran out of disk space. All other jobs are stopped, because they would run out of disk space, too."""
 
     exit_code = 1
 
 
 class JobResult(NamedTuple):
-    """The result of a job that ended.
+    """The result of a job that ended: its exit code, and the reason of a failure.
 
     Args:
         job: The job.
@@ -128,7 +128,7 @@ def run_jobs(
                     if should_stop and not running_job.asked_to_stop and should_stop(running_job.job):
                         running_job.ask_to_stop()
             name = signal.Signals(signals.received).name
-            raise Interrupted(signals.received, f"stopped by {name}; the same command goes on from here")
+            raise Interrupted(signals.received, f"stopped by {name}. Run the same command to continue")
         finally:
             _stop_jobs(running)
 
@@ -139,7 +139,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def earlier_result(job: Job) -> JobResult | None:
-    """Return the result of a job that ended in an earlier call; None if the job has to be run."""
+    """Return the result of a job that an earlier call of `run_jobs` finished or marked as failed; otherwise None."""
     if is_finished(job.folder):
         return JobResult(job, 0, "")
     failed = job.folder / FAILED
@@ -153,13 +153,13 @@ class _RunningJob:
     asked_to_stop: bool = False
 
     def ask_to_stop(self) -> None:
-        """Ask the job once to end at its next checkpoint. A second signal would end it immediately."""
+        """Ask the job to end at its next checkpoint, but only once: a second signal would end the job immediately."""
         if not self.asked_to_stop:
             self.asked_to_stop = True
             self.process.terminate()
 
     def result(self) -> JobResult:
-        """Return the result of the ended job, and write the reason of a failure to its folder.
+        """Return the result of this job, which has ended. The reason of a failure is also written to the job's folder.
 
         Raises:
             DiskFull: The job ran out of disk space.
@@ -172,7 +172,7 @@ class _RunningJob:
             return JobResult(self.job, code, f"killed by {signal.Signals(-code).name}{cause}")
         reason = _last_line(self.job.folder / LOG) if code else ""
         if code in (1, 2) and os.strerror(errno.ENOSPC) in reason:
-            fix = "Free disk space; the same command goes on from here."
+            fix = "Free disk space, then run the same command to continue."
             raise DiskFull(f"{self.job.folder}: {os.strerror(errno.ENOSPC)}. {fix}")
         if code == 1:
             write_atomically(self.job.folder / FAILED, reason + "\n")
@@ -204,13 +204,13 @@ def process_context(preload: Sequence[str]) -> Any:
 
 
 def _ended_jobs(running: Sequence[_RunningJob]) -> list[_RunningJob]:
-    """Return the jobs that have ended, after waiting for at most `POLL_SECONDS`."""
+    """Wait up to `POLL_SECONDS` for a job to end, and return all jobs that have ended."""
     ready = connection.wait([each.process.sentinel for each in running], timeout=POLL_SECONDS)
     return [each for each in running if each.process.sentinel in ready]
 
 
 def _stop_jobs(running: Sequence[_RunningJob]) -> None:
-    """Let each job write a checkpoint and end. If a signal arrives meanwhile, kill the jobs."""
+    """Ask all jobs to write a checkpoint and end, and wait for them. If a signal arrives meanwhile, kill the jobs."""
     try:
         for each in running:
             each.ask_to_stop()
@@ -233,7 +233,7 @@ def _last_line(log: Path) -> str:
 def _run_job(
     job: Job, main: Callable[[list[str]], int], workers: int, threads: int | None, environment: dict[str, str]
 ) -> None:
-    """Run a job in this process, and exit with its exit code."""
+    """Run a job in this job process, and exit with the exit code of `fit`."""
     os.setpgrp()  # Ctrl-C in the terminal reaches only the parent, which asks each job to stop once
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with FileLock(job.folder / LOCK):

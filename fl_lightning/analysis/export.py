@@ -73,16 +73,16 @@ class Network:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The network's class and arguments as plain data, from which `rebuilt` builds it again."""
+        """The class path and arguments of the network as plain data, from which `rebuilt` creates the network again."""
         return {**self.model, "in_shape": list(self.in_shape), "num_classes": self.num_classes}
 
 
 class NetworkWithPreparation(nn.Module):
-    """A network with the dataset's preprocessing, which takes samples as stored, or raw rows of a table.
+    """A network that includes the dataset's preprocessing, so its inputs are unprocessed samples or table rows.
 
     Args:
         backbone: The network.
-        prepare: Turns a stored batch into inputs of the network.
+        prepare: Converts a batch of stored samples to the network's inputs.
     """
 
     def __init__(self, backbone: nn.Module, prepare: Call) -> None:
@@ -90,7 +90,7 @@ class NetworkWithPreparation(nn.Module):
         self.backbone, self.prepare = backbone, prepare
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the network's outputs for a batch of samples as stored, after preprocessing."""
+        """Preprocess a batch of stored samples, and return the network's outputs."""
         return self.backbone(self.prepare(x))
 
 
@@ -199,7 +199,7 @@ def _from_onnx(content: bytes, network: Network) -> Call:
 
 
 class Format(NamedTuple):
-    """A file format: its name, and functions that write a network to bytes and read it from them."""
+    """An export format: its name, and functions that convert a network to bytes and bytes to a network."""
 
     name: str
     write: Callable[[Network], bytes]
@@ -215,11 +215,11 @@ FORMATS = {
 
 
 WEIGHTS_ONLY = (".pt", ".ckpt")
-"""Formats without code. They cannot prepare samples."""
+"""Formats that hold only weights. They cannot include the preprocessing, which is code."""
 
 
 def refuse_target(path: Path, prepare: bool = False) -> None:
-    """Raise an error if a network cannot be exported to a file. Called before the run is opened.
+    """Check the path and format of an export before the run is loaded. Raise an error if the export is impossible.
 
     Args:
         path: The file.
@@ -246,12 +246,12 @@ def refuse_target(path: Path, prepare: bool = False) -> None:
 
 
 def schema_path(path: Path) -> Path:
-    """Return the path of the table schema beside a state dict: `model.schema.json` for `model.pt`."""
+    """Return the path of the table schema that is written next to a state dict: `model.schema.json` for `model.pt`."""
     return path.with_suffix(".schema.json")
 
 
 def write_network(network: Network, path: Path) -> None:
-    """Write a network to a file in the format of its suffix, after checking that it keeps its outputs.
+    """Write a network in the format of the path's suffix, after checking that the network read back has equal outputs.
 
     Raises:
         ConfigError: The format cannot hold this network, or the file cannot be written.
@@ -261,7 +261,7 @@ def write_network(network: Network, path: Path) -> None:
     others = ", ".join(suffix for suffix in FORMATS if suffix != path.suffix)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # those of torch's exporters
+            warnings.simplefilter("ignore")  # of torch's exporters
             content = form.write(network)
             outputs = form.read(content, network)(network.samples)
     except Exception as error:
@@ -278,7 +278,7 @@ def write_network(network: Network, path: Path) -> None:
 
 
 def same_outputs(one: Tensor, other: Tensor) -> bool:
-    """Return whether two networks' outputs are equal up to rounding."""
+    """Return whether the outputs of two networks for the same inputs are equal up to rounding errors."""
     if one.shape != other.shape:
         return False
     return bool((one - other).abs().max() <= NEAR * other.abs().max().clamp(min=1e-6))

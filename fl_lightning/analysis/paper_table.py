@@ -1,4 +1,4 @@
-"""Read a paper's table from its file, and list the runs behind its numbers.
+"""Read a results table of a paper from its YAML file, and list the runs that reproduce its numbers.
 
 A file of `papers/` holds rows (methods), columns (scenarios), seeds, the metric (an entry of `final/summary.json`),
 the paper's numbers, and its claims. A row or a column is a mapping from options of `fit` to values. With the key
@@ -42,7 +42,7 @@ OPTIONAL = {"claims"}
 SCALED = ("rounds", "trainer.max_epochs")
 READINGS = ("_best", "_last", "_last10")
 RULE = "rounds, local epochs (trainer.max_epochs) and training samples times {:g}, rounded up; nothing else"
-"""The effect of `--scale` on an experiment. Options of a method that count rounds or epochs do not change."""
+"""Text that describes the effect of `--scale`. Options of a method that count rounds or epochs do not change."""
 
 SET_ELSEWHERE = {"config": "columns", "algorithm": "rows", "seed": "--seeds", "run_dir": "--out"}
 
@@ -100,7 +100,7 @@ class PaperTable:
     claims: tuple[Claim, ...]
 
     def part(self, rows: Sequence[str] = (), columns: Sequence[str] = (), seeds: Sequence[int] = ()) -> PaperTable:
-        """Return the table with only some rows, columns and seeds; by default all. The order stays the table's.
+        """Return the table with only the given rows, columns and seeds, in the table's order; by default all of them.
 
         Args:
             rows: Names of rows, or parts of a name that no other row has.
@@ -123,15 +123,15 @@ class PaperTable:
         )
 
     def figure(self, column: str, row: str) -> str:
-        """Return the name of the entry of `final/summary.json` that a cell shows."""
+        """Return the metric of a cell: the name of its entry in `final/summary.json`, such as `global/acc_last`."""
         return self.rows[row].get("metric") or self.columns[column].get("metric") or self.metric
 
     def series(self, column: str, row: str) -> str:
-        """Return the name of a cell's column in `metrics.csv`: its metric without `_best`, `_last` or `_last10`."""
+        """Return the column of `metrics.csv` for a cell: the cell's metric without `_best`, `_last` or `_last10`."""
         return re.sub(f"({'|'.join(READINGS)})$", "", self.figure(column, row))
 
     def words(self, column: str, row: str) -> list[str]:
-        """Return the command line of `fit` behind a cell, without the seed: the column's options, then the row's."""
+        """Return the `fit` command line of a cell's runs, without the seed: options of the column, then of the row."""
         algorithm_first = sorted(self.rows[row].items(), key=lambda option: option[0] != "algorithm")
         options = [*self.columns[column].items(), *algorithm_first]
         return [word for key, value in options if key != "metric" for word in (f"--{key}", to_word(value))]
@@ -141,7 +141,7 @@ class PaperTable:
 
 
 def read_table(name: str) -> PaperTable:
-    """Return a paper's table, given the path of its file or the name of a shipped one.
+    """Return a paper's table, given the path of a table file or the name of a table that is shipped with the package.
 
     Raises:
         ConfigError: The file does not exist, or is not a valid table; the message says why.
@@ -234,13 +234,13 @@ def _claim(claim: Any, columns: Mapping[str, Settings], rows: Mapping[str, Setti
 
 
 def _select(names: Sequence[str], all_names: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the named rows or columns in the table's order; all if none is named."""
+    """Return the full names of the selected rows or columns in the table's order; all names if none is selected."""
     selected = {_full_name(name, all_names, kind) for name in names}
     return [name for name in all_names if name in selected or not names]
 
 
 def _full_name(name: str, all_names: Mapping[str, Any], kind: str) -> str:
-    """Return the row or column name that equals a text, or else the only name that contains it."""
+    """Return the row or column name that equals the text `name`, or else the only name that contains this text."""
     matches = [name] if name in all_names else [each for each in all_names if name.lower() in each.lower()]
     if len(matches) > 1:
         raise ConfigError(f"--{kind}s: {name!r} is in {' | '.join(matches)}. Give the whole name")
@@ -255,7 +255,7 @@ def _full_name(name: str, all_names: Mapping[str, Any], kind: str) -> str:
 def table_jobs(
     table: PaperTable, out: Path, scale: float = 1.0, overrides: Sequence[str] = ()
 ) -> dict[tuple[str, str, int], Job]:
-    """Return the jobs that compute a table, by column, row and seed.
+    """Return the jobs that reproduce a paper's table: one run for each column, row and seed.
 
     The name of a run's folder ends in a digest of all settings, so another scale or override is another run. Columns
     that differ only in the metric share their runs.
@@ -286,11 +286,11 @@ def table_jobs(
 
 
 def scaling(settings: Settings, scale: float) -> list[str]:
-    """Return the `fit` options that make an experiment smaller, by the rule in `RULE`; none for a scale of 1.
+    """Return the `fit` options that shrink an experiment's rounds, local epochs and samples by the factor `scale`.
 
     Args:
         settings: The experiment's settings, by dotted key.
-        scale: The factor, in (0, 1].
+        scale: The factor, in (0, 1]. A scale of 1 adds no options.
 
     Raises:
         ConfigError: The scale is out of range, or the settings lack the number of rounds.
@@ -310,7 +310,7 @@ def scaling(settings: Settings, scale: float) -> list[str]:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line of `fit` by dotted key, including those of its configs and baseline.
+    """Return all settings of a `fit` command line by dotted key, including those of its configs and baseline.
 
     Args:
         words: Options and values, alternating; later ones override earlier ones.
@@ -352,11 +352,11 @@ def _value(word: str) -> Any:
 
 
 def _column_folder(column: Settings) -> str:
-    """Return the folder name for the runs of a table's column: its config and its other options."""
+    """Return the folder name for all runs of a table's column: the name of its config, then its other options."""
     options = (f"{key}-{to_word(value)}" for key, value in column.items() if key not in ("config", "metric"))
     return _folder_name("-".join([Path(column["config"]).stem, *options]))
 
 
 def _folder_name(name: str) -> str:
-    """Return a folder name for a text, in which dashes replace unusual characters."""
+    """Return a text as a folder name: unusual characters become dashes, and at most 80 characters are kept."""
     return re.sub(r"[^\w.+]+", "-", name).strip("-.")[:80]

@@ -1,4 +1,4 @@
-"""Compare our results with a paper's table: its cells, the order of its rows, and its claims."""
+"""Compare our results with a paper's table: the numbers, the ranking of the methods, and the paper's claims."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
 
 class Reading(NamedTuple):
-    """The result of one run, which belongs to one seed of a table's cell.
+    """The result of one run, that is, of one seed of a cell in the reproduced table.
 
     Args:
         value: The result in the table's unit; None if the run failed or has not finished.
@@ -60,23 +60,23 @@ class Cell:
 
     @cached_property
     def last10(self) -> float | None:
-        """The mean over the last ten evaluated rounds, averaged over seeds; None if no run has it."""
+        """Our mean of the metric over the last ten evaluated rounds, averaged over seeds; None without such means."""
         means = [one.last10 for one in self.readings.values() if one.last10 is not None]
         return fmean(means) if means else None
 
     @cached_property
     def reached(self) -> bool:
-        """Whether all runs reached the target accuracy; otherwise our mean number of rounds is a lower bound."""
+        """Whether all runs of the cell reached the target accuracy; if not, the mean round count is a lower bound."""
         return all(one.reached for one in self.readings.values())
 
     @cached_property
     def difference(self) -> float | None:
-        """Our mean minus the paper's number."""
+        """Our mean over seeds minus the paper's number; None if either number is missing."""
         return self.spread.mean - self.paper.mean if self.spread and self.paper else None
 
 
 class Order(NamedTuple):
-    """The rank correlations between our and the paper's numbers in a column.
+    """The rank correlations between our numbers and the paper's over the rows of a column.
 
     Args:
         spearman: Spearman's rank correlation; None if all rows are equal on one side.
@@ -91,7 +91,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Our result for a claim of a paper in one column: the margins by which the better row is ahead of the other.
+    """Our result for a paper's claim in one column: the differences between the better row's result and the other's.
 
     Args:
         claim: The claim.
@@ -108,12 +108,12 @@ class Verdict:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """Our mean margin for the claim, with a paired t-test over seeds; None if no margin is known."""
+        """The claim's margin in our runs: its mean over seeds with a paired t-test; None if all are missing."""
         return paired_difference(list(self.margins.values()), [0.0] * len(self.margins))
 
     @cached_property
     def ahead(self) -> int:
-        """The number of seeds for which the method that is better in the paper is also better in our runs."""
+        """The number of seeds for which the claim holds: the better row of the paper is also better in our runs."""
         return sum(margin > 0 for margin in self.margins.values())
 
     @cached_property
@@ -148,14 +148,14 @@ class Reproduction:
             self.cells[column, row] = Cell(readings, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
-        """Return the rank correlations between our and the paper's numbers in a column."""
+        """Return the rank correlations between our numbers and the paper's over the rows of a column."""
         cells = [self.cells[column, row] for row in self.table.rows]
         both = [(cell.spread.mean, cell.paper.mean) for cell in cells if cell.spread and cell.paper]
         return rank_correlations([ours for ours, _ in both], [papers for _, papers in both])
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """Our result for each of the paper's claims, in each of the claim's columns."""
+        """The verdicts on the paper's claims: one for each claim and each column for which it is made."""
         return [self._verdict(claim, column) for claim in self.table.claims for column in claim.columns]
 
     def _verdict(self, claim: Claim, column: str) -> Verdict:
@@ -172,7 +172,7 @@ class Reproduction:
 
 
 def read_result(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
-    """Return a finished run's result in a table's unit, and its mean over the last ten evaluated rounds."""
+    """Return the result of a run in the table's unit, from its folder; empty if the run has not finished."""
     if not is_finished(folder):
         return Reading()
     try:
@@ -191,12 +191,12 @@ def read_result(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
 
 
 def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:
-    """Return Spearman's and Kendall's rank correlation of two columns of numbers, with ties."""
+    """Return Spearman's and Kendall's rank correlations between our and a paper's numbers, which may have ties."""
     if len(set(ours)) < 2 or len(set(papers)) < 2:
         return Order(None, None, len(ours))
     return Order(float(stats.spearmanr(ours, papers)[0]), float(stats.kendalltau(ours, papers)[0]), len(ours))
 
 
 def margin_needed(seeds: int, p: float = 0.05) -> float:
-    """Return the mean margin, in standard deviations, at which a paired t-test over at least two seeds gives `p`."""
+    """Return the mean difference, in standard deviations, at which a paired t-test over `seeds` seeds gives `p`."""
     return float(stats.t.isf(p / 2, seeds - 1)) / math.sqrt(seeds)

@@ -23,7 +23,7 @@ COLUMNS += ["paper", "paper_std", "difference", "last10"]
 
 
 def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[str]:
-    """Return the lines above a reproduced table: title, unit, seeds, scale and overridden options."""
+    """Return the lines to print above a reproduced table: title, unit, seeds, scale and overridden options."""
     unit = "Percent" if table.unit == "percent" else "Rounds, fewer are better"
     lines = [table.title, f"{unit}; mean ± standard deviation over seeds {', '.join(map(str, table.seeds))}."]
     if scale != 1:
@@ -34,7 +34,7 @@ def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[s
 
 
 def grid(reproduction: Reproduction) -> Grid:
-    """Return a reproduced table's cells, our numbers above the paper's, with rank correlations in the last row."""
+    """Return the cells of a reproduced table: our numbers above the paper's, and rank correlations in the last row."""
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:
@@ -56,7 +56,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def format_ours(cell: Cell) -> str:
-    """Return our mean and deviation in a cell, with `>` if a lower bound, and counts of finished and failed runs."""
+    """Return our mean ± standard deviation in a cell (`>` marks a lower bound) and how many runs are done or failed."""
     count = sum(bool(one.reason) for one in cell.readings.values())
     failed = f"{count} failed" if count else ""
     if not cell.spread:
@@ -68,7 +68,7 @@ def format_ours(cell: Cell) -> str:
 
 
 def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
-    """Return a table of claims, a row for each claim and column: the paper's margin, ours, and whether it holds."""
+    """Return the table of claims, a row per claim and column: the paper's margin, ours, and whether the claim holds."""
     lines = [CLAIMS]
     for verdict in verdicts:
         if difference := verdict.difference:
@@ -81,7 +81,7 @@ def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
 
 
 def verdict_line(verdicts: Sequence[Verdict]) -> str:
-    """Return the line below the claims: how many hold and how many do not, and what p means."""
+    """Return the line to print below the table of claims: how many claims hold, and how to read the p values."""
     counts = []
     for holds, what in ((True, "hold"), (False, "do not")):
         differences = [verdict.difference for verdict in verdicts if verdict.difference and verdict.holds is holds]
@@ -99,7 +99,7 @@ def verdict_line(verdicts: Sequence[Verdict]) -> str:
 
 
 def failures(reproduction: Reproduction) -> list[str]:
-    """Return a line for each reason why runs of a table failed, with the affected cells."""
+    """Return one line for each error that made runs of the table fail, with the affected cells and seeds."""
     cells: dict[str, list[str]] = {}
     for (column, row), cell in reproduction.cells.items():
         for seed, reading in cell.readings.items():

@@ -1,4 +1,4 @@
-"""Format a table of text for the terminal, as CSV, as LaTeX and as Markdown."""
+"""Format a table of results for the terminal, as CSV, as LaTeX and as Markdown."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def to_csv(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _escape_formula(cell: str) -> str:
-    """Return a cell on one line, with an apostrophe before a formula (OWASP, CSV injection)."""
+    """Return a CSV cell on one line; an apostrophe before formulas prevents their execution (OWASP, CSV injection)."""
     line = one_line(cell)
     return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not FIGURE.fullmatch(line) else line
 
 
 def mean_and_std(mean: float, std: float | None, form: str) -> str:
-    """Format mean ± standard deviation, both in a format such as `.4f`; only the mean if there is no deviation."""
+    """Format a mean ± standard deviation in a number format such as `.4f`; only the mean if `std` is None."""
     return f"{mean:{form}}" + (f" ± {std:{form}}" if std is not None else "")
 
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table whose cells are text.
+    """A table of text cells, with methods that format it for the terminal, CSV, LaTeX and Markdown.
 
     Args:
         header: The columns' names.
@@ -77,7 +77,7 @@ class ResultTable:
         return to_csv([self.header, *self.rows]).rstrip("\n")
 
     def latex(self) -> str:
-        """Return a LaTeX `tabular` with rules of booktabs; notes are comments."""
+        """Return the table as a LaTeX `tabular` that uses the package booktabs, with the notes as comments."""
         header, *body = (f"  {' & '.join(row)} \\\\" for row in self._cells(_latex, r"\textbf{%s}"))
         columns = "l" * self.words + "r" * (len(self.header) - self.words)
         return "\n".join(
@@ -101,7 +101,7 @@ class ResultTable:
         return "\n".join([*lines, *(f"\n{escape_markdown(note)}" for note in self.notes)])
 
     def _cells(self, escape: Callable[[str], str], bold: str) -> list[list[str]]:
-        """Return the header and the rows with escaped cells; bold ones are inserted into a pattern such as `**%s**`."""
+        """Return header and rows with escaped cells; bold cells are put into the pattern `bold`, such as `**%s**`."""
         rows = [
             [bold % escape(cell) if (i, j) in self.bold else escape(cell) for j, cell in enumerate(row)]
             for i, row in enumerate(self.rows)

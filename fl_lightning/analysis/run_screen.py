@@ -1,4 +1,4 @@
-"""The screen of `watch`: time left, curves, clients and last warnings of a run in the terminal."""
+"""The terminal view of the command `watch`: a run's time left, metric curves, clients and last warnings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUIET = 60.0
 
 @dataclass(frozen=True)
 class RunScreen:
-    """A terminal view of a run's progress and metrics, which rich prints in the terminal's width, colours and encoding.
+    """A terminal view of a run's progress and metrics, which rich prints to fit the terminal.
 
     Args:
         status: The status of the run.
@@ -51,7 +51,7 @@ class RunScreen:
     height: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the parts of the screen from top to bottom. The plots fill the lines that the other parts leave."""
+        """Yield the parts of the view from top to bottom. The plots fill the lines that the other parts do not need."""
         terminal = Terminal(options.max_width, bool(console.color_system) and not console.no_color, console.encoding)
         status = self.status
         above: list[RenderableType] = [*heading(status, terminal), progress(status), terminal.text(state(status)), ""]
@@ -83,13 +83,13 @@ class Terminal:
         return not self.encoding.lower().startswith("utf")
 
     def text(self, words: str, style: str = "") -> Text:
-        """Return text with `?` in place of control characters and characters that the encoding lacks."""
+        """Return text with control characters, and characters that the terminal's encoding lacks, replaced by `?`."""
         printable = "".join(sign if sign.isprintable() else "?" for sign in words)
         return Text(printable.encode(self.encoding, "replace").decode(self.encoding), style, overflow="fold")
 
 
 def heading(status: RunStatus, terminal: Terminal) -> list[Text]:
-    """Return the first lines of the screen: the run's folder, its method, dataset, number of clients and seed."""
+    """Return the first lines of the view: the run's folder, method, dataset, number of clients and seed."""
     settings = status.run.settings
     total, per_round = settings.get("scenario.clients"), settings.get("clients_per_round")
     words = [" on ".join(str(settings[key]) for key in ("algorithm", "scenario.dataset") if key in settings)]
@@ -120,7 +120,7 @@ def progress(status: RunStatus) -> Table:
 
 
 def state(status: RunStatus) -> str:
-    """Return the line that says whether the run is in progress."""
+    """Return the line that describes the state of the run: waiting, in progress, without recent changes, or ended."""
     done, seconds = len(status.run.rounds), status.round_seconds
     if status.ended:
         return f"ended after round {done}"
@@ -135,7 +135,7 @@ def state(status: RunStatus) -> str:
 
 
 def clients(status: RunStatus) -> list[str]:
-    """Return lines about the clients' accuracies: their spread, and the worst three clients if these are logged."""
+    """Return lines about the clients' accuracies: their spread and, if logged by client, the three worst clients."""
     if status.clients:
         scores = sorted((row["acc"], int(row["client"])) for row in status.clients if "client" in row)
         acc = [score for score, _ in scores]
@@ -163,7 +163,7 @@ def plots(rounds: Sequence[Row], terminal: Terminal, lines: int | None) -> list[
 
     Args:
         rounds: The run's metrics.
-        terminal: The abilities of the terminal.
+        terminal: Width, colours and encoding of the terminal.
         lines: Number of lines for all plots; None for no limit.
     """
     recorded = [{name: label for name, label in names.items() if points(rounds, name)} for names in PLOTS]
@@ -184,7 +184,7 @@ def plots(rounds: Sequence[Row], terminal: Terminal, lines: int | None) -> list[
 
 
 def rows_of_plots(lines: int | None, legends: Sequence[int], beside: bool) -> list[int]:
-    """Return the number of rows of each plot. With too few lines, the last plots get none.
+    """Return the height of each plot in lines; 0 for the last plots if there is not enough space.
 
     Args:
         lines: Number of lines for plots and legends; None for no limit.
@@ -204,7 +204,7 @@ def rows_of_plots(lines: int | None, legends: Sequence[int], beside: bool) -> li
 
 
 def legend(rounds: Sequence[Row], names: Mapping[str, str], terminal: Terminal) -> list[Text]:
-    """Return the legend of a plot: the mark, label and last value of each curve, and the best value of accuracies."""
+    """Return the legend of a plot: mark, label and last value of each curve, and for accuracies also the best value."""
     lines = []
     for (name, label), color, mark in zip(names.items(), COLORS, MARKS, strict=False):
         figures = best_and_last(points(rounds, name), name, is_lower_better(name))
@@ -218,7 +218,7 @@ def legend(rounds: Sequence[Row], names: Mapping[str, str], terminal: Terminal) 
 
 
 def curves(rounds: Sequence[Row], names: Sequence[str], terminal: Terminal, rows: int) -> Text:
-    """Return a plot of metrics over rounds. Without colours, each curve is drawn with its own character.
+    """Return a plot of metrics over rounds. Curves differ in colour or, without colours, in the plotted character.
 
     The largest and the smallest value are beside the plot, the first and the last round below it.
     """
@@ -253,7 +253,7 @@ def curves(rounds: Sequence[Row], names: Sequence[str], terminal: Terminal, rows
 
 
 def points(rounds: Sequence[Row], name: str) -> list[Row]:
-    """Return the rounds in which a metric has a value that can be drawn."""
+    """Return the rows of the rounds to plot: those in which the metric's absolute value is at most `LARGEST`."""
     return [row for row in rounds if abs(row.get(name, math.inf)) <= LARGEST]
 
 

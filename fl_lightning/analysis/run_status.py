@@ -1,4 +1,4 @@
-"""Read the status of a run that may be in progress. No file is written or kept open."""
+"""Read the status of a run that may be in progress, without writing to its files or keeping them open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TAIL = 2**16
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The status of a run at one moment.
+    """The status of a run at the time of a poll: its rounds, last client metrics, warnings and idle time.
 
     Args:
         run: The run so far, maybe without any round.
@@ -41,13 +41,13 @@ class RunStatus:
 
     @property
     def total(self) -> int | None:
-        """The number of rounds of the whole run; None if its config does not have it."""
+        """The planned number of rounds of the run; None if the config does not give it."""
         rounds = self.run.config.get("rounds")
         return rounds if isinstance(rounds, int) and rounds > 0 else None
 
     @property
     def round_seconds(self) -> float | None:
-        """The mean duration of the last ten rounds, or of one evaluation interval if it is longer."""
+        """The mean duration of the last 10 rounds, or of the last `evaluation.every` rounds if these are more."""
         every = (self.run.config.get("evaluation") or {}).get("every")
         last = self.run.rounds[-max(10, every if isinstance(every, int) else 1) :]
         times = [row["time/round_s"] for row in last if math.isfinite(row.get("time/round_s", math.nan))]
@@ -55,7 +55,7 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time left: remaining rounds times `round_seconds`, minus the current round's time so far."""
+        """The estimated seconds left: remaining rounds times `round_seconds`, minus the time since the last round."""
         if self.total is None or self.round_seconds is None or self.ended:
             return None
         left = max(self.total - len(self.run.rounds), 0)
@@ -63,7 +63,7 @@ class RunStatus:
 
 
 class RunMonitor:
-    """Polls the folder of a run. Files that have not changed since the last poll are not read again."""
+    """Reads the status of a run from its folder repeatedly. Files that have not changed are not read again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +73,7 @@ class RunMonitor:
         self._seen: dict[str, object] = {}
 
     def poll(self) -> RunStatus:
-        """Return the present status of the run.
+        """Read the run's folder, and return the present status of the run.
 
         Raises:
             DamagedRun: The folder is not a run, or cannot be read.
@@ -102,14 +102,14 @@ class RunMonitor:
         )
 
     def _ended(self, run: Run, last_round: float) -> bool:
-        """Return whether the run has ended. The summary of an earlier end, before a resume, does not count."""
+        """Return whether the run has ended: its final summary exists, and the run was not resumed after writing it."""
         if not run.final or run.final["rounds"] != len(run.rounds):
             return False
         stopped_early = (self.folder / "final" / "summary.json").stat().st_mtime >= last_round
         return stopped_early or run.config.get("rounds") == len(run.rounds)
 
     def _has_changed(self, name: str, number: int = 0) -> bool:
-        """Return whether a file, or a number on which its reading depends, has changed since the last poll."""
+        """Return whether a file of the run, or the number of rounds to read from it, changed since the last call."""
         try:
             file = (self.folder / name).stat()
             now: object = file.st_ino, file.st_size, file.st_mtime_ns, number
@@ -127,7 +127,7 @@ class RunMonitor:
 
 
 def last_measured(path: Path, round: int) -> list[Row]:
-    """Return the last evaluated round's rows in a `clients.csv`, up to round `round`. Reads only the file's end."""
+    """Return the rows of the last evaluated round up to `round` in a `clients.csv`. Reads only the file's end."""
     size = TAIL
     with suppress(OSError, ValueError), open_file(path) as file:
         header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size
@@ -150,7 +150,7 @@ def last_lines(path: Path, number: int) -> list[str]:
 
 
 def _lines_from(file: BinaryIO, start: int) -> bytes:
-    """Return the rest of a file from the first line that begins at a position or after it."""
+    """Return the content of a file from the first complete line at or after the position `start`."""
     file.seek(max(start - 1, 0))
     text = file.read()
     return text[text.find(b"\n") + 1 :] if start > 0 else text

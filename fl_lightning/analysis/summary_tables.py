@@ -1,4 +1,4 @@
-"""Tables for the terminal: a run's results, a test, and a partition."""
+"""Tables for the terminal: the results of `fit`, the metrics of `test`, and a partition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_CLIENTS, ENDS = 100, 20
 
 
 def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
-    """Return the table at the end of a run: last and best metrics, rounds to a target accuracy (R_acc), bytes sent.
+    """Return the table printed after a run: last and best metrics, rounds to target accuracies (R_acc), bytes sent.
 
     Args:
         summary: The run's summary, as `summarize` returns it.
@@ -43,7 +43,7 @@ def summary_table(summary: dict[str, Any], clients: Literal["trained", "received
 
 
 def label_of(name: str) -> str:
-    """Return the label of a metric, such as `client acc, weighted` for `client/acc_weighted`."""
+    """Return the label under which a table shows a metric: `client acc, weighted` for `client/acc_weighted`."""
     whose, _, metric = name.partition("/")
     metric = metric.removesuffix("_mean")
     if weighted := metric.endswith("_weighted"):
@@ -52,7 +52,7 @@ def label_of(name: str) -> str:
 
 
 def test_table(metrics: Row, server: bool) -> Table:
-    """Return the table that `test` prints: the metrics and the evaluated models.
+    """Return the table that the command `test` prints: the metrics, and which models were evaluated.
 
     Args:
         metrics: The metrics, as `FederatedOrchestrator.test` returns them.
@@ -68,7 +68,7 @@ def test_table(metrics: Row, server: bool) -> Table:
 
 
 def _caption(families: set[str], model: str) -> str:
-    """Return the caption of a table of metrics: a line for each group of metrics with its models and data."""
+    """Return the caption of a table of metrics: for each group of metrics, the evaluated models and the data."""
     lines = {
         "global": "global: the global model, on the global test set",
         "client": f"client: each client's model {model}, on its own test split",

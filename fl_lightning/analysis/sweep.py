@@ -42,7 +42,7 @@ STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial of a sweep.
+    """The result of a trial of a sweep: its parameters, state and metric.
 
     Args:
         number: The trial's number, in the order in which trials were proposed.
@@ -99,7 +99,7 @@ class Study:
     # --- Proposing trials ---
 
     def jobs(self, most: int) -> Iterator[Job]:
-        """Yield the trials to run: unfinished ones, failed ones that are to be run again, then new ones.
+        """Yield the jobs of a sweep's open trials: unfinished trials, failed trials to run again, then new trials.
 
         Args:
             most: Number of trials of the whole sweep.
@@ -117,7 +117,7 @@ class Study:
             yield self._job(self._trials()[number])
 
     def _trials(self) -> list[FrozenTrial]:
-        """Return the trials by number. If a trial was run again, only its last entry in the database is returned."""
+        """Return the latest database entry of each trial, in the order in which the trials were proposed."""
         trials = self._study.get_trials(deepcopy=False)
         return list({trial.user_attrs["point"]: trial for trial in trials}.values())
 
@@ -152,7 +152,7 @@ class Study:
     # --- Recording results ---
 
     def record(self, ended: JobResult) -> TrialResult:
-        """Record the result of a trial that ended in the database, and return it.
+        """Store the result of a trial that ended in the sweep's database, and return this result.
 
         Raises:
             ConfigError: The first trial that ended could not run or lacks the metric, so the sweep itself is wrong.
@@ -196,14 +196,14 @@ class Study:
         self._study.tell(trial.number, state=FAIL)
 
     def _refuse_first(self, reason: str | None) -> None:
-        """Raise an error with this reason if no trial of the sweep has ended yet."""
+        """Raise a `ConfigError` with a trial's error if no trial has ended before: the sweep itself may be wrong."""
         if reason and not any(trial.state.is_finished() for trial in self._trials()):
             raise ConfigError(reason)
 
     # --- Early termination ---
 
     def should_stop(self, job: Job) -> bool:
-        """Return whether the pruner ends a running trial early, given its rounds so far."""
+        """Report a running trial's new rounds to the pruner, and return whether the trial is to end early."""
         trial = self._trial_of(job.folder)
         if trial.state == RUNNING and self._report_rounds(trial):
             self._study.tell(trial.number, state=PRUNED)
@@ -211,7 +211,7 @@ class Study:
         return False
 
     def _report_rounds(self, trial: FrozenTrial) -> bool:
-        """Report a trial's new rounds to the pruner, and return whether the pruner ends the trial at one of them."""
+        """Report the metric of a trial's new rounds to the pruner, and return whether the pruner ends the trial."""
         if not self.sweep.pruner:
             return False
         number = self._trial_id(trial)
@@ -287,7 +287,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 class StudyNotWritten(FLError):
-    """The database of a sweep cannot be written to."""
+    """Error: the database of a sweep cannot be written to."""
 
     exit_code = 1
 
@@ -302,7 +302,7 @@ def run_sweep(
     threads: int | None = None,
     show: Callable[[TrialResult, int], None] = lambda result, most: None,
 ) -> list[TrialResult]:
-    """Run a sweep, or continue it.
+    """Run the trials of a sweep, or continue an interrupted sweep.
 
     Args:
         sweep: The sweep.
@@ -335,14 +335,14 @@ def run_sweep(
         return study.results()
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         reason = one_line(root_cause(error))
-        fix = "Once that is fixed, the same command goes on from here."
+        fix = "Fix this, then run the same command to continue."
         raise StudyNotWritten(f"{folder / DATABASE}: {reason}. {fix}") from error
     finally:
         study.close()
 
 
 def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -> None:
-    """Write a sweep's description to its folder. If trials have begun there, check that it has not changed.
+    """Write a sweep's description to its folder; if trials have begun there, check that it equals the stored one.
 
     Before the first trial has begun the description may change, so a mistake in the file can be corrected.
 
@@ -386,7 +386,7 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
 
 
 def update_description(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recorded description of a sweep with old names of options and classes replaced.
+    """Return a sweep's stored description with the present names of renamed options and classes.
 
     Args:
         recorded: The description in the sweep's folder.
@@ -403,7 +403,7 @@ def update_description(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> d
 
 
 def _update_word(word: str) -> str:
-    """Return a word of a command line with the old name of an option or a class replaced."""
+    """Return one word of a command line, with a renamed option or class under its present name."""
     key, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
     new = new_option(key.removeprefix("--"))
     return (f"--{new}" if new else key) + sign + (new_class(value) or update_path(value))
@@ -414,7 +414,7 @@ def _update_word(word: str) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a sweep: the trials that differ only in the seed.
+    """One combination of parameter values in a sweep, with its trials, which differ only in the seed.
 
     Args:
         settings: The settings without the seed.
@@ -431,12 +431,12 @@ class Setting:
 
     @property
     def values(self) -> list[float]:
-        """The metric of each of the setting's complete trials."""
+        """The values of the sweep's metric in the setting's complete trials."""
         return [result.value for result in self.complete if result.value is not None]
 
 
 def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
-    """Return the settings sorted by the mean metric over seeds, the best first. Incomplete ones come last."""
+    """Group trials by setting, and sort the settings by mean metric over seeds, best first, incomplete ones last."""
     groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in result.settings.items() if k != "seed"), []).append(result)
@@ -450,7 +450,7 @@ def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Settin
 
 
 def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
-    """Return the table of a sweep's results: the settings, the best first, and the state of incomplete trials."""
+    """Return the table of a sweep's results: settings with their mean metric, best first, and incomplete trials."""
     keys = [key for key in sweep.parameters if key != "seed"]
     has_seeds, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
     columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
@@ -471,7 +471,7 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
 
 
 def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
-    """Write the config of the best setting's first complete trial. Return that trial; None if there is none."""
+    """Write the config of the best setting's first complete trial, and return this trial; None if none is complete."""
     best = rank_settings(results, sweep.maximize)[0].complete
     if not best:
         return None
@@ -482,7 +482,7 @@ def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> Tria
 
 
 def write_trials(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> None:
-    """Write all trials to a CSV file, one line each."""
+    """Write the parameters and results of all trials to a CSV file, one line per trial."""
     lines: list[list[Any]] = [["trial", *sweep.parameters, sweep.metric, "state", "rounds", "reason", "folder"]]
     for one in results:
         folder = f"{TRIALS}/{one.folder.name}"

@@ -50,7 +50,7 @@ class Parameter:
     q: float | None = None
 
     def word(self, drawn: Any) -> str:
-        """Return a drawn value of the parameter as text for the command line."""
+        """Return a value that Optuna drew as text for the command line, rounded to a multiple of `q` if given."""
         if self.q is None:
             return to_word(drawn)
         low, high = multiples(self.distribution, self.q)
@@ -59,7 +59,7 @@ class Parameter:
 
     @property
     def values(self) -> list[Any] | None:
-        """All possible values of the parameter; None if they cannot be listed."""
+        """All possible values of the parameter; None for a continuous distribution."""
         if isinstance(self.distribution, CategoricalDistribution):
             return list(self.distribution.choices)
         if isinstance(self.distribution, IntDistribution):
@@ -69,7 +69,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The content of a sweep file.
+    """A sweep as its file describes it: search method, command line, parameters, metric and pruning.
 
     Args:
         name: The name of the file, without its suffix.
@@ -96,18 +96,18 @@ class Sweep:
     run_cap: int | None
 
     def command(self, drawn: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return a trial's command line for the drawn values of its parameters."""
+        """Return the command line of a trial, given the values that Optuna drew for its parameters."""
         values = (f"--{key}={parameter.word(drawn[key])}" for key, parameter in self.parameters.items())
         return (*self.words, *values, *self.words_after)
 
     def grid(self) -> list[dict[str, Any]]:
-        """Return all trials of a grid search as values by parameter; the last parameter varies fastest."""
+        """Return the parameter values of all trials of a grid search; the last parameter varies fastest."""
         values = [parameter.values or [] for parameter in self.parameters.values()]
         return [dict(zip(self.parameters, chosen, strict=True)) for chosen in product(*values)]
 
 
 def sweep_path(name: str) -> Path:
-    """Return the path of a sweep file, given its path or the name of a shipped one.
+    """Return the path of a sweep file, given this path or the name of a sweep that is shipped with the package.
 
     Raises:
         ConfigError: The file does not exist.
@@ -120,7 +120,7 @@ def sweep_path(name: str) -> Path:
 
 
 def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] = ()) -> Sweep:
-    """Return the sweep that the content of a W&B sweep file describes.
+    """Check the content of a W&B sweep file, and convert it to a `Sweep`.
 
     Args:
         content: The file's content.
@@ -162,7 +162,7 @@ def _check_keys(name: str, content: Any, keys: set[str]) -> None:
 
 
 def _command(content: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the words of the trials' `fit` command before and after the parameters, with W&B set to offline."""
+    """Return the trials' `fit` command line in two parts, before and after the parameters, with W&B set to offline."""
     words = [_with_environment(word) for word in content] if isinstance(content, list) else []
     if words[:1] == ["${program}"]:
         words[0] = str(program)
@@ -180,7 +180,7 @@ def _command(content: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def _with_environment(word: Any) -> str:
-    """Return a word of the command with the values of environment variables in place of `${envvar:NAME}`."""
+    """Return a word of the command, with each `${envvar:NAME}` replaced by the value of the environment variable."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
@@ -191,7 +191,7 @@ def _with_environment(word: Any) -> str:
 
 
 def _log_offline(words: Sequence[str]) -> list[str]:
-    """Return a command line in which `--logger.offline`, if given, has the value true."""
+    """Return a command line in which the option `--logger.offline`, if present, is set to true."""
     changed = list(words)
     for i, word in enumerate(words):
         if word == "--logger.offline" and i + 1 < len(words):
@@ -230,7 +230,7 @@ def _metric(content: Any) -> tuple[str, bool]:
 
 
 def _pruner(content: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
-    """Return Optuna's pruner for W&B's hyperband, and the round from which on no trial is pruned.
+    """Return Optuna's pruner for W&B's hyperband, and the round from which trials are no longer pruned.
 
     At rounds min_iter, min_iter * eta, ... the best 1/eta of the trials so far continue. This is a single bracket of
     successive halving; Optuna's HyperbandPruner would distribute the trials over several brackets.
@@ -305,7 +305,7 @@ def _parameter(description: Any) -> Parameter:
 
 
 def _default_distribution(description: Mapping[str, Any]) -> str:
-    """Return the distribution that W&B uses for a parameter without a `distribution`."""
+    """Return the name of the distribution that W&B uses for a parameter that does not name one."""
     for key, name in (("values", "categorical"), ("value", "constant")):
         if key in description:
             return name
@@ -315,7 +315,7 @@ def _default_distribution(description: Mapping[str, Any]) -> str:
 
 
 def _numeric_parameter(name: str, description: Mapping[str, Any]) -> Parameter:
-    """Return a parameter between two bounds, which are natural logarithms in `log_uniform` and `q_log_uniform`."""
+    """Return a parameter with a numeric distribution. Bounds of `log_uniform` and `q_log_uniform` are logarithms."""
     whole, log = name == "int_uniform", "log" in name
     low, high = (_number(key, description[key], whole) for key in BOUNDS)
     if low > high:
@@ -345,6 +345,6 @@ def _number(key: str, value: Any, whole: bool) -> float:
 
 
 def multiples(numbers: Any, q: float) -> tuple[int, int]:
-    """Return the smallest and the largest n for which n * q lies within a distribution's bounds."""
+    """Return the smallest and the largest integer n for which n * q lies between a distribution's bounds."""
     slack = 1e-9  # rounding errors: 0.3 counts as three times 0.1
     return math.ceil(numbers.low / q - slack), math.floor(numbers.high / q + slack)

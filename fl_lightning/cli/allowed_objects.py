@@ -1,4 +1,4 @@
-"""List the objects that an untrusted config may import."""
+"""Allowlist of the objects that an untrusted config may import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLIENT_CALLBACKS = ("EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor"
 
 @cache
 def allowed_objects() -> dict[str, Any]:
-    """Return the objects that an untrusted config may import, by import path."""
+    """Return all objects that an untrusted config may import, by import path."""
     from lightning.pytorch import callbacks
     from lightning.pytorch.loggers import Logger
     from torch import optim

@@ -1,4 +1,4 @@
-"""List the names that a config can use: classes by kind, configs and papers. Reads the sources, without torch."""
+"""List the names that a config can use: classes, configs and papers. Reads source files, without importing torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ BASES: dict[str, tuple[str, str, str]] = {
     "engines": ("engines.Engine", "engines", "engine"),
     "callbacks": ("callbacks.RoundCallback", "callbacks", "callbacks"),
 }
-"""Each kind's base class and the module that exports its classes, both below this package; and the config key."""
+"""For each kind of class: its base class, the module that exports its classes, and the config key that takes them.
+
+The first two are relative to this package."""
 FILES = ("configs", "papers")
 KINDS = (*BASES, *FILES)
 FAMILIES = ("global_model", "personalized", "clustered", "decentralized")
@@ -66,31 +68,31 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
     "client_callbacks": (("lightning", "pytorch/callbacks/**/*.py"), ("fl_lightning.callbacks", "*.py")),
     "model": (("torchvision", "models/*.py"),),
 }
-"""Source files of other packages with classes that users give for a key, rightly or by mistake."""
+"""Source files of other packages with classes that users give for a key, whether the key accepts them or not."""
 
 
 def classes_of(kind: str) -> dict[str, Class]:
-    """Return this package's classes of a kind such as `algorithms`, by name. Reads their source, imports nothing."""
-    base, room, _ = BASES[kind]
-    return classes_in(f"fl_lightning.{room}", f"fl_lightning.{base}")
+    """Return this package's classes of one kind, such as `algorithms`, by name. Reads the sources without imports."""
+    base, package, _ = BASES[kind]
+    return classes_in(f"fl_lightning.{package}", f"fl_lightning.{base}")
 
 
 @cache
 def class_options(kind: str, name: str) -> dict[str, dict[str, Any]]:
-    """Return the options of one class for `--help`, by name, without arguments whose values come from the data."""
+    """Return the constructor arguments of a class that users can set, by name, described for help texts."""
     left_out = SET_BY_DATA if kind == "models" else ()
     return {one.name: one.option for one in parameters(classes_of(kind)[name]) if one.name not in left_out}
 
 
 def descriptions(kind: str) -> dict[str, str]:
-    """Return each name of a kind (a class or a shipped file) with its description, the first line of its text."""
+    """Return the one-line description of each class or file of one kind, such as `models` or `configs`, by name."""
     if kind in FILES:
         return {name: shipped_text(name, kind).partition("\n")[0].lstrip("# ") for name in shipped(kind)}
     return {name: one.summary for name, one in classes_of(kind).items()}
 
 
 def groups(kind: str) -> dict[str, dict[str, str]]:
-    """Return the names and descriptions of a kind, grouped by heading. Algorithms have one heading per family."""
+    """Return the one-line descriptions of one kind by heading and name. Algorithms have one heading per family."""
     if kind != "algorithms":
         return {kind: descriptions(kind)}
     families: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}
@@ -100,7 +102,7 @@ def groups(kind: str) -> dict[str, dict[str, str]]:
 
 
 def kind_of(key: str) -> str | None:
-    """Return the kind of classes that a config key takes, such as `algorithms` for `algorithm`, or None."""
+    """Return the kind of classes that a config key takes, such as `algorithms` for `algorithm`; None for other keys."""
     return next((kind for kind, (_, _, taken) in BASES.items() if taken == key), None)
 
 
@@ -114,11 +116,11 @@ def names(key: str) -> list[str]:
 
 
 def arguments(key: str, path: str) -> list[str] | None:
-    """Return the argument names of a class that a key names; None if the class has to be imported to know them.
+    """Return the argument names of the class given for a config key; None if the class would have to be imported.
 
     Args:
         key: The key that names the class.
-        path: Its name or import path.
+        path: The class's name or import path.
     """
     module, _, name = path.rpartition(".")
     kind = kind_of(key)
@@ -132,7 +134,7 @@ def arguments(key: str, path: str) -> list[str] | None:
 
 
 def is_in_source(key: str, name: str) -> bool:
-    """Return whether another package, such as torchvision, defines a class or function `name` that fits the key."""
+    """Return whether a package that a key takes classes from, such as torchvision, defines `name` in its sources."""
     return any(re.search(rf"^(class|def) {re.escape(name)}\b", text, re.MULTILINE) for text in _sources(key))
 
 
@@ -158,13 +160,13 @@ def _sources(key: str) -> Iterator[str]:
 
 
 def base(kind: str) -> type:
-    """Import and return the base class of a kind, such as `Algorithm` for `algorithms`."""
+    """Import and return the base class of one kind of classes, such as `Algorithm` for `algorithms`."""
     module, _, name = f"fl_lightning.{BASES[kind][0]}".rpartition(".")
     return getattr(import_module(module), name)
 
 
 def classes(kind: str) -> list[Any]:
-    """Import the classes of a kind that the package exports. Return them in alphabetical order, without the base."""
+    """Import and return this package's classes of one kind in alphabetical order, without their base class."""
     module = import_module(f"fl_lightning.{BASES[kind][1]}")
     members = (getattr(module, name) for name in module.__all__)
     kept = [m for m in members if inspect.isclass(m) and issubclass(m, base(kind)) and m is not base(kind)]

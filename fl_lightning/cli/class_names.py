@@ -16,7 +16,7 @@ NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 
 
 def correct_case(words: Sequence[str]) -> list[str]:
-    """Correct the case of class names on a command line, and rewrite null values that jsonargparse would misread.
+    """Return a command line with the case of class names corrected, and with null values written as mappings.
 
     jsonargparse turns null into the text `None` in an option within an argument of a class, except in a mapping.
     """
@@ -40,21 +40,21 @@ def correct_case(words: Sequence[str]) -> list[str]:
 
 
 def _correct_name(name: str, key: str) -> str:
-    """Correct the case of a class name, except where it names a torchvision model (`resnet18`, not our `ResNet18`)."""
+    """Return a class name in the correct case; a torchvision name such as `resnet18` does not become our `ResNet18`."""
     corrected = match_case(name, [*names(key), *options_of("fit").get(key, {}).get("choices", ())])
     is_torchvision = key == "model" and is_in_source(key, name) and name in builders_of_torchvision()
     return name if is_torchvision and corrected != name else corrected
 
 
 def builders_of_torchvision() -> list[str]:
-    """Return the names of torchvision's functions that build classifiers, such as `resnet18`."""
+    """Return the names of torchvision's functions that build models, such as `resnet18`."""
     from torchvision import models
 
     return models.list_models(models)
 
 
 def as_backbone(module: str) -> str:
-    """Return the command-line options that use any PyTorch module as the model, through `FromModule`.
+    """Return the command-line options that use a PyTorch module class as the model, through `FromModule`.
 
     Args:
         module: The import path of the module, or the name of a model builder of torchvision.
@@ -72,7 +72,7 @@ def _last_layer(builder: str) -> str | None:
     from torchvision import models
 
     linear: list[str] = []
-    with torch.device("meta"), suppress(NotImplementedError), warnings.catch_warnings():  # no numbers, no memory
+    with torch.device("meta"), suppress(NotImplementedError), warnings.catch_warnings():  # allocates no memory
         warnings.simplefilter("ignore")
         layers = models.get_model_builder(builder)().named_modules()
         linear = [name for name, layer in layers if isinstance(layer, torch.nn.Linear)]

@@ -1,7 +1,7 @@
-"""Reduce jsonargparse's errors to one line: the key, the value, and what is expected.
+"""Shorten jsonargparse's error messages to one line: the key, the value, and the expected type.
 
-`unknown_names` has refused unknown keys and classes before jsonargparse sees them. These errors are about values of a
-wrong type, missing arguments, and classes that have to be imported first.
+`unknown_names` refuses unknown keys and classes before jsonargparse parses them. The errors handled here are about
+values of a wrong type, missing arguments, and classes that have to be imported first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VALUE = r" value: ?(.*?)(?: - |- Expected| Given value|\. Got value|$)"
 
 @contextmanager
 def readable_errors(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterator[None]:
-    """Context that turns errors of jsonargparse, and of constructors it calls, into a one-line `ConfigError`.
+    """Context that turns errors of jsonargparse, and of the constructors that it calls, into a one-line `ConfigError`.
 
     Args:
         parser: The parser that is used inside.
@@ -41,7 +41,7 @@ def readable_errors(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterat
 
 
 def simplify_message(message: str, parser: ArgumentParser, words: Sequence[str] = ()) -> str:
-    """Reduce a message of jsonargparse to the key, the value and what is expected."""
+    """Return jsonargparse's error message shortened to the key, the value and the expected type."""
     message = message.removeprefix('Parser key "config": ')
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     is_experiment = any("--config" in action.option_strings for action in parser._actions)
@@ -57,7 +57,7 @@ def simplify_message(message: str, parser: ArgumentParser, words: Sequence[str] 
 
 
 def _missing_argument(message: str, program: str, is_experiment: bool) -> str | None:
-    """Return the message about missing required arguments."""
+    """Return our message about missing required arguments; None if jsonargparse's message is about another error."""
     found = re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message)
     if not found:
         return None
@@ -67,21 +67,21 @@ def _missing_argument(message: str, program: str, is_experiment: bool) -> str | 
 
 
 def _unknown_argument(key: str, message: str, words: Sequence[str]) -> str | None:
-    """Return the message about an unknown argument of a user's own class."""
+    """Return our message about an unknown argument of a user's own class; None for another error."""
     option, paths = re.search(r"Option '([\w.-]+)", message), re.findall(r"class_path[ =]'([\w.]+)'", message)
     return Names("fit", words).unknown_argument(option[1], paths[-1], key) if option and paths else None
 
 
 def _wrong_value(key: str, message: str) -> str | None:
-    """Return the message about a value of the wrong type."""
+    """Return our message about a value of the wrong type; None for another error."""
     if "Unable to load config" in message:
         return "expected lines `key: value`"
     if key in CLASS_KEYS:  # `unknown_names` has checked its type
         return None
-    innermost = message.rpartition('Parser key "')[2]  # the others are about the classes around the key
+    innermost = message.rpartition('Parser key "')[2]  # earlier parts are about the enclosing classes
     start = "Given" if "Does not validate" in innermost else "Got"
     given = re.search(start + VALUE, innermost)
-    if not given or given[1].lstrip('"').startswith("Namespace(class_path"):  # an error of the class itself
+    if not given or given[1].lstrip('"').startswith("Namespace(class_path"):  # the class itself raised it
         return None
     types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", innermost[: given.start()])
     expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))
@@ -97,7 +97,7 @@ def _wrong_value(key: str, message: str) -> str | None:
 
 
 def _wrong_class(key: str, message: str) -> str | None:
-    """Return the message about a class that is abstract or does not fit the key."""
+    """Return our message about a class that is abstract or has the wrong base class; None for another error."""
     if abstract := re.search(r"class, but '?([\w.]+)'? is abstract", message):
         return f"{abstract[1]} is abstract; name one of its subclasses"
     pattern = r"(?:path|Expected) (\S*) ?(?:does not|to be) .*?(?:subclass of|that returns) (?:<class ')?(\w+)"
@@ -110,7 +110,7 @@ def _wrong_class(key: str, message: str) -> str | None:
 
 
 def _other_class(key: str, path: str) -> str | None:
-    """Return the fix for a class of torch, torchvision or Lightning that a key cannot take directly, or None."""
+    """Return our message about a torch or Lightning class that a key takes only through a wrapper; None for others."""
     if key == "model":
         return f"{path} is no Backbone. Did you mean {as_backbone(path)}?"
     if key == "scenario.dataset":
@@ -125,7 +125,7 @@ def _other_class(key: str, path: str) -> str | None:
 
 
 def _without_noise(message: str) -> str:
-    """Return only the reason from an error message of jsonargparse, without its boilerplate."""
+    """Return the reason from an error message of jsonargparse, without the boilerplate around it."""
     noise = (
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
         r"|Does not validate against any .+? Errors: - | - Expected a .*|\.? (?:Got|Given) value.*"
@@ -134,18 +134,18 @@ def _without_noise(message: str) -> str:
 
 
 def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
-    """Refuse null for arguments that do not accept it. jsonargparse accepts it for any key of a config.
+    """Raise an error if an argument is null but its type does not allow None. jsonargparse does not check this.
 
     Args:
-        given: The keys and their values, classes as `class_path` and `init_args`.
-        owner: The class that takes them.
-        key: The key that they stand under.
+        given: The arguments and their values, classes as `class_path` and `init_args`.
+        owner: The class that takes the arguments.
+        key: The key above the arguments.
 
     Raises:
-        ConfigError: Names the key, and what leaving it out gives.
+        ConfigError: Names the key and its default.
     """
     if "class_path" in given:
-        if given.class_path.startswith("typing."):  # what jsonargparse makes of {}
+        if given.class_path.startswith("typing."):  # jsonargparse parses {} to this
             raise ConfigError(f"{key}: {CLASS_EXPECTED}")
         owner, given = find_object(given.class_path), given.get("init_args") or Namespace()
     try:

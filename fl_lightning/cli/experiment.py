@@ -31,7 +31,7 @@ WATCHERS = ("engine", "logger", "callbacks")
 
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
-    """Build the orchestrator that a parsed command line describes."""
+    """Build the `FederatedOrchestrator` that a parsed command line describes."""
     objects = instantiate(given, parser)
     run, local = (
         {name: objects[name] for name in inspect.signature(kind).parameters if name in objects}
@@ -54,13 +54,13 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
-    """Return the resolved config as plain values for recording, without command-line options such as `run_dir`."""
+    """Return the resolved config that a run records, as plain values, without options such as `run_dir`."""
     config = use_recorded_paths(yaml.safe_load(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Rename our classes in a config to the import paths that runs record. Digests depend on these paths."""
+    """Return a config in which our classes have the import paths that runs record, so that digests do not change."""
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -73,13 +73,13 @@ def use_recorded_paths(value: Any) -> Any:
 
 
 def run_keys() -> set[str]:
-    """Return the top-level keys that the config recorded in a run folder can have."""
+    """Return the top-level keys that the `config.yaml` of a run folder can have."""
     parameters = (inspect.signature(kind).parameters for kind in (FederatedOrchestrator, LocalTraining))
     return {*chain(*parameters)} - {"run_dir", "training"}
 
 
 def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
-    """Load a run from a checkpoint: `open_run("runs/...").client_module(3)` is the module of client 3.
+    """Load a run from a checkpoint: `open_run("runs/...").client_module(3)` is the `ClientModule` of client 3.
 
     The module is in train mode, ready for a `Trainer.fit` of your own. Call `eval()` before you predict.
 
@@ -96,7 +96,7 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
 
 
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
-    """Load a run like `open_run`, but leave the calling context restricted if the run is not trusted."""
+    """Load a run like `open_run`. The import restrictions of an untrusted run stay in force after the call."""
     parser = experiment_parser()
     text = run_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
     with readable_errors(parser):
@@ -109,7 +109,7 @@ def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> Fe
 
 
 def find_round(checkpoint: str, run_dir: Path) -> int | None:
-    """Return the round that a checkpoint's name (`last`, `best`, a number) stands for; None for the newest intact one.
+    """Return the round of a checkpoint given as `best` or a number; None for `last`, the newest valid checkpoint.
 
     Raises:
         ConfigError: The run has no such checkpoint.

@@ -1,4 +1,4 @@
-"""Build the parser of an experiment's keys, which `fit` and `partition` take."""
+"""Build the jsonargparse parser of an experiment's config keys, which `fit` and `partition` take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERIMENT_DEFAULTS: dict[str, Any] = {
 
 
 def experiment_parser() -> ArgumentParser:
-    """Build the parser of an experiment's keys. Imports torch, which takes seconds."""
+    """Build the jsonargparse parser of an experiment's config keys. Imports torch, which takes seconds."""
     from jsonargparse import ActionConfigFile, ArgumentParser
     from lightning import Trainer
 

@@ -36,11 +36,11 @@ EPILOG = """NAME is a class: its name or import path. `--algorithm.help` lists t
 
 
 def requested_help(command: str, words: Sequence[str]) -> str | None:
-    """Return the help text for `--help`, `--help KEY`, `--KEY.help` or `--KEY.help NAME` on a command line.
+    """Return the help text that a command line asks for by `--help`, `--help KEY`, `--KEY.help` or `--KEY.help NAME`.
 
     Args:
         command: The command's name.
-        words: What follows it.
+        words: The command line after the command.
 
     Returns:
         The text. None if no help is asked for, or if the class is not one of this package and has to be imported.
@@ -62,7 +62,7 @@ def requested_help(command: str, words: Sequence[str]) -> str | None:
 
 
 def key_help(command: str, key: str) -> str:
-    """Return the full help of a key and of the keys below it.
+    """Return the full help text of a config key and of all keys below it.
 
     Raises:
         ConfigError: The command has no such key.
@@ -77,7 +77,7 @@ def key_help(command: str, key: str) -> str:
 
 
 def names_help(key: str) -> str | None:
-    """Return the names of the classes that a key takes, with a line each; None if they are not known."""
+    """Return a help text with the name and description of each class that a key takes; None if no class is known."""
     kind = kind_of(key)
     lines = descriptions(kind) if kind else dict.fromkeys(OTHERS.get(key, ()), "")
     if not lines:
@@ -88,7 +88,7 @@ def names_help(key: str) -> str | None:
 
 
 def class_help(key: str, path: str) -> str | None:
-    """Return the options of a class; None for a class that is not of this package."""
+    """Return a help text with the options of a class; None if the class is not of this package."""
     module, _, name = path.rpartition(".")
     kind = kind_of(key) or ""
     known = classes_of(kind) if kind else {}
@@ -106,14 +106,14 @@ def class_help(key: str, path: str) -> str | None:
 
 
 class Formatter(HelpFormatter):
-    """Formatter of argparse as wide as the terminal, with room for long keys."""
+    """An argparse help formatter as wide as the terminal, with a wide column for long keys."""
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
         width = max(shutil.get_terminal_size((120, 24)).columns - 2, 38)
         super().__init__(prog, max_help_position=min(42, 2 * width // 5), width=width)
 
     def add_usage(self, usage: str | None, *rest: Any, **kwargs: Any) -> None:
-        """Add the usage line to a help text, unless it is empty."""
+        """Add the usage line to a help text, unless `usage` is empty."""
         if usage != "":
             super().add_usage(usage, *rest, **kwargs)
 
@@ -132,7 +132,7 @@ def command_parser(command: str) -> ArgumentParser:
 
 
 def group_by_heading(options: Mapping[str, Option]) -> dict[str, dict[str, Option]]:
-    """Group an experiment's keys by the heading they have in the help, with short descriptions."""
+    """Return an experiment's options, with shortened descriptions, by help heading and key."""
     found: dict[str, dict[str, Option]] = {heading: {} for heading in [*HEADINGS, "more"]}
     for name, option in options.items():
         found[find_heading(name)][name] = shorten(option)
@@ -140,7 +140,7 @@ def group_by_heading(options: Mapping[str, Option]) -> dict[str, dict[str, Optio
 
 
 def find_heading(key: str) -> str:
-    """Return the heading under which the help lists a key; `more` if it has none."""
+    """Return the heading under which the help lists a key; `more` if `HEADINGS` does not contain the key."""
     for heading, keys in HEADINGS.items():
         if key in keys or f"{key.partition('.')[0]}." in keys:
             return heading
@@ -148,7 +148,7 @@ def find_heading(key: str) -> str:
 
 
 def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
-    """Build an argparse parser that only formats help: options in groups, by heading."""
+    """Build an argparse parser that only formats help texts, from options by heading and name."""
     parser = ArgumentParser(usage="", add_help=False, formatter_class=Formatter, allow_abbrev=False)
     for heading, options in groups.items():
         group = parser.add_argument_group(heading or None)
@@ -163,7 +163,7 @@ def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
 
 
 def shorten(option: Option) -> Option:
-    """Shorten an option for the help overview: first clause of its text, and its default instead of its type."""
+    """Return an option with the first clause of its help text, and with its default in place of its type."""
     text = option["help"].replace("`", "")
     clause = re.split(r"[;:] |\.(?: [A-Z]|$)", text, maxsplit=1)[0]
     choices = [choice for choice in option.get("choices", []) if choice not in ("true", "false")]
@@ -176,5 +176,5 @@ def shorten(option: Option) -> Option:
 
 
 def shown_default(default: Any) -> str:
-    """Return a default as a user would type it."""
+    """Return a default value as the text that a user would type."""
     return default if isinstance(default, str) else json.dumps(default)

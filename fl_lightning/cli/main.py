@@ -24,13 +24,14 @@ from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import discard_stdout, prepare_terminal, print_to_stderr
 
 LONGEST_LINE = 360
-"""Characters of a line that reports an error."""
+"""Maximum number of characters of an error message."""
 
 
 def run() -> None:
-    """Run the command of `sys.argv`, and exit with its code. The entry point of the console script."""
+    """Run the command of `sys.argv` and exit with its exit code; the entry point of the console script."""
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         load("fl_lightning.cli.commands.completion").answer()
+    gc.disable()  # until the command starts: what is imported and parsed before is needed until the end
     skip_final_collection()
     end_on_interrupt()
     if complaint := prepare_terminal():
@@ -57,8 +58,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = copy_context().run(_dispatch, words, own_process=args is None)  # trust ends with the command
-        sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
+            code = copy_context().run(_dispatch, words, own_process=args is None)  # own context: trust ends here
+        sys.stdout.flush()  # raises an error for a closed pipe or a full disk here, not when Python exits
         return code
     except BaseException as error:
         ended: BaseException = error
@@ -77,14 +78,14 @@ def main(args: Sequence[str] | None = None) -> int:
         if debug and message:
             if isinstance(error, Exception):
                 raise
-            traceback.print_exception(error)  # a SystemExit would end Python, with the code that it brings
+            traceback.print_exception(error)  # raising a SystemExit would exit with its own code
         if message:
             print_to_stderr(f"error: {_brief(message)}")
         return code
 
 
 def _ended_by(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of an error that ended a command; no message for a signal or closed pipe."""
+    """Return the exit code and message for an error that ended a command; no message for a signal or closed pipe."""
     if isinstance(error, FLError):
         cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
         place = users_place(cause) if cause else getattr(error, "place", "")
@@ -94,7 +95,7 @@ def _ended_by(error: BaseException) -> tuple[int, str]:
     chain = list(_chain(error))
     if stopped := [each for each in chain if isinstance(each, Stopped)]:
         return 128 + stopped[0].number, ""
-    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # `| head` has seen enough
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # such as by `| head`
         return 128 + signal.SIGPIPE, ""
     if isinstance(error, Exception):
         return 1, f"{type(error).__name__}: {one_line(error)}{users_place(error)}; --debug shows where"
@@ -105,21 +106,21 @@ def _ended_by(error: BaseException) -> tuple[int, str]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors that were being handled when it was raised."""
+    """Yield an error, then the errors that were being handled when it was raised (its `__context__` chain)."""
     while error:
         yield error
         error = error.__context__
 
 
 def _has_shown(error: BaseException) -> bool:
-    """Return whether argparse has printed a requested text, such as `--print_config`, and now exits."""
+    """Return whether an error is argparse's exit after printing a requested text, such as for `--print_config`."""
     if not isinstance(error, SystemExit) or error.code != 0:
         return False
     return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _raised_in(error: BaseException) -> tuple[FrameType, int]:
-    """Return the frame and the line number where an error was raised, skipping W&B's wrapper of `sys.exit`."""
+    """Return the frame and the line number where an error was raised, without W&B's frames, which wrap `sys.exit`."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, place = (
         (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")
@@ -128,7 +129,7 @@ def _raised_in(error: BaseException) -> tuple[FrameType, int]:
 
 
 def _brief(line: str) -> str:
-    """Shorten a long error message to its beginning and its end, which holds the fix."""
+    """Shorten a long error message in the middle, because the fix is at the end."""
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
@@ -144,8 +145,6 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         return 0
     load("fl_lightning.cli.unknown_names").check_names(name, words)
     command = load(f"fl_lightning.cli.commands.{name}")
-    if own_process:
-        gc.freeze()  # scanning all imported objects takes a second
     parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
     readable_errors = load("fl_lightning.cli.errors").readable_errors
@@ -153,6 +152,9 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         words = getattr(command, "expand", list)(words)
     with readable_errors(parser, words):
         given = parser.parse_args(words)
+    if own_process:
+        gc.freeze()  # scanning all imported objects takes a second
+        gc.enable()
     with raise_on_interrupt():
         return command.main(given, parser)
 

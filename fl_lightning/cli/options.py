@@ -1,4 +1,4 @@
-"""The arguments of each command: one table for parsers, help texts and shell completion.
+"""The command-line arguments of each command: one table for parsers, help texts and shell completion.
 
 The keys of an experiment, which `fit` and `partition` take, are the arguments of `FederatedOrchestrator`, read from its
 source. Only `command_parser` imports torch, for those two commands.
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 Option = dict[str, Any]
-"""An option of a help text: `flags` (none for a positional argument), `metavar`, `help`, and where it has them
-`nargs`, `choices`, `default`, and `needed` where it must be given."""
+"""An option of a help text: `flags` (none for a positional argument), `metavar`, `help`, and optionally `nargs`,
+`choices`, `default`, and `needed` if it is required."""
 
 Keywords = dict[str, Any]
 """Keyword arguments of `add_argument`."""
 
 
 def switch(help: str) -> Keywords:
-    """Return the `add_argument` keywords of a command-line option without a value."""
+    """Return the keywords of argparse's `add_argument` for an option without a value, such as `--fast`."""
     return {"action": "store_true", "help": help}
 
 
 def value(kind: Any, help: str, **more: Any) -> Keywords:
-    """Return the `add_argument` keywords of an option or positional argument that takes a value of a type."""
+    """Return the keywords of argparse's `add_argument` for an argument with a value of the given type."""
     return {"type": kind, "help": help, **more}
 
 
 RUN = value(str, "Folder of the run.")
 RUNS = value(str, "Folders of runs, at any depth.", nargs="+", metavar="RUN")
 CHECKPOINT = value(str, "last, best, or the number of a round.", default="last")
-TRUST = switch("Run the code that a run of somebody else names.")
+TRUST = switch("Run the code that another user's run names.")
 ONLY_RUNS = "Only runs with these settings. KEY=[a, b] accepts either value."
 WHERE = value(str, ONLY_RUNS, nargs="+", default=[], metavar="KEY=VALUE")
 THREADS = value(int | None, "Torch's threads for each of them; by default the cores divided by --workers.")
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
     "watch": {
         "run": value(str, "Folder of the run. For a folder of runs, the newest unfinished one is shown."),
         "--every": value(float, "Seconds between updates.", default=1.0),
-        "--once": switch("Print the present state and exit. This is what happens without a terminal."),
+        "--once": switch("Print the current state and exit. Without a terminal, this is the default."),
     },
     "partition": {
         **{name: words | {"help": SUPPRESS} for name, words in RUN_WORDS.items()},
@@ -125,7 +125,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
 EXPERIMENTS = ("fit", "partition")
 """Commands that take the keys of an experiment, too."""
 PARTITION_DEFAULTS = {"model": "MLP", "algorithm": "FedAvg"}
-"""What `partition` does not ask for, because it has no influence on the partition."""
+"""Defaults in `partition` of keys that `fit` requires and that do not influence the partition."""
 
 BASELINES = "Settings that --algorithm NAME adds: a mapping by name, the path of one, or a list."
 CONFIG = "Config file, or the name of a shipped one. Later files override earlier ones."
@@ -154,7 +154,7 @@ TRAINER: dict[str, Option] = {
 
 
 def command_parser(command: str) -> ArgumentParser:
-    """Build the jsonargparse parser of a command's options, and for `fit` and `partition` of the experiment's keys."""
+    """Build a command's jsonargparse parser. For `fit` and `partition` it includes the experiment's config keys."""
     from jsonargparse import ArgumentParser  # half a second
 
     is_experiment = command in EXPERIMENTS
@@ -168,7 +168,7 @@ def command_parser(command: str) -> ArgumentParser:
 
 @cache
 def options_of(command: str) -> dict[str, Option]:
-    """Return a command's options for help texts and completion, by name. Does not import torch."""
+    """Return a command's options by name, for help texts and completion. Does not import torch."""
     found = _experiment_options() if command in EXPERIMENTS else {}
     for flags, keywords in OPTIONS[command].items():
         if keywords["help"] != SUPPRESS:
@@ -194,7 +194,7 @@ def _experiment_options() -> dict[str, Option]:
 
 
 def _described(flags: list[str], keywords: Keywords) -> Option:
-    """Convert `add_argument` keywords to an option of a help text."""
+    """Convert keywords of argparse's `add_argument` to an option of a help text."""
     hint = keywords.get("type", bool)
     parts = [hint] if get_origin(hint) is Literal else get_args(hint) or [hint]
     kinds = [get_args(part) if get_origin(part) is Literal else part.__name__ for part in parts if part is not NoneType]

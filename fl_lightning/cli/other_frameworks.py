@@ -1,4 +1,4 @@
-"""Translate names of commands, options and classes in other tools to ours.
+"""Tables that translate the names of commands, options and classes of other tools to ours.
 
 The other tools are LightningCLI, PFLlib, Flower, FedLab, FedML and common training scripts. The last part of one of our
 own keys, such as `tau` or `max_epochs`, needs no entry: it is found among the settings of the chosen classes.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def by_alias(aliases: Mapping[str, str]) -> dict[str, str]:
-    """Map each alias to our name, given our names with their space-separated aliases."""
+    """Invert a mapping from our names to their space-separated aliases in other tools: return our name by alias."""
     return {alias: name for name, words in aliases.items() for alias in words.split()}
 
 
@@ -42,13 +42,13 @@ OPTIONS = by_alias(
         "optimizer.weight_decay": "weight_decay wd",
         "optimizer": "optim client_optimizer",
         "lr_scheduler": "scheduler",
-        # how long
+        # training length
         "trainer.max_epochs": "epochs epoch num_epochs n_epochs local_epochs local_ep local_e le ls E",
         "trainer.max_steps": "local_steps max_iter",
         "rounds": (
             "num_rounds n_rounds global_rounds global_epochs num_server_rounds comm_round communication_rounds gr R T"
         ),
-        # who
+        # clients
         "scenario.clients": (
             "num_clients n_clients n_parties num_users num_partitions num_supernodes client_num_in_total nc K"
         ),
@@ -66,10 +66,10 @@ OPTIONS = by_alias(
         ),
         "scenario.partition=IID": "iid",
         "batch_size": "batch bs lbs B local_batch_size local_bs train_batch_size",
-        # what
+        # method and model
         "algorithm": "algo alg method strategy",
         "model": "arch net network m",
-        # where and how fast
+        # seed, device and speed
         "seed": "seed_everything random_seed init_seed",
         "trainer.accelerator": "device dev accelerator",
         "trainer.accelerator=gpu": "gpus gpu cuda",
@@ -80,7 +80,7 @@ OPTIONS = by_alias(
         "trainer.gradient_clip_val": "grad_clip clip_grad_norm",
         "engine": "backend",
         "engine=processes": "parallel",
-        # what is written where
+        # output, loggers and callbacks
         "run_dir": "logs logdir log_dir save_dir save_folder_name output output_dir out_dir out default_root_dir",
         "logger=WandbRoundLogger": "wandb use_wandb",
         "logger=null": "no_wandb",

@@ -1,4 +1,4 @@
-"""Read the arguments of this package's classes from the sources: names, types, defaults, help. No torch is imported.
+"""Read names, types, defaults and descriptions of class arguments from this package's sources, without importing torch.
 
 `parameters` gives what `jsonargparse` would find in an imported class. A test compares the two for every class that a
 config can name.
@@ -32,13 +32,13 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A constructor parameter of a class, read from its source.
+    """A constructor parameter of a class, read from the source code.
 
     Args:
-        name: Its name. A parameter within a group such as `head` has a dotted name: `head.hidden`.
-        types: The alternatives of its type, without None: names of types, or `Literal`s as tuples of their values.
-        default: Its default value, or the name of a default class; `NO_DEFAULT` if it must be given.
-        help: Its description in the docstring.
+        name: The parameter's name. A parameter within a group such as `head` has a dotted name: `head.hidden`.
+        types: The alternatives of the type, without None: names of types, or `Literal`s as tuples of their values.
+        default: The default value, or the name of a default class; `NO_DEFAULT` for a required parameter.
+        help: The description in the docstring.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Parameter:
 
     @property
     def choices(self) -> list[str]:
-        """The values that the parameter's type allows, if they can be listed; else an empty list."""
+        """The values that a `Literal` or bool type of the parameter allows; an empty list for other types."""
         return [word for kind in self.types for word in words(kind)]
 
     @property
     def metavar(self) -> str:
-        """The placeholder of the value in a help text, such as `INT`, `fresh|kept`, or `NAME` for a class."""
+        """The placeholder for the parameter's value in help texts, such as `INT`, `fresh|kept` or `NAME` (a class)."""
         kinds = [words(one) or [TYPES.get(str(one), "NAME")] for one in self.types]
         found = list(dict.fromkeys(word for kind in kinds for word in kind)) or ["VALUE"]
         if found == ["INT", "NUMBER"]:
@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def option(self) -> dict[str, Any]:
-        """The parameter as the dict that describes an option in a help text."""
+        """The parameter as a dict for help texts: placeholder, description, choices and default."""
         found: dict[str, Any] = {"metavar": self.metavar, "help": self.help}
         if self.choices:
             found["choices"] = self.choices
@@ -84,11 +84,11 @@ def words(kind: str | tuple[Any, ...]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The parsed source of a module of this package.
+    """The syntax tree of a module of this package.
 
     Args:
         name: The module's full name.
-        tree: The source, parsed.
+        tree: The syntax tree.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, ast.stmt]:
-        """The statements that define or import a name at the module's top level, by name."""
+        """For each name at the top level of the module, the statement that defines or imports the name."""
         found: dict[str, ast.stmt] = {}
         statements = list(self.tree.body)
         for one in statements:
@@ -112,7 +112,7 @@ class Source:
         return found
 
     def find(self, name: str) -> tuple[Source, ast.stmt] | None:
-        """Return the module and the statement that define a name, following imports; None if not in this package."""
+        """Return the module and the statement that define a name, through imports; None if outside this package."""
         statement = self.names.get(name)
         if not isinstance(statement, ast.ImportFrom):
             return (self, statement) if statement else None
@@ -124,16 +124,16 @@ class Source:
 
 @cache
 def source(module: str) -> Source:
-    """Return the parsed source of a module of this package, without importing it."""
+    """Return the syntax tree of a module of this package, without importing the module."""
     path = path_of(module)
     path = path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
     return Source(module, ast.parse(path.read_text(encoding="utf-8")))
 
 
 def path_of(module: str) -> Path:
-    """Return a module's path without `.py`, without importing the module."""
-    _, room, *rest = module.split(".")
-    spec = find_spec(f"{PACKAGE}.{room}")
+    """Return the file path of a module of this package without the ending `.py`, without importing the module."""
+    _, package, *rest = module.split(".")
+    spec = find_spec(f"{PACKAGE}.{package}")
     assert spec
     if not spec.submodule_search_locations:
         return Path(str(spec.origin)).with_suffix("")
@@ -142,11 +142,11 @@ def path_of(module: str) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class Class:
-    """A class of this package, read from its source.
+    """A class of this package, read from the source code.
 
     Args:
-        module: The source of its module.
-        node: Its definition.
+        module: The module that defines the class.
+        node: The class definition.
     """
 
     module: Source
@@ -164,17 +164,17 @@ class Class:
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring."""
+        """The first line of the class's docstring."""
         return self.docstring.partition("\n")[0]
 
     @cached_property
     def bases(self) -> list[Class]:
-        """The base classes that this package defines."""
+        """The direct base classes that this package defines."""
         return [found for base in self.node.bases if (found := class_in(self.module, base))]
 
     @cached_property
     def ancestors(self) -> list[Class]:
-        """The class and its base classes in this package, nearest first."""
+        """The class itself and all its direct and indirect base classes in this package, nearest first."""
         return [self, *(one for base in self.bases for one in base.ancestors)]
 
     @cached_property
@@ -192,13 +192,13 @@ class Class:
 
 
 def class_in(module: Source, node: ast.AST | None) -> Class | None:
-    """Return the class that a name in a module's source refers to; None if it is no class of this package."""
+    """Return the class that a name in a module's source refers to; None if this package does not define the class."""
     found = module.find(node.id) if isinstance(node, ast.Name) else None
     return Class(found[0], found[1]) if found and isinstance(found[1], ast.ClassDef) else None
 
 
 def find_class(path: str) -> Class:
-    """Return the class of this package at an import path."""
+    """Return the class of this package with this import path, read from the source code."""
     module, _, name = path.rpartition(".")
     found = class_in(source(module), ast.Name(name))
     assert found, path
@@ -206,32 +206,32 @@ def find_class(path: str) -> Class:
 
 
 @cache
-def classes(room: str, base: str) -> dict[str, Class]:
-    """Return the subclasses of a base class that a package exports, by name, in alphabetical order.
+def classes(package: str, base: str) -> dict[str, Class]:
+    """Return the subclasses of a base class that a module or package exports, by name, in alphabetical order.
 
     Args:
-        room: The module or package. Without an `__all__` that is a plain list, all of its public classes count.
-        base: The full path of the class that they derive from; it is not among them.
+        package: The module or package. Without an `__all__` that is a plain list, all of its public classes count.
+        base: The import path of the base class, which is not returned.
     """
     top = find_class(base).node
-    found = (one for one in _exported(room) if top in [each.node for each in one.ancestors[1:]])
+    found = (one for one in _exported(package) if top in [each.node for each in one.ancestors[1:]])
     return dict(sorted(((one.name, one) for one in found), key=lambda item: item[0].lower()))
 
 
-def _exported(room: str) -> Iterator[Class]:
-    exports = source(room).names.get("__all__")
+def _exported(package: str) -> Iterator[Class]:
+    exports = source(package).names.get("__all__")
     if isinstance(exports, ast.Assign) and isinstance(exports.value, ast.List):
-        yield from filter(None, (class_in(source(room), ast.Name(name)) for name in ast.literal_eval(exports.value)))
+        yield from filter(None, (class_in(source(package), ast.Name(name)) for name in ast.literal_eval(exports.value)))
         return
-    root = path_of(room)
+    root = path_of(package)
     for file in sorted(root.rglob("*.py")):
-        module = source(".".join([room, *file.relative_to(root).with_suffix("").parts]))
+        module = source(".".join([package, *file.relative_to(root).with_suffix("").parts]))
         nodes = (node for node in module.tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
         yield from (Class(module, node) for node in nodes)
 
 
 def parameters(cls: Class) -> list[Parameter]:
-    """Return the parameters of a class. Fields of a dataclass argument, such as `head`, get dotted names."""
+    """Return the constructor parameters of a class. Fields of a dataclass argument get dotted names: `head.hidden`."""
     found = []
     for name, annotation, default, owner in signature(cls):
         group = class_in(owner.module, annotation)
@@ -251,12 +251,12 @@ Argument = tuple[str, ast.expr | None, ast.expr | None, Class]
 
 
 def signature(cls: Class) -> list[Argument]:
-    """Return a class's constructor arguments as written; those of its base class if it has no own constructor."""
+    """Return the name, annotation and default of each argument of a class's own or inherited constructor."""
     if cls.is_dataclass:
         fields = {argument[0]: argument for base in cls.bases for argument in signature(base)}
         return list((fields | {argument[0]: argument for argument in _fields(cls)}).values())
     init = next((one for one in cls.node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
-    if init is None or (init.args.kwarg and init.args.vararg):  # the latter hands everything on
+    if init is None or (init.args.kwarg and init.args.vararg):  # passes all arguments to the base class
         return next((found for base in cls.bases if (found := signature(base))), [])
     arguments = [*init.args.args[1:], *init.args.kwonlyargs]
     without_default = [None] * (len(init.args.args) - 1 - len(init.args.defaults))
@@ -272,7 +272,7 @@ def _fields(cls: Class) -> Iterator[Argument]:
 
 
 def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...]]:
-    """Yield the alternatives of a type annotation (`int | None` gives `int`), without None."""
+    """Yield the alternatives of a type annotation except None: `int` and `str` for `int | str | None`."""
     if isinstance(node, ast.BinOp):
         yield from types(module, node.left)
         yield from types(module, node.right)
@@ -291,7 +291,7 @@ def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...
 
 
 def constant(module: Source, node: ast.expr) -> Any:
-    """Return the value of a default expression in the source, or the name of a class used as default."""
+    """Return the value of an argument's default expression in the source code; a class is returned by name."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":  # of a dataclass, with a default_factory
         factory = node.keywords[0].value
         return constant(module, factory.body) if isinstance(factory, ast.Lambda) else []

@@ -1,4 +1,4 @@
-"""Check, before the first run of a sweep, that its trials will log the metric of the sweep."""
+"""Check that the trials of a sweep will log its metric, before the first trial runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ KNOWN_BEFOREHAND = re.compile(r"(?:global|client|personal_on_global)/.+")
 
 
 def check_metric(sweep: Sweep) -> None:
-    """Refuse a sweep whose metric no round will log. Builds one trial per algorithm, and runs none.
+    """Raise an error if a sweep's trials will not log its metric. One trial per algorithm is built and none is run.
 
-    A trial that cannot be built is left to its own run, which reports the reason.
+    A trial that cannot be built passes. Its own run reports the reason.
 
     Raises:
         ConfigError: A trial will not have the metric; the message names one that it will have.
@@ -62,12 +62,12 @@ def _alternative(column: str, names: Sequence[str]) -> str:
 
 
 def metrics_of_trial(words: Sequence[str], environment: Mapping[str, str]) -> list[str] | None:
-    """Return the names of the metrics that a sweep's trial may log; None if not all are known before it runs.
+    """Return the names of the metrics that a sweep's trial may log; None if some are not known before the trial runs.
 
     Runs in a process of its own, because it imports torch and loads data.
 
     Args:
-        words: The trial's command line of `fit`, without that word.
+        words: The trial's command line, after `fit`.
         environment: The environment of the sweep's process.
     """
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Refuse keys and classes that do not exist, and suggest similar ones. Does not import torch."""
+"""Refuse keys and classes that do not exist, and suggest similar names. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fl_lightning.core.trainer_options import TRAINER_FIXES, unsupported_option
 from fl_lightning.core.trusted_imports import find_object
 
 LONGEST_LIST = 200
-"""Characters of a list of names that a message shows. Of a longer list it names the command that prints it."""
+"""Maximum length of a list of names in a message. In place of a longer list, the message names a command."""
 LIST_KEYS = ("algorithm.loss_terms", "callbacks", "client_callbacks")
 """Keys that take a list of classes."""
 NOT_IN_CONFIGS = ("config", "print_config")
@@ -38,16 +38,16 @@ CLASS_EXPECTED = "expected the name of a class, or a class_path with its init_ar
 
 
 def check_names(command: str, words: Sequence[str]) -> None:
-    """Refuse options, keys of configs and classes that do not exist.
+    """Raise an error if a command line or its config files contain an unknown option, key, class or class argument.
 
-    The arguments of a user's own class are left to the command's parser, which imports it.
+    The arguments of a user's own class are checked later by the command's parser, which imports the class.
 
     Args:
         command: The command.
-        words: What follows it on the command line.
+        words: The command line after the command.
 
     Raises:
-        ConfigError: Names the key or the class, and the one that was probably meant.
+        ConfigError: Names the unknown key or class, and the most similar valid name.
     """
     if command in EXPERIMENTS:
         words = expand_baseline(correct_case(with_config_paths(words)))
@@ -64,11 +64,11 @@ class Names:
 
     Args:
         command: The command.
-        words: What follows it on the command line.
+        words: The command line after the command.
 
     Attributes:
         contents: The contents of the config files.
-        typed: The options of the command line with their values. A word without an option has "" for its option.
+        typed: The options of the command line with their values. A positional argument has "" as its option.
         classes: The chosen classes by key: names or import paths.
     """
 
@@ -101,7 +101,7 @@ class Names:
     # --- Refusals ---
 
     def check_keys(self, content: dict[str, Any], group: str = "") -> None:
-        """Refuse unknown keys and classes in a config, or in one nested group of it."""
+        """Raise an error if a config, or one nested group of it, contains an unknown key or class."""
         for name, value in content.items():
             key = f"{group}{name}"
             if isinstance(value, dict) and self._is_group(key):
@@ -112,12 +112,12 @@ class Names:
                 self._refuse(key)
 
     def check_option(self, option: str, value: str, later: Sequence[str]) -> None:
-        """Refuse an option of the command line if it, its class, or its argument of a class does not exist.
+        """Raise an error if a command-line option does not exist, or names an unknown class or class argument.
 
         Args:
-            option: The option, without its dashes; "" for a word without an option.
-            value: Its value.
-            later: The options that follow it. They may replace the class that this one is an argument of.
+            option: The option, without its dashes; "" for a positional argument.
+            value: The option's value.
+            later: The options after it, which may replace the class that this option is an argument of.
         """
         key = option.removesuffix("+").removesuffix(".class_path").replace(".init_args.", ".")
         owner = max((one for one in CLASS_KEYS if key.startswith(f"{one}.")), key=len, default="")
@@ -149,7 +149,7 @@ class Names:
         raise ConfigError(self.unknown_key(key))
 
     def _check_classes(self, key: str, value: Any) -> None:
-        """Refuse a value that names no valid class, for a key that takes a class or a list of classes."""
+        """Raise an error if the value of a key that takes a class or a list of classes is not valid."""
         is_list = isinstance(value, list)
         if key not in CLASS_KEYS or value in (None, "null") or (key == "logger" and str(value) in ("False", "false")):
             return
@@ -161,12 +161,12 @@ class Names:
             self._check_class(key, one, None if is_list else self.classes.get(key))
 
     def _check_class(self, key: str, value: Any, chosen: str | None) -> None:
-        """Refuse one class that does not exist or does not fit its key, and unknown arguments of it.
+        """Raise an error if a value names an unknown class, a class that does not fit the key, or unknown arguments.
 
         Args:
             key: The key.
             value: A class's name, or its `class_path` and `init_args`.
-            chosen: The class that a value without `class_path` is about; jsonargparse checks its arguments.
+            chosen: The class whose arguments a value without `class_path` gives. jsonargparse checks them.
         """
         name: Any = value
         options: dict[str, Any] = {}
@@ -188,7 +188,7 @@ class Names:
             self._check_classes(f"{key}.{argument}", given)
 
     def _list_fix(self, key: str, value: Any) -> str:
-        """Return the suggested fix where a single class is given for a key that takes a list."""
+        """Return the suggested fix for a key that takes a list but got a single class."""
         near = nearest(value, names(key)) if isinstance(value, str) else None
         if not near:
             return ""
@@ -197,7 +197,7 @@ class Names:
     def _may_be_class(self, key: str, name: str) -> bool:
         choices = self.options.get(key, {}).get("choices", ())
         base = BASES[kind][0].rpartition(".")[2] if (kind := kind_of(key)) else ""
-        if "." in name:  # an import path, for Python to find
+        if "." in name:  # an import path, looked up later
             return all(part.isidentifier() for part in name.split("."))
         return name in (*names(key), *choices, base) or (key != "model" and is_in_source(key, name))
 
@@ -211,7 +211,7 @@ class Names:
     # --- What was probably meant ---
 
     def settings(self) -> list[str]:
-        """Return all valid keys: those of the command, and the arguments of the chosen classes."""
+        """Return all valid keys: the command's options, and the arguments of the classes that the user chose."""
         found: list[str] = []
 
         def add(key: str) -> None:
@@ -224,7 +224,7 @@ class Names:
         return found
 
     def unknown_key(self, name: str) -> str:
-        """Return the message about a key that does not exist, with the key that was probably meant.
+        """Return the error message about a key that does not exist, with the keys that were probably meant.
 
         Args:
             name: The key, without dashes.
@@ -253,7 +253,7 @@ class Names:
         return f"{owner} has no key {name!r}. {fix}"
 
     def unknown_argument(self, name: str, path: str, key: str) -> str:
-        """Return the message about an unknown argument of a class, with the most similar one.
+        """Return the error message about an unknown argument of a class, with the most similar valid argument.
 
         Args:
             name: The argument.
@@ -267,7 +267,7 @@ class Names:
         return f"{path.rpartition('.')[2]} has no key {name!r}. {suggest(' or '.join(meant[:3]), known)}"
 
     def stray_word(self, word: str) -> str:
-        """Return the message about a word of the command line that belongs to no option."""
+        """Return the error message about a command-line word that is neither an option nor an option's value."""
         meant = f"--config {nearest(word, shipped('configs')) or word}"
         for key in ("algorithm", "model", "scenario.dataset", "scenario.partition"):
             meant = f"--{key} {word}" if word in names(key) else meant
@@ -278,7 +278,7 @@ class Names:
         return f"{word} belongs to no option. Did you mean {meant}?"
 
     def _as_typed(self, fix: str, name: str) -> str:
-        """Format a suggested key as the user would write it: as an option, or as a key of a config."""
+        """Format a suggested key in the form of the user's wrong key: an option or a line of a config."""
         options, separator, remark = fix.partition(" (")
         shown = options.replace("=", ": ")
         if self.is_typed(name):
@@ -296,7 +296,7 @@ def quote(value: str) -> str:
 
 
 def unknown_class(key: str, name: str) -> str:
-    """Return the message about a class that does not exist, with the most similar name or all names."""
+    """Return the error message about a class that does not exist, with the most similar name or all names."""
     reason = f"class {name!r} not found."
     if key == "model" and is_in_source(key, name) and name in builders_of_torchvision():
         ours = nearest(name, names(key))
@@ -308,14 +308,14 @@ def unknown_class(key: str, name: str) -> str:
 
 
 def _misplaced_callback(key: str, name: str) -> str | None:
-    """Return the error message if a callback belongs under `client_callbacks` instead of `callbacks`, or vice versa."""
+    """Return the error message if a callback belongs under `client_callbacks`, not `callbacks`, or vice versa."""
     home = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}.get(key)
     kind = getattr(load(home), name, None) if home and "." not in name and name not in names(key) else None
     return load("fl_lightning.callbacks.defaults").describe_misplaced(kind) if inspect.isclass(kind) else None
 
 
 def class_choices(key: str) -> str:
-    """Return the sentence of an error message that lists a key's classes, or the command that does."""
+    """Return a sentence for error messages that lists the classes a key takes, or names the command that lists them."""
     kind, known = kind_of(key), ", ".join(names(key))
     if kind and len(known) > LONGEST_LIST:
         return f"See `fl-lightning list {kind}`."
@@ -323,7 +323,7 @@ def class_choices(key: str) -> str:
 
 
 def arguments_of(key: str, path: str) -> list[str]:
-    """Return the argument names of a class that a key names. A user's own class is imported for that."""
+    """Return the argument names of the class that is given for a key. Imports the class if it is the user's own."""
     known = arguments(key, path)
     if known is None:
         with suppress(Exception):  # a wrong path is reported elsewhere
@@ -332,7 +332,7 @@ def arguments_of(key: str, path: str) -> list[str]:
 
 
 def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
-    """Return the class that a config names for each key; None for a key with a list or without a class."""
+    """Return a config with dotted keys, in which the value of a key with a class is the class's name."""
     if not isinstance(content, dict):
         return {key: content}
     if "class_path" in content:
@@ -344,7 +344,7 @@ def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
 
 
 def _parsed(value: str) -> Any:
-    """Parse a command-line value if it is a YAML list or mapping (None if invalid), else return it as text."""
+    """Return a command-line value as text, or parsed if it is a YAML list or mapping; None for invalid YAML."""
     if value[:1] not in ("[", "{"):
         return value
     try:
@@ -354,12 +354,12 @@ def _parsed(value: str) -> Any:
 
 
 def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
-    """Return the valid keys that end with a name, such as `algorithm.tau` for `tau`."""
+    """Return the keys of `settings` with the same last part as a name, such as `algorithm.tau` for `tau`."""
     last = name.rpartition(".")[2]
     return [key for key in settings if key.rpartition(".")[2] == last and key != name]
 
 
 def _from_other_tools(name: str) -> list[str]:
-    """Return our option for an option name of another tool, such as Flower, as a list of at most one."""
+    """Return our option for an option of another tool, such as Flower, in a list; an empty list if we have none."""
     plain = name.replace("-", "_")
     return [OPTIONS[one] for one in (name, plain, plain.rpartition(".")[2]) if one in OPTIONS][:1]

@@ -1,1 +1,1 @@
-"""Client side: the LightningModule, loss terms, shared knowledge, optimizers and weights."""
+"""Code that runs on clients: the LightningModule, loss terms, shared knowledge, optimizers and weights."""

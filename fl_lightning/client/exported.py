@@ -1,4 +1,4 @@
-"""Descriptions of networks and objectives in exported checkpoints (`fl-lightning export`), and building from them."""
+"""Build the network and the objective that a checkpoint of `fl-lightning export` describes by class and arguments."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fl_lightning.models.wrapped import original_of
 
 
 def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
-    """Return the network that an exported checkpoint describes, newly initialised.
+    """Build the network that an exported checkpoint describes, with newly initialised weights.
 
     Args:
         described: The result of `Network.described`.
-        trust: Run the code that it names, also if that is not part of this package or torch.
+        trust: Also run code outside of this package, torch and torchvision that the description names.
 
     Raises:
-        ConfigError: It describes no network, or names code outside of this package and torch.
+        ConfigError: The description is not of a network, or names other code and `trust` is False.
     """
     if not isinstance(described, Mapping) or not {"class_path", "in_shape", "num_classes"} <= described.keys():
         raise ConfigError(f"backbone: it needs a network (an nn.Module), got {type(described).__name__}")
@@ -42,7 +42,7 @@ def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
 
 
 def described_objective(objective: Objective) -> dict[str, Any]:
-    """Return a description of an objective (class path and arguments), for an exported checkpoint."""
+    """Return an objective's import path and arguments, to be stored in an exported checkpoint."""
     kind = type(objective)
     options = {
         name: getattr(objective, name) for name in inspect.signature(kind).parameters if hasattr(objective, name)
@@ -51,19 +51,19 @@ def described_objective(objective: Objective) -> dict[str, Any]:
 
 
 def rebuilt_objective(described: Mapping[str, Any]) -> Objective:
-    """Return the objective that an exported checkpoint describes.
+    """Build the objective that an exported checkpoint describes by import path and arguments.
 
     Args:
         described: The result of `described_objective`.
 
     Raises:
-        ConfigError: It names code outside of this package.
+        ConfigError: The description names code outside of this package.
     """
     return _built("objective", dict(described), Objective, lambda objective: objective)
 
 
 def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], Any], trust: bool = False) -> Any:
-    """Build an object from its class path and arguments in an exported checkpoint, if that class is allowed."""
+    """Build an object from the import path and arguments in an exported checkpoint, if its class is allowed."""
     from jsonargparse import ArgumentParser  # half a second
 
     fix = f"Build it yourself: load_from_checkpoint(..., {key}=...)"
@@ -80,7 +80,7 @@ def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], An
 
 @cache
 def allowed_objects() -> dict[str, Any]:
-    """Return the objects that a checkpoint may name: our models and objectives, torch.nn and torchvision models."""
+    """Return the objects that an exported checkpoint may import: our models and objectives, torch.nn, torchvision."""
     from torchvision import models
 
     return {

@@ -13,17 +13,17 @@ from fl_lightning.client.optimizers import descend
 
 
 def learnable(backbone: nn.Module) -> frozenset[str]:
-    """Return the names of a backbone's parameters that have gradients."""
+    """Return the names of a backbone's parameters with `requires_grad=True`."""
     return frozenset(name for name, parameter in backbone.named_parameters() if parameter.requires_grad)
 
 
 def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collection[str]) -> None:
-    """Freeze all except the chosen parameters of a backbone, and set the frozen layers to eval mode.
+    """Freeze all parameters of a backbone except the chosen ones, and set the frozen layers to eval mode.
 
     Args:
-        backbone: It is changed in place.
+        backbone: The network, changed in place.
         learns: Returns whether the parameter or layer of this name is trained. A layer's name ends with a dot.
-        among: Names of the parameters that can be trained at all.
+        among: Names of the parameters that may be trained. All others are frozen.
     """
     for name, parameter in backbone.named_parameters():
         parameter.requires_grad_(name in among and learns(name))
@@ -37,12 +37,12 @@ def fine_tune(
     epochs: int,
     learns: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Train a client's module on its objective's loss outside of its fit, with batches shuffled each epoch.
+    """Train a client's module for some epochs outside of its Lightning fit, on the objective's loss without loss terms.
 
     Args:
-        module: It is changed in place, and left in eval mode.
+        module: The module, changed in place and left in eval mode.
         batches: The client's training data.
-        epochs: Number of epochs, with an optimizer like that of the fit.
+        epochs: Number of epochs, with batches shuffled in each and an optimizer like that of the fit.
         learns: Returns whether the parameter or layer of this name is trained. The rest is frozen and in eval mode.
     """
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
@@ -53,7 +53,7 @@ def fine_tune(
     with torch.enable_grad():
         for _ in range(epochs):
             for chosen in torch.randperm(len(y)).split(module.batch_size):
-                if len(chosen) > normed:  # BatchNorm has no variance of one
+                if len(chosen) > normed:  # BatchNorm cannot train on one sample
                     descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
     learn_only(module.backbone, lambda name: True, among)
     module.eval()

@@ -1,4 +1,4 @@
-"""`SharedKnowledge`: what some methods exchange besides weights, such as class prototypes."""
+"""`SharedKnowledge`: tensors that some methods exchange besides weights, such as class prototypes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Seen = Literal["after", "last_epoch", "round"]
 
 
 class SharedKnowledge(nn.Module):
-    """Knowledge that clients share besides weights, such as class prototypes or soft labels.
+    """Tensors that clients and server exchange besides weights, such as class prototypes or soft labels.
 
-    Clients compute it, the server merges and broadcasts it. A loss term or an aggregator that needs it lists it in its
-    property `knowledge`. On a client, an instance holds the downloaded tensors as buffers, so they move to the GPU with
-    the module. Subclasses set `name` (the section of the message), set `needs_classes` if it needs classes, and
-    override the methods below.
+    Clients compute them, the server merges and broadcasts them. A loss term or an aggregator that needs them lists the
+    object in its property `knowledge`. On a client, the object holds the downloaded tensors as buffers, so they move to
+    the GPU with the module. Subclasses set `name` (the section of the message), set `needs_classes` if they require
+    class labels, and override the methods below.
     """
 
     name: str
@@ -33,7 +33,7 @@ class SharedKnowledge(nn.Module):
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` is called in training: by default, if a subclass overrides it."""
+        """Whether `observe` is called after each training step; by default True if a subclass overrides `observe`."""
         return type(self).observe is not SharedKnowledge.observe
 
     def initial(self, num_classes: int) -> Tensors:
@@ -41,34 +41,34 @@ class SharedKnowledge(nn.Module):
         raise NotImplementedError
 
     def load(self, shared: Tensors) -> None:
-        """Client: store the knowledge tensors received from the server as buffers."""
+        """On the client, store the knowledge tensors received from the server as buffers."""
         for name, value in shared.items():
             held = getattr(self, name, None)
             device = held.device if isinstance(held, Tensor) else value.device
             self.register_buffer(name, value.to(device), persistent=False)
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Client: read a training step's outputs, after each step. Most kinds of knowledge do not need it."""
+        """On the client, read the outputs of each training step to compute the knowledge; by default does nothing."""
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Client: return its part of the knowledge to upload, after training, in eval mode without gradients."""
+        """On the client after training, return the tensors to upload. Called in eval mode without gradients."""
         raise NotImplementedError
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Server: return the knowledge to broadcast in the next round, from the clients' uploads.
+        """On the server, merge the clients' knowledge tensors, and return those to broadcast in the next round.
 
         Args:
-            previous: What was broadcast this round.
-            uploads: The uploads without weights, in ascending client id. `upload.message.section(self.name)` is what a
-                client's `summarize` returned.
+            previous: The knowledge tensors that were broadcast in this round.
+            uploads: The uploads without weights, in ascending client id. `upload.message.section(self.name)` are the
+                tensors that a client's `summarize` returned.
         """
         raise NotImplementedError
 
 
 def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of values `(B, d)` over the samples of each class, `(C, d)`, and the number of samples, `(C,)`."""
+    """Return the sums of values `(B, d)` over the samples of each class, `(C, d)`, and the sample counts, `(C,)`."""
     values = at_least_float32(values)
-    members = F.one_hot(targets, num_classes).to(values.dtype)  # a product, not index_add: deterministic on CUDA
+    members = F.one_hot(targets, num_classes).to(values.dtype)  # not index_add: deterministic on CUDA
     with torch.autocast(values.device.type, enabled=False):
         return members.T @ values, members.sum(dim=0)
 
@@ -76,21 +76,21 @@ def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tenso
 def class_sums_over(
     batches: Iterable[tuple[Tensor, Tensor]], values: Callable[[Tensor], Tensor], num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of `values(x)` over the samples of each class in all batches `(x, y)`, and their number."""
+    """Return the sums of `values(x)` over the samples of each class in all batches `(x, y)`, and the sample counts."""
     parts = [class_sums(values(x), y, num_classes) for x, y in batches]
     sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
     return sums, counts
 
 
 def mean_over_holders(local: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """Average each class's values over the clients that hold the class, in float64.
+    """Average the clients' values of each class over the clients that have samples of the class, in float64.
 
     Args:
         local: The clients' values, `(K, C, d)`.
-        held: Which client holds which class, `(K, C)` bool.
+        held: Whether a client has samples of a class, `(K, C)` bool.
 
     Returns:
-        The means `(C, d)`, zero for a class that no client holds, and which classes any client holds, `(C,)`.
+        The means `(C, d)`, zero for a class that no client has, and a mask of the classes that a client has, `(C,)`.
     """
     holders = held.sum(dim=0)
     sums = torch.where(held[:, :, None], local.double(), 0.0).sum(dim=0)
@@ -98,19 +98,19 @@ def mean_over_holders(local: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ClassMeans(SharedKnowledge):
-    """The mean output of the clients' networks for each class, averaged over clients.
+    """The mean network output of each class, first over a client's samples, then over the clients.
 
-    All clients that hold a class have the same weight. A class that no client uploads keeps its last mean. Before round
-    1, no class has a mean, and nothing is sent. Subclasses return in `outputs` what is averaged.
+    All clients that have samples of a class count equally. A class that no client uploads keeps its last mean. Before
+    round 1, no class has a mean, and nothing is sent. Subclasses return the outputs to average in `outputs`.
 
     Args:
-        seen: When a client averages: in a pass over its data `after` training, in eval mode, or during training, over
-            the `last_epoch` or the whole `round`.
+        seen: The outputs that a client averages: those of a pass over its data `after` training, in eval mode, or those
+            of the training steps, in the `last_epoch` or the whole `round`.
 
     Attributes:
-        values: The means, `(C, d)`, zero for classes without one; None before the first.
-        known: Which classes have a mean, `(C,)` bool.
-        tracked: Sums per class, `(C, d)`, and samples per class, `(C,)`, during training.
+        values: The means, `(C, d)`, zero for classes without a mean; None before the first download of means.
+        known: Whether a class has a mean, `(C,)` bool.
+        tracked: Sums of outputs per class, `(C, d)`, and samples per class, `(C,)`, of the training steps so far.
     """
 
     needs_classes = True
@@ -126,27 +126,27 @@ class ClassMeans(SharedKnowledge):
         self._epoch = 0
 
     def outputs(self, step: Step) -> Tensor:
-        """Return the network's outputs on a batch that are averaged by class, `(B, d)`."""
+        """Return the network outputs `(B, d)` on a batch that are averaged for each class, such as features."""
         raise NotImplementedError
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return no tensors, because no class has a mean before round 1."""
+        """Return no tensors to broadcast, because no class has a mean before round 1."""
         return {}
 
     @property
     def observes(self) -> bool:
-        """Whether means are computed during training instead of in a pass after it."""
+        """Whether means are computed from training steps instead of a pass over the data after training."""
         return self.seen != "after"
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Add a training batch's outputs to the sums by class; `last_epoch` resets them in each epoch."""
+        """Add a training step's outputs to the sums of each class. With `last_epoch`, each epoch resets the sums."""
         sums, counts = class_sums(self.outputs(step).detach(), step.targets, step.logits.shape[1])
         if self.tracked and (self.seen == "round" or self._epoch == epoch):
             sums, counts = sums + self.tracked[0].to(sums.device), counts + self.tracked[1].to(sums.device)
         self.tracked, self._epoch = (sums, counts), epoch
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's mean output of each class, `(C, d)`, and the mask of the classes it has, `(C,)`."""
+        """Return the client's mean output of each class, `(C, d)`, and a mask of the classes in its data, `(C,)`."""
         sums, counts = self.tracked or self._passed(module, batches, num_classes)
         return {"values": sums / counts.clamp(min=1)[:, None], "known": counts > 0}
 
@@ -158,7 +158,7 @@ class ClassMeans(SharedKnowledge):
         return sums, counts
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the mean of each class over the clients that hold it; a class without clients keeps its last mean."""
+        """Return each class's mean over the clients that uploaded one; a class without uploads keeps its last mean."""
         sections = [upload.message.section(self.name) for upload in uploads]
         local, held = (torch.stack([section[name] for section in sections]) for name in ("values", "known"))
         values, known = mean_over_holders(local, held)
@@ -169,7 +169,7 @@ class ClassMeans(SharedKnowledge):
 
 
 def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:
-    """Return the shared knowledge objects without those of a repeated name, in order of first occurrence."""
+    """Return the first shared knowledge object of each name, in the given order."""
     by_name: dict[str, SharedKnowledge] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, piece)

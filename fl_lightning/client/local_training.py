@@ -1,4 +1,4 @@
-"""Options of the training on each client."""
+"""Options of the local training on each client."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class LocalTraining:
         compile: Compile the network, once for all clients and rounds. This pays off if a step takes long.
         channels_last: Store images and convolutions in channels-last memory format, which is faster on GPUs in mixed
             precision.
-        client_callbacks: Lightning callbacks for each client's fit, which gets copies of them: `LearningRateMonitor`,
-            `EarlyStopping` on `train_loss`, or your own. What they log becomes part of the round's metrics;
-            `client/<name>` is the mean over the round's clients.
+        client_callbacks: Lightning callbacks, copied for each client's fit: `LearningRateMonitor`, `EarlyStopping` on
+            `train_loss`, or your own. Values that they log become part of the round's metrics; `client/<name>` is the
+            mean over the round's clients.
 
     Raises:
         ConfigError: `batch_size` is not a positive whole number.

@@ -1,4 +1,4 @@
-"""Record of the training losses of one fit."""
+"""Record of the training losses of one client's fit."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from fl_lightning.core.errors import NonFiniteError
 
 
 class LossRecord:
-    """Training losses of one fit, kept on the device during an epoch so that no step waits for the GPU."""
+    """Training losses of one client's fit, kept on the GPU during an epoch so that no step waits for a transfer."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._pending: list[Tensor] = []  # of all terms, step by step
+        self._pending: list[Tensor] = []  # the losses of all terms, step by step
         self._sums = np.zeros(0)
         self._steps = 0
 
     def add(self, losses: dict[str, Tensor]) -> None:
-        """Add the losses of one training step, by name."""
+        """Record the losses of one training step: a scalar tensor for the objective and for each loss term, by name."""
         self._names = list(losses)
         self._pending += [value.detach() for value in losses.values()]
 
     def add_values(self, names: list[str], values: Tensor) -> None:
-        """Add the losses of one training step as a tensor `(T,)`, in the order of their names."""
+        """Record the losses of one training step, given as one tensor `(T,)` in the order of `names`."""
         self._names = names
         self._pending += values.unbind()
 
     def settle(self) -> dict[str, float]:
-        """Add the losses recorded since the last call to the fit's sums, and check that they are finite.
+        """Transfer the losses recorded since the last call to the CPU, check that they are finite, and sum them up.
 
         Returns:
-            The means over these steps alone.
+            The means over the steps since the last call.
 
         Raises:
             NonFiniteError: A loss is NaN or Inf. The message names the first such term.
@@ -52,11 +52,11 @@ class LossRecord:
 
     @property
     def steps(self) -> int:
-        """Number of training steps recorded so far."""
+        """Number of training steps of the fit recorded so far."""
         return self._steps + len(self._pending) // max(1, len(self._names))
 
     def means(self) -> dict[str, float]:
-        """Return the mean over steps of each loss, and of their sum as `loss`; empty before the first step."""
+        """Return the mean over the fit's steps of each loss, and of their sum as `loss`; empty before any step."""
         self.settle()
         return self._named(self._sums / self._steps) if self._steps else {}
 

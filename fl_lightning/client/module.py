@@ -1,4 +1,4 @@
-"""A client's LightningModule, and the loss terms that papers add to it."""
+"""The LightningModule that a client trains, and the base class of the loss terms that methods add."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fl_lightning.models.base import tapped
 
 @dataclass
 class Step:
-    """The tensors of one training step, as input of loss terms.
+    """The tensors of one training step that loss terms read, such as features and logits.
 
     Args:
         logits: Outputs of the head, `(B, C)`.
         targets: Class indices `(B,)`, or the targets of another objective.
         features: Outputs of the encoder, `(B, d)`, if the model has one.
-        inputs: The batch.
+        inputs: The batch of inputs.
         backbone: The network that is being trained, for terms on its weights.
         taps: Inputs of the layers that a term lists in its `taps`, by name.
     """
@@ -47,7 +47,7 @@ class Step:
 
 
 class LossTerm(nn.Module):
-    """A term of a client's loss: a scalar, already multiplied by its coefficient.
+    """A term that a method adds to a client's training loss: a scalar that includes its coefficient.
 
     It also works in any other LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses override
     `forward`. They override `begin` if they need the weights before training, and `remember` and `recall` if a client
@@ -55,7 +55,7 @@ class LossTerm(nn.Module):
 
     Attributes:
         name: The term's name in logs. By default it comes from the class name.
-        knowledge: The shared knowledge that the term reads. It is sent along with the weights.
+        knowledge: The shared knowledge that the term reads. It is sent together with the weights.
         active: Whether the term is computed in this fit.
         needs_classes: Whether targets must be classes, so that other objectives are refused.
         taps: Names of the backbone's layers whose inputs the term reads in `Step.taps`.
@@ -73,25 +73,29 @@ class LossTerm(nn.Module):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The shared knowledge that this term reads, by default all `SharedKnowledge` in its attributes."""
+        """The shared knowledge that this term reads; by default all its attributes of type `SharedKnowledge`."""
         return tuple(piece for piece in self.children() if isinstance(piece, SharedKnowledge))
 
     def begin(self, module: ClientModule) -> None:
-        """Prepare the term when a fit starts, on the training device, with the received weights and knowledge loaded.
+        """Prepare the term at the start of a fit, when received weights and knowledge are on the training device.
 
-        It is also called once before round 1 with the initial weights, to find errors early. The module's `trainer` has
-        the options of the fit.
+        Also called once before round 1 with the initial weights, to find errors early. The module's `trainer` has the
+        options of the fit.
         """
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """Prepare the term for an epoch. Called when each epoch of the fit starts."""
+        """Prepare the term for an epoch. Called at the start of each epoch of the fit."""
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the tensors that the client keeps for this term until its next round. Called after the fit."""
+        """Return the tensors of this term that the client keeps for its next round. Called after the fit."""
         return {}
 
     def recall(self, kept: Tensors) -> None:
-        """Restore the tensors from `remember` in the client's last round, none in its first. Called before a fit."""
+        """Restore the tensors that `remember` returned in the client's last round. Called before the fit.
+
+        Args:
+            kept: The tensors; empty in the client's first round.
+        """
 
     def forward(self, step: Step) -> Tensor:
         """Return the scalar that this term adds to the loss of a step."""
@@ -99,7 +103,7 @@ class LossTerm(nn.Module):
 
 
 class ClientModule(L.LightningModule):
-    """The LightningModule of a client: a backbone, the objective's loss, and additional loss terms.
+    """The LightningModule that a client trains: a backbone, the objective's loss, and additional loss terms.
 
     It also works in a plain `Trainer.fit` without an orchestrator. There it logs `train_<term>` once an epoch, `val_*`
     and `test_*`.
@@ -108,7 +112,7 @@ class ClientModule(L.LightningModule):
         backbone: The network. `Step.features` is filled if it has an `encoder` and a `head`. In a checkpoint of
             `fl-lightning export` this is a description, from which `load_from_checkpoint(path)` builds the network.
         loss_terms: Terms added to the objective's loss, with unique names.
-        knowledge: Shared knowledge in addition to that of the terms.
+        knowledge: Shared knowledge in addition to that of the loss terms.
         optimizer: Builds the optimizer from the backbone's parameters; SGD with lr 0.01 by default.
         lr_scheduler: Builds a scheduler from the optimizer. It is stepped once per local epoch.
         objective: Classification with cross-entropy by default. In an exported checkpoint this is a description.
@@ -118,10 +122,10 @@ class ClientModule(L.LightningModule):
         lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
         batch_size: Batch size of the fit, for methods that also train outside of it.
         optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
-        notes: Notes of a method within the client's round, written in `receive` or `prepare` and read in `prepare`,
-            `upload` or `remember`. Training steps do not use it.
+        notes: Tensors that a method keeps within the client's round, written in `receive` or `prepare` and read in
+            `prepare`, `upload` or `remember`. Training steps do not use them.
         logged: Metrics that callbacks logged in the client's fit.
-        shared_weights: The weights that are sent as views of one tensor, if the module lives in a `ClientSlot`.
+        shared_weights: The weights that are sent, as views of one tensor, if the module belongs to a `ClientSlot`.
         stays: Whether uploaded weights stay on the training device, where the server averages them.
         spent: Whether the module is not used after its upload, so that the upload need not copy tensors.
 
@@ -170,7 +174,7 @@ class ClientModule(L.LightningModule):
         self._losses = LossRecord()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, with a fast path for the hook name that Lightning sets many times per step."""
+        """Set an attribute, with a fast path for `_current_fx_name`, which Lightning sets many times per step."""
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
@@ -201,10 +205,10 @@ class ClientModule(L.LightningModule):
         self._class_counts = counts
 
     def load_weights(self, weights: Tensors) -> None:
-        """Load received state dict entries into the backbone. Other entries do not change.
+        """Load received weights into the backbone. Entries that were not received do not change.
 
         Raises:
-            ValueError: The backbone does not have an entry.
+            ValueError: An entry is not in the backbone's state dict.
         """
         ours, theirs = self.shared_weights, as_flat(weights)
         if ours is None or theirs is None or ours.keys() != theirs.keys():
@@ -215,34 +219,34 @@ class ClientModule(L.LightningModule):
                 own.copy_(received)
 
     def check_fit(self) -> None:
-        """Check that the method works with the fit's trainer options. Called before round 1, and when a fit starts.
+        """Check that the method works with the fit's `Trainer` options. Called before round 1 and before each fit.
 
         Raises:
             ConfigError: The method does not work with an option. The message names it.
         """
 
     def on_fit_start(self) -> None:
-        """Check the fit's options, reset the recorded losses, and call `begin` of each loss term."""
+        """Check the `Trainer` options, reset the recorded losses, and call `begin` of each loss term."""
         self.check_fit()
         self._losses = LossRecord()
         for term in self.terms():
             term.begin(self)
 
     def on_train_epoch_start(self) -> None:
-        """Call `begin_epoch` of each loss term."""
+        """Call `begin_epoch` of each loss term at the start of an epoch."""
         for term in self.terms():
             term.begin_epoch(self)
 
     def terms(self) -> Iterator[LossTerm]:
-        """Return the module's loss terms, active or not."""
+        """Return an iterator over the module's loss terms, whether or not they are active."""
         return (cast(LossTerm, term) for term in self.loss_terms)
 
     def pieces(self) -> Iterator[SharedKnowledge]:
-        """Return the module's shared knowledge objects, one for each kind that is exchanged."""
+        """Return an iterator over the shared knowledge objects that the module exchanges besides weights."""
         return (cast(SharedKnowledge, piece) for piece in self.knowledge)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Step:
-        """Run the backbone on a batch, and return its tensors, including those that active loss terms read."""
+        """Run the backbone on a batch, and return features, logits and the layer inputs that loss terms read."""
         x, y = batch
         with tapped(self.backbone, [name for term in self.terms() if term.active for name in term.taps]) as taps:
             if isinstance(self.backbone, Backbone):
@@ -251,55 +255,55 @@ class ClientModule(L.LightningModule):
             return Step(self(x), y, None, x, self.backbone, taps)
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """Return a step's losses by name: the objective's, such as `ce`, and each active loss term."""
+        """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's."""
         losses = {self.objective.term: self.objective.loss(step.logits, step.targets)}
         losses |= {term.name: term(step) for term in self.terms() if term.active}
         return losses
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the sum of the objective's loss and the loss terms on a batch, and record each."""
+        """Return the objective's loss on a batch plus all active loss terms, and record each of them."""
         step = self.step(batch)
         losses = self.losses(step)
         self.note(step, losses)
         return functools.reduce(torch.add, losses.values())
 
     def note(self, step: Step, losses: dict[str, Tensor]) -> None:
-        """Record a step's losses, and pass the step to `observe` of the shared knowledge that needs it."""
+        """Record the losses of a training step, and call `observe` of shared knowledge that tracks training steps."""
         self._losses.add(losses)
         for piece in self.pieces():
             if piece.observes:
                 piece.observe(step, self.current_epoch)
 
     def record(self, names: list[str], values: Tensor) -> None:
-        """Record the losses `(T,)` of a step that was computed outside of `training_step`."""
+        """Record the losses `(T,)` of a training step that was computed outside of `training_step`."""
         self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:
-        """Raise an error if a training loss is not finite. Log the epoch's mean losses if there is a logger."""
+        """Check that the epoch's training losses are finite, and log their means if the `Trainer` has a logger."""
         means = self._losses.settle()
         if self.trainer.loggers:
             self.log_dict({f"train_{name}": value for name, value in means.items()})
 
     @property
     def loss_names(self) -> list[str]:
-        """Names of all losses that `losses` can return."""
+        """Names of the losses that `losses` returns: the objective's and those of the active loss terms."""
         return [self.objective.term, *(term.name for term in self.terms() if term.active)]
 
     @property
     def steps(self) -> int:
-        """Number of training steps (batches) of this fit so far."""
+        """Number of training steps (batches) of the current fit so far."""
         return self._losses.steps
 
     def train_losses(self) -> dict[str, float]:
-        """Return the mean of each training loss over this fit's steps, and of their sum as `loss`."""
+        """Return the mean of each training loss over the steps of the fit, and of their sum as `loss`."""
         return self._losses.means()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the objective's metrics on a batch: `val_loss` and, for classes, `val_acc`."""
+        """Log the objective's metrics on a validation batch, such as `val_loss` and `val_acc`."""
         self._log_evaluation("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the objective's metrics on a batch: `test_loss` and, for classes, `test_acc`."""
+        """Log the objective's metrics on a test batch, such as `test_loss` and `test_acc`."""
         self._log_evaluation("test", batch)
 
     def _log_evaluation(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
@@ -308,7 +312,7 @@ class ClientModule(L.LightningModule):
         self.log_dict({f"{stage}_{name}": value / len(y) for name, value in sums.items()}, batch_size=len(y))
 
     def configure_optimizers(self) -> Any:
-        """Return the fit's optimizer over `trainables`, at this round's learning rate, and its scheduler."""
+        """Build the fit's optimizer over `trainables`, at this round's learning rate, and its scheduler, if any."""
         optimizer = self.optimizer_for(self.trainables())
         if self.optimizer_state:
             load_optimizer_tensors(optimizer, self.optimizer_state)
@@ -321,7 +325,7 @@ class ClientModule(L.LightningModule):
         return self.backbone.parameters()
 
     def optimizer_for(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return an optimizer like the client's own, at this round's learning rate, for other parameters."""
+        """Build an optimizer for these parameters with the client's optimizer options and the round's learning rate."""
         optimizer = (
             self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
         )

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: factories, optimizer state, learning rates over epochs and rounds."""
+"""Optimizers and learning-rate schedules: optimizer state as tensors, learning rates over epochs and rounds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 LOOK_AHEAD = 10_000
-"""Epochs or rounds of a schedule that are looked at before round 1."""
+"""Number of epochs or rounds of a schedule that are checked before round 1."""
 
 
 def descend(
     optimizer: torch.optim.Optimizer, loss: Tensor, clip: Callable[[torch.optim.Optimizer], None] | None = None
 ) -> None:
-    """Minimise a loss by one step of an optimizer that Lightning's trainer does not manage.
+    """Take one optimizer step on a loss, outside of Lightning's training loop.
 
     Args:
         optimizer: The optimizer.
@@ -34,11 +34,11 @@ def descend(
     if clip:
         clip(optimizer)
     optimizer.step()
-    torch.clear_autocast_cache()  # it may hold the weights from before the step
+    torch.clear_autocast_cache()  # it may contain weights from before the step
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the state tensors of an optimizer, such as momentum, by `<index of the parameter>/<name>`.
+    """Return the state tensors of an optimizer, such as momentum, by `<parameter index>/<state name>`.
 
     Raises:
         ConfigError: Part of the state is not a tensor.
@@ -55,16 +55,16 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> None:
-    """Load state tensors from `optimizer_tensors` into an optimizer. Its learning rate does not change."""
+    """Load state tensors that `optimizer_tensors` returned into an optimizer, without changing its learning rate."""
     state: dict[int, Tensors] = {}
     for key, value in kept.items():
         number, _, name = key.partition("/")
-        state.setdefault(int(number), {})[name] = value.clone()  # a step writes into it
+        state.setdefault(int(number), {})[name] = value.clone()  # optimizer steps change it in place
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: SchedulerFactory) -> Iterator[float]:
-    """Yield the learning rates of a scheduler, one per epoch or round, without end.
+    """Yield the learning rate that a scheduler gives for each epoch or round, endlessly.
 
     Args:
         key: The config key of the scheduler.
@@ -88,7 +88,7 @@ def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: Schedu
 
 
 class LRScales:
-    """Factors on the clients' learning rates in each round, from a scheduler over rounds.
+    """Factors on the clients' learning rates in each round, from a learning-rate scheduler over rounds.
 
     Args:
         scheduler: Builds the scheduler, which starts from a learning rate of 1. Without one, all factors are 1.

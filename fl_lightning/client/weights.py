@@ -1,4 +1,4 @@
-"""Weights of a backbone: loading, selecting and copying state dict entries."""
+"""Load, select and copy entries of a backbone's state dict."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:
-    """Load some state dict entries into a backbone. Other entries do not change.
+    """Load weights by state dict name into a backbone. Entries without a given weight do not change.
 
     Raises:
-        ValueError: The backbone does not have an entry.
+        ValueError: An entry is not in the backbone's state dict.
     """
     strangers = backbone.load_state_dict(weights, strict=False).unexpected_keys
     if strangers:
@@ -30,7 +30,7 @@ def load_weights(backbone: nn.Module, weights: Tensors) -> None:
 
 
 def loads_plainly(backbone: nn.Module) -> bool:
-    """Return whether loading a backbone's state dict only copies values, without hooks or custom loading code."""
+    """Return whether `load_state_dict` of a backbone only copies values, without hooks or custom loading code."""
 
     def plain(part: nn.Module) -> bool:
         hooked = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
@@ -40,12 +40,12 @@ def loads_plainly(backbone: nn.Module) -> bool:
 
 
 def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
-    """Return the state dict prefixes of parts of a backbone: `head.` for the part `head`."""
+    """Return the state dict prefix of each part of a backbone, such as `head.` for the part `head`."""
     return tuple(f"{part}." for part in parts)
 
 
 def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
-    """Check that a backbone has every part, such as `head`, that an option names.
+    """Check that a backbone has weights in every part that an option of an algorithm names, such as `head`.
 
     Args:
         key: The option.
@@ -57,16 +57,16 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
     """
     for part in parts:
         if not any(name.startswith(part) for name in backbone.state_dict()):
-            getattr(backbone, part.partition(".")[0], None)  # `FromModule` says why it has no head or encoder
+            getattr(backbone, part.partition(".")[0], None)  # `FromModule` raises an error that says why
             there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
             raise ConfigError(
                 f"algorithm.{key}: {part.removesuffix('.')!r} is no part of {type(backbone).__name__} with weights; "
-                f"it has {there}, and what is in them, as encoder.1"
+                f"it has {there}, and their submodules, such as encoder.1"
             )
 
 
 def buffer_names(backbone: nn.Module) -> set[str]:
-    """Return the names of a backbone's state dict entries that are not parameters, such as BatchNorm's statistics."""
+    """Return the names of a backbone's state dict entries that are no parameters, such as BatchNorm's statistics."""
     return set(backbone.state_dict()) - {name for name, _ in backbone.named_parameters()}
 
 
@@ -85,12 +85,12 @@ def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
 
 
 def to_cpu(sections: Mapping[str, Tensors]) -> State:
-    """Return detached, contiguous copies of tensors on the CPU, with half precision widened to float32."""
+    """Return detached, contiguous copies of all tensors on the CPU, with half precision widened to float32."""
     return detached(sections, "cpu")
 
 
 def detached(sections: Mapping[str, Tensors], device: str | None, copy: bool = True) -> State:
-    """Return detached, contiguous copies of a module's tensors, with half precision widened to float32.
+    """Return detached, contiguous copies of a module's tensors on a device, with half precision widened to float32.
 
     Args:
         sections: Tensors of a module, by section and name.

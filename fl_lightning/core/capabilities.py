@@ -1,4 +1,4 @@
-"""Class attributes that state properties of methods, and become False if a subclass overrides such a method."""
+"""Class attributes that state properties of methods, and turn False in subclasses that override these methods."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 
 class Capable:
-    """Base class with capabilities: True/False attributes about methods, False once a method is overridden.
+    """Base class for capabilities: boolean class attributes that turn False if a subclass overrides certain methods.
 
     Faster ways of running a method rely on capabilities. A subclass that overrides one of the methods that a capability
-    describes does not inherit it: it gets the safe answer, `False`, unless it declares the capability itself.
+    describes does not inherit the capability: its value becomes `False`, which is safe, unless the subclass sets it.
 
     Attributes:
         capabilities: The methods that each capability describes, by the capability's name.

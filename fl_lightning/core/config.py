@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 DIGITS = "digits_fedavg.yaml"
-"""The template of the digits configs of algorithms that have no such file: their name replaces FedAvg."""
+"""The config on the digits dataset from which those of other algorithms are derived: their name replaces FedAvg."""
 
 FREE_KEYS = {
     "engine",
@@ -42,7 +42,7 @@ FREE_KEYS = {
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:
-    """Replace each `--config` value on a command line, a name or a path, by the file's path."""
+    """Return the words of a command line with each `--config` value, a name or a path, replaced by the file's path."""
     found = list(words)
     for i, word in enumerate(words):
         if word in ("-c", "--config") and i + 1 < len(words):
@@ -53,7 +53,7 @@ def with_config_paths(words: Sequence[str]) -> list[str]:
 
 
 def config_path(name: str) -> str:
-    """Return the path of a config file, given its path or the name of a shipped one. `.yaml` may be left out.
+    """Return the path of a config file, given its path or the name of a config in this package, `.yaml` optional.
 
     Raises:
         ConfigError: The file does not exist, or is no YAML mapping.
@@ -70,22 +70,22 @@ def config_path(name: str) -> str:
 
 
 def named_file(name: str, kind: str) -> Path | None:
-    """Find a YAML file, given its path or the name of a shipped one. Return None if it does not exist.
+    """Return the path of a YAML file, given its path or the name of a file in this package; None if not found.
 
     Args:
         name: The path or the name; `.yaml` may be left out.
-        kind: The folder of the shipped ones: `configs`, `sweeps` or `papers`.
+        kind: The folder of this package's files: `configs`, `sweeps` or `papers`.
     """
     folder = Path(str(files(f"fl_lightning.{kind}")))
     names = [name, f"{name}.yaml"] if name and not name.endswith(os.sep) else []
     paths = [Path(one) for one in names] + [folder / one for one in names if os.sep not in one]
-    found = next((path for path in paths if os.path.isfile(path)), None)  # Path.is_file raises where a name is too long
+    found = next((path for path in paths if os.path.isfile(path)), None)  # Path.is_file raises errors for long names
     derived = [one for one in names if kind == "configs" and one in derived_configs()]
     return found or (_derived_file(derived[0]) if derived else None)
 
 
 def nearest_file(name: str, kind: str) -> str | None:
-    """Return the file with the name most similar to a misspelled one, in its folder or among the shipped files."""
+    """Return the YAML file most similar to a misspelled path, in its folder or in this package; None if none is."""
     folder, _, last = name.rpartition(os.sep)
     with suppress(OSError):
         near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
@@ -95,12 +95,12 @@ def nearest_file(name: str, kind: str) -> str | None:
 
 
 def shipped(kind: str) -> list[str]:
-    """Return the file names of all `configs`, `sweeps` or `papers` that this package ships."""
+    """Return the names of all YAML files that this package contains of a kind: `configs`, `sweeps` or `papers`."""
     return sorted([*_files(kind), *(derived_configs() if kind == "configs" else ())])
 
 
 def shipped_text(name: str, kind: str) -> str:
-    """Return the content of a shipped file, or of a config that is derived from a shipped one."""
+    """Return the content of a YAML file of this package, or of a config that is derived from `digits_fedavg.yaml`."""
     algorithm = derived_configs().get(name) if kind == "configs" else None
     text = files(f"fl_lightning.{kind}").joinpath(DIGITS if algorithm else name).read_text(encoding="utf-8")
     return text.replace("FedAvg", algorithm) if algorithm else text
@@ -108,7 +108,7 @@ def shipped_text(name: str, kind: str) -> str:
 
 @cache
 def derived_configs() -> dict[str, str]:
-    """Map the file name of each digits config that has no file of its own to its algorithm."""
+    """Return the algorithm of each config that is derived from `digits_fedavg.yaml`, by the config's file name."""
     in_files = {name.removeprefix("digits_").removesuffix(".yaml").replace("_", "") for name in _files("configs")}
     algorithms = public_classes("Algorithm").keys() - {"Algorithm"}
     return {f"digits_{name.lower()}.yaml": name for name in algorithms if name.lower() not in in_files}
@@ -134,32 +134,32 @@ def _derived_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def is_run(path: str) -> bool:
-    """Return whether a path is a run's folder."""
+    """Return whether a path is a run's folder: one with a `config.yaml`."""
     return os.path.isfile(os.path.join(path, "config.yaml"))
 
 
 def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
-    """Read a config file strictly, and return it as nested dicts.
+    """Return the content of a config file as nested dicts. Refuse invalid YAML and duplicate keys.
 
     Args:
         path: The file.
-        what: What to call it in a message; its path by default.
+        what: Name of the file in messages; its path by default.
 
     Raises:
-        ConfigError: The file is no readable YAML, or no mapping.
+        ConfigError: The file is no valid YAML, or no mapping.
     """
     return _checked(read_yaml(path, what), what or str(path))
 
 
 def parse_config(text: bytes, what: str) -> dict[str, Any]:
-    """Parse the text of a config file strictly, and return it as nested dicts.
+    """Parse the text of a config file to nested dicts. Refuse invalid YAML and duplicate keys.
 
     Args:
         text: The bytes of the file.
-        what: What to call it in a message.
+        what: Name of the file in messages.
 
     Raises:
-        ConfigError: The text is no readable YAML, or no mapping.
+        ConfigError: The text is no valid YAML, or no mapping.
     """
     return _checked(_parse_yaml(text, what), what)
 
@@ -187,7 +187,7 @@ def check_class_paths(content: Any, key: str = "") -> None:
         raise ConfigError(f"{key}: class_path needs the name of a class or the path of one, it holds {path!r}")
     if "class_path" in content and (beside := content.keys() - {"class_path", "init_args", "dict_kwargs"}):
         wrong = ", ".join(sorted(map(str, beside)))
-        raise ConfigError(f"{key}: the arguments of a class_path stand under init_args, beside it: {wrong}")
+        raise ConfigError(f"{key}: the arguments of a class_path belong under init_args, not beside it: {wrong}")
     if not isinstance(options, dict):
         raise ConfigError(f"{key}: init_args needs lines `key: value`, it holds {options!r}")
     for part, value in content.items():
@@ -204,16 +204,16 @@ def config_file(run_dir: Path) -> str:
     if not os.path.lexists(run_dir):
         raise ConfigError(f"{run_dir}: folder not found")
     if not os.path.isfile(path):
-        raise ConfigError(f"{run_dir} is no run: it holds no config.yaml")
+        raise ConfigError(f"{run_dir} is no run: config.yaml not found")
     return config_path(str(path))
 
 
 def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda path: path) -> dict[str, Any]:
-    """Flatten a nested config to dotted keys: a class's key holds its `class_path`, its arguments follow below.
+    """Return a nested config with dotted keys: `algorithm` for a class path, `algorithm.tau` for its argument.
 
     Args:
         config: The nested dict.
-        prefix: What the keys begin with.
+        prefix: Prefix of all keys.
         name: Applied to the path of each class.
     """
     if not isinstance(config, dict):
@@ -228,7 +228,7 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
 
 
 def is_below(key: str, others: Iterable[str]) -> bool:
-    """Return whether a dotted key is below one of the others: `algorithm.tau` is below `algorithm`."""
+    """Return whether a dotted key is below one of `others`, as `algorithm.tau` is below `algorithm`."""
     return any(key.startswith(f"{other}.") for other in others)
 
 
@@ -246,7 +246,7 @@ NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-Fox_:.+-]*")
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C: ten times as fast, if built
-    """PyYAML's safe loader, except that it reads dates as text, as jsonargparse does: no setting is a date."""
+    """PyYAML's safe loader, except that it reads dates as text, as jsonargparse does."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -259,11 +259,11 @@ class StrictYAMLError(yaml.YAMLError):
 
 
 def read_yaml(path: Path, what: str | None = None) -> Any:
-    """Read a YAML file strictly, see `load_yaml`.
+    """Return the content of a YAML file. Refuse invalid YAML and duplicate keys, see `load_yaml`.
 
     Args:
         path: The file.
-        what: What to call it in a message; its path by default.
+        what: Name of the file in messages; its path by default.
 
     Raises:
         ConfigError: The file cannot be read. The message names the file, the line and the reason.
@@ -282,13 +282,13 @@ def _parse_yaml(text: bytes, what: str) -> Any:
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """Parse YAML. Refuse duplicate keys and other content that no config has, see `check_yaml`.
+    """Parse a YAML text. Refuse duplicate keys, tags and deep nesting, see `check_yaml`.
 
     Args:
         text: The YAML; bytes are UTF-8, with or without a byte order mark.
 
     Raises:
-        ValueError, yaml.YAMLError: The text cannot be parsed. The message names the place and the reason.
+        ValueError, yaml.YAMLError: The text cannot be parsed. The message names the line and the reason.
     """
     text = _decode(text) if isinstance(text, bytes) else text
     check_yaml(text)
@@ -299,7 +299,7 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 def use_strict_yaml(parser: ArgumentParser) -> ArgumentParser:
-    """Make a parser apply `check_yaml` to files and to values on the command line."""
+    """Make a jsonargparse parser apply `check_yaml` to config files and to values on the command line."""
     from jsonargparse import get_loader, set_loader  # half a second
 
     usual = get_loader("yaml")
@@ -314,9 +314,9 @@ def use_strict_yaml(parser: ArgumentParser) -> ArgumentParser:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse YAML with duplicate keys, tags, endless numbers, deep nesting, or aliases that expand to too much.
+    """Refuse YAML with duplicate keys, tags, very long numbers, deep nesting, or aliases that expand to too much.
 
-    Looks at the events of the parser, before anything is built from them.
+    The check reads the parser's events, before any object is built.
 
     Raises:
         StrictYAMLError: Names the line, the key and the reason.
@@ -339,9 +339,9 @@ class _Checker:
     """Checks the event stream of a YAML parser for content that a config may not have.
 
     Attributes:
-        open: The mappings and lists around the next event, outermost first.
+        open: The mappings and lists that contain the next event, outermost first.
         count: Keys and values so far, with aliases resolved.
-        sizes: How many of them each anchor stands for.
+        sizes: Number of keys and values that an alias of each anchor expands to.
     """
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ class _Checker:
         self.sizes: dict[str | None, int] = {}
 
     def check(self, event: Any) -> str | None:
-        """Return what is wrong with the next YAML event; None if it is valid."""
+        """Process the next YAML event, and return the reason if it is not allowed, else None."""
         if isinstance(event, yaml.CollectionEndEvent):
             ended = self.open.pop()
             self.sizes[ended.anchor] = self.count - ended.before
@@ -363,7 +363,7 @@ class _Checker:
     def _check_node(self, event: Any) -> str | None:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.sizes:
-                return f"*{event.anchor} leads nowhere, or into itself"
+                return f"*{event.anchor} refers to no anchor, or to itself"
             self.count += self.sizes[event.anchor]
         elif event.tag is not None:
             return f"{event.tag.replace('tag:yaml.org,2002:', '!!')}: a config has no tags"
@@ -378,13 +378,13 @@ class _Checker:
             self.open.append(_Collection(event.anchor, self.count, isinstance(event, yaml.MappingStartEvent)))
             self.count += 1
         if self.count > MOST_SETTINGS or len(self.open) > DEEPEST:
-            return "it unfolds to more than a config can be"
+            return "it expands to more than a config may contain"
         return None
 
 
 @dataclass
 class _Collection:
-    """A YAML mapping or list that is being parsed, for `_Checker`."""
+    """The state of `_Checker` for a YAML mapping or list whose end is not reached yet."""
 
     anchor: str | None
     before: int
@@ -394,7 +394,7 @@ class _Collection:
     expects_key: bool = True
 
     def add(self, event: Any) -> str | None:
-        """Process the next key or value of this mapping or list. Return what is wrong with a key, else None."""
+        """Process the next key or value of the collection. Return the reason if a key is not allowed, else None."""
         is_key, self.expects_key = self.is_mapping and self.expects_key, not self.expects_key
         if not is_key:
             return None
@@ -408,7 +408,7 @@ class _Collection:
 
 
 def _with_line(error: yaml.MarkedYAMLError, text: str) -> yaml.YAMLError:
-    """Return a PyYAML error as one with the line number, and the invalid character, in its message."""
+    """Return a PyYAML error with the line number, and the invalid character if any, added to its message."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return error

@@ -1,4 +1,4 @@
-"""Compute a SHA-256 digest of a run's rows of metrics."""
+"""SHA-256 digest of a run's rows of metrics."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Digest:
 
     @classmethod
     def over(cls, rows: Iterable[Mapping[str, object]]) -> Digest:
-        """Return the digest of some rows, in their order."""
+        """Return the digest of table rows in the given order."""
         digest = cls()
         for row in rows:
             digest.add(row)
         return digest
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Add a row to the digest."""
+        """Update the digest with the next table row, a mapping from column to value."""
         cells = sorted((name, str(value)) for name, value in row.items() if value not in ("", None))
         self._sum.update(json.dumps(cells).encode() + b"\n")
 

@@ -23,7 +23,7 @@ class FLError(Exception):
 
 
 class ConfigError(FLError, ValueError):
-    """A setting, a file or a combination of settings that is invalid."""
+    """A setting, a combination of settings, or a file is invalid."""
 
 
 class CheckpointError(FLError):
@@ -35,7 +35,7 @@ class Damaged(CheckpointError):
 
 
 class ClientFailure(FLError):
-    """A client failed in a round.
+    """A client's training or evaluation failed in a round.
 
     Args:
         client: Id of the client.
@@ -43,7 +43,7 @@ class ClientFailure(FLError):
         reason: What happened, and how to fix it.
 
     Attributes:
-        place: The place in the user's own code, see `users_place`.
+        place: File and line in the user's own code that raised the error, see `users_place`.
     """
 
     exit_code = 1
@@ -58,7 +58,7 @@ class ClientFailure(FLError):
 
 
 class TooFewClients(FLError):
-    """So many clients of a round failed that fewer than `min_clients` are left."""
+    """Fewer than `min_clients` clients of a round are left, because the others failed."""
 
     exit_code = 1
 
@@ -70,11 +70,11 @@ class NonFiniteError(FLError):
 
 
 class Interrupted(FLError):
-    """The run ended by SIGINT or SIGTERM, after its last round was saved.
+    """SIGINT or SIGTERM ended the run, after its last round was saved.
 
     Args:
         signum: The signal's number; the exit code is 128 more, as shells expect.
-        message: How far the run came, and how to resume it.
+        message: The number of finished rounds, and how to resume the run.
     """
 
     def __init__(self, signum: int, message: str) -> None:
@@ -92,9 +92,9 @@ def one_line(error: BaseException | str) -> str:
 
 
 def users_place(error: BaseException) -> str:
-    """Return the place in the user's own code that raised an error, as ` (mine.py, line 7)`, or empty text.
+    """Return the file and line of the user's code that raised an error, as ` (mine.py, line 7)`; empty if not found.
 
-    The place is the innermost frame below this package's frames that belongs neither to a library nor to this package.
+    It is the innermost frame called from this package that belongs neither to a library nor to this package.
     """
     place, inside = "", False
     for frame, line in walk_tb(error.__traceback__):
@@ -116,7 +116,7 @@ MOST = 10**12
 
 
 def check_number(key: str, value: float | None, within: str, fix: str = "") -> None:
-    """Refuse a number outside an interval. NaN is outside of every interval; None is not checked.
+    """Raise an error if a number is outside an interval. NaN is outside of every interval; None is not checked.
 
     Args:
         key: The key that the user types.
@@ -149,7 +149,7 @@ def check_number(key: str, value: float | None, within: str, fix: str = "") -> N
 
 
 def check_positive(prefix: str = "", **numbers: int | None) -> None:
-    """Refuse numbers below 1 or above `MOST`. None is not checked.
+    """Raise an error if a number is below 1 or above `MOST`, 10^12. None is not checked.
 
     Raises:
         ConfigError: Names the key, with the prefix.

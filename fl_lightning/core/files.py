@@ -18,9 +18,9 @@ UNFINISHED = ".*.writing"
 
 @contextmanager
 def replace_atomically(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
-    """Context that opens a temporary file for writing, which replaces `path` at the end, once it is on disk.
+    """Context that opens a temporary file for writing. At its end the file is flushed to disk and renamed to `path`.
 
-    Readers see either the old or the new content, also if this process is killed. An error inside keeps the old one.
+    Readers see either the old or the new content, also if this process is killed. After an error the old content stays.
 
     Args:
         path: The file to replace. Of a link, the link itself is replaced.
@@ -62,13 +62,13 @@ MOST_OF_OTHERS = 2**20
 
 
 def most_bytes(path: Path) -> int:
-    """Return the size limit in bytes for reading a text file of a run folder, or a config."""
+    """Return the maximum size in bytes that is accepted for a text file of a run folder or a config."""
     return MOST_BYTES.get(path.name, MOST_OF_OTHERS)
 
 
 @contextmanager
 def open_file(path: Path, most: float | None = None, links: bool = True) -> Iterator[BinaryIO]:
-    """Open a file that others may have written. Pipes, devices and very large files are refused.
+    """Context that opens a file of unknown origin for reading. Refuses pipes, devices and very large files.
 
     Args:
         path: The file.
@@ -78,7 +78,7 @@ def open_file(path: Path, most: float | None = None, links: bool = True) -> Iter
     Raises:
         OSError: The file cannot be read, is not regular (a pipe, a device, a refused link), or is too large.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # else a pipe waits for a writer
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # else a pipe blocks
     with open(os.open(path, flags), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -89,13 +89,13 @@ def open_file(path: Path, most: float | None = None, links: bool = True) -> Iter
 
 
 def read_file(path: Path, most: float | None = None) -> bytes:
-    """Return the content of a file, see `open_file`."""
+    """Return the content of a file of unknown origin, with the checks of `open_file`."""
     with open_file(path, most) as file:
         return file.read()
 
 
 def blocks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a checkpoint's file in blocks of 1 MiB. Links are refused."""
+    """Yield the content of a file of a checkpoint in blocks of 1 MiB. Links are refused."""
     with open_file(path, math.inf, links=False) as file:
         while block := file.read(1 << 20):
             yield block

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A `KeyboardInterrupt` that a signal caused. Those that code raises itself are not of this class.
+    """A `KeyboardInterrupt` from our handler of SIGINT and SIGTERM, to distinguish it from one that other code raises.
 
     Args:
         number: The signal's number.
@@ -23,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Raise `Stopped`. This is a signal handler."""
+    """Signal handler that raises `Stopped`."""
     raise Stopped(number)
 
 
@@ -35,7 +35,7 @@ def end_on_interrupt() -> None:
 
 @contextmanager
 def raise_on_interrupt() -> Iterator[None]:
-    """Context in which SIGINT raises `Stopped`, unless it is ignored or has another handler."""
+    """Context in which SIGINT raises `Stopped`, unless SIGINT is ignored or handled by other code."""
     before = signal.getsignal(signal.SIGINT)
     ours = before in (signal.SIG_DFL, signal.default_int_handler)
     if not ours or threading.current_thread() is not threading.main_thread():
@@ -49,12 +49,12 @@ def raise_on_interrupt() -> Iterator[None]:
 
 
 class DeferredSignals:
-    """Context in which SIGINT and SIGTERM are only recorded. A second signal raises `Stopped` at once.
+    """Context in which a first SIGINT or SIGTERM is only recorded. A second signal raises `Stopped` at once.
 
     Does nothing outside the main thread, where Python allows no handlers.
 
     Attributes:
-        received: The signal's number, or None.
+        received: Number of the first signal; None if none has arrived.
     """
 
     def __init__(self) -> None:

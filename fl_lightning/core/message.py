@@ -13,10 +13,10 @@ NUMBER_BYTES = 8  # a float64 or an int64
 
 
 class Message:
-    """The tensors, in named sections, and plain numbers that a client and a server, or two peers, exchange.
+    """Tensors in named groups (sections) and plain numbers, sent between a client and a server or two peers.
 
-    Tensor names are `section/name`. The weights are in the section `model`, and each piece of shared knowledge has a
-    section of its own. A message and its tensors are not changed once it is built.
+    Tensor names are `section/name`. The weights are in the section `model`, and each kind of shared knowledge has its
+    own section. A message and its tensors are not changed once it is built.
 
     Args:
         tensors: The tensors, by full name.
@@ -41,7 +41,7 @@ class Message:
 
     @classmethod
     def pack(cls, sections: Mapping[str, Tensors], **numbers: int | float) -> Message:
-        """Build a message from state dicts by section name (`model`, ...) and plain numbers."""
+        """Build a message from plain numbers and a state dict for each section, such as `model` for the weights."""
         return cls.__new__(cls)._fill(sections, numbers)
 
     def _fill(self, sections: Mapping[str, Tensors], numbers: Mapping[str, int | float]) -> Message:
@@ -57,31 +57,31 @@ class Message:
 
     @property
     def tensors(self) -> Tensors:
-        """The message's tensors by full name, `section/name`."""
+        """All tensors of the message by full name, such as `model/head.weight`."""
         return {f"{section}/{name}": t for section, content in self.sections.items() for name, t in content.items()}
 
     def section(self, name: str) -> Tensors:
-        """Return the tensors of a section, such as the weights in `model`, by name; empty if it is missing."""
+        """Return the tensors of one section, such as the weights in `model`, by name; empty without such a section."""
         content = self.sections.get(name, {})
         return content if as_flat(content) is not None else dict(content)
 
     def without(self, name: str) -> Message:
-        """Return a copy of the message without the named section of tensors."""
+        """Return a copy of the message without one section of tensors, such as `model` for the weights."""
         return Message.pack({key: content for key, content in self.sections.items() if key != name}, **self.numbers)
 
     def on_cpu(self) -> Message:
-        """Return the message with its tensors on the CPU."""
+        """Return the message with all tensors moved to the CPU."""
         sections = {name: map_tensors(Tensor.cpu, content) for name, content in self.sections.items()}
         return Message.pack(sections, **self.numbers)
 
     def plus(self, sections: Mapping[str, Tensors]) -> Message:
-        """Return the message with more sections of tensors. Entries for an existing section are added to it."""
+        """Return a copy of the message with tensors added, given by section; existing sections are extended."""
         both = {name: self.sections.get(name, {}) | content for name, content in sections.items()}
         return Message.pack({**self.sections, **both}, **self.numbers)
 
     @property
     def nbytes(self) -> int:
-        """Size of the payload in bytes: every tensor's elements, and 8 for each number."""
+        """Size of the message in bytes: the elements of all tensors, and 8 bytes for each number."""
         tensors = sum(t.numel() * t.element_size() for content in self.sections.values() for t in content.values())
         return tensors + NUMBER_BYTES * len(self.numbers)
 

@@ -1,4 +1,4 @@
-"""Losses and metrics for each kind of labels: one class, several 0/1 labels, or numbers."""
+"""Losses and metrics for each type of labels: one class, several 0/1 labels, or numbers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Reduction = Literal["mean", "sum"]
 
 
 class Objective(ABC):
-    """The loss and the metrics for a kind of labels: the config key `scenario.objective`.
+    """The loss and the metrics for a type of labels. The config key is `scenario.objective`.
 
-    By default it is derived from the labels. Subclasses override at least `loss` and `check`.
+    By default the objective is derived from the labels. Subclasses override at least `loss` and `check`.
 
     Attributes:
         term: Name of the loss among the training losses.
         kind: Prefix of torchmetrics' metrics for such labels.
         count: Argument of these metrics for the number of outputs.
         fewest: Smallest number of outputs of a network.
-        classes: Whether a label is one class. Partitions by class and methods that compare classes need that.
+        classes: Whether each label is one class, which partitions by class and methods that compare classes require.
     """
 
     term: str = "objective"
@@ -44,12 +44,12 @@ class Objective(ABC):
 
     @property
     def no_classes(self) -> str:
-        """The end of an error message, for methods that need class labels when the labels are no classes."""
+        """Text for error messages that says why a method that requires class labels cannot use these labels."""
         return f"the labels are for {type(self).__name__}, not classes"
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the loss of a batch, a scalar.
+        """Return the mean or the sum of the loss over a batch, a scalar.
 
         Args:
             outputs: Outputs of the network, `(B, C)`.
@@ -59,7 +59,7 @@ class Objective(ABC):
 
     @abstractmethod
     def check(self, labels: Tensor, outputs: int) -> None:
-        """Check that the labels of a split are valid for this objective and the network's outputs.
+        """Check that the labels of a data split are valid for this objective and the network's number of outputs.
 
         Args:
             labels: All labels of a split, `(n, ...)`.
@@ -70,7 +70,7 @@ class Objective(ABC):
         """
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return `loss` and the metrics of a batch, each summed over the samples.
+        """Return `loss` and the objective's metrics by name, each summed over the samples of a batch.
 
         Args:
             outputs: Outputs of the network in float32, `(B, C)`.
@@ -79,20 +79,20 @@ class Objective(ABC):
         return {"loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a batch's predictions (probabilities, if there are any) and targets as torchmetrics expects them."""
+        """Return the predictions and targets of a batch in the form that torchmetrics expects."""
         return outputs, targets
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return each sample's stratum, `(n,)` integers, for stratified splits and partitions by label; here all 0."""
+        """Return the group of each sample, `(n,)`, for stratified splits and partitions by label: 0 without classes."""
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:
-        """Return the number of different strata, which is 1 without classes."""
+        """Return the number of groups that `strata` distinguishes, which is 1 without classes."""
         return 1
 
 
 class Classification(Objective):
-    """One of `C` classes per sample, with cross-entropy loss and accuracy (`acc`).
+    """Classification into one of `C` classes, with cross-entropy loss and accuracy (`acc`).
 
     Args:
         label_smoothing: Fraction of a target that is spread over all classes in training, in [0, 1). The evaluated
@@ -114,7 +114,7 @@ class Classification(Objective):
         return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=self.label_smoothing)
 
     def check(self, labels: Tensor, outputs: int) -> None:
-        """Check that labels are class indices: int64, `(n,)`, from 0 to below the number of classes."""
+        """Check that labels are class indices: int64, `(n,)`, at least 0 and less than the number of classes."""
         if labels.dtype != torch.int64 or labels.ndim != 1:
             fix = "" if labels.is_floating_point() or labels.ndim != 1 else ". Convert it to int64"
             raise ValueError(f"needs one whole number per sample, got {describe_tensor(labels)}{fix}")
@@ -125,25 +125,25 @@ class Classification(Objective):
             raise ValueError(f"holds label {high}, which is out of range for num_classes {outputs}")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the number of correct predictions and the summed cross-entropy of a batch."""
+        """Return the number of correct predictions (`acc`) and the summed cross-entropy (`loss`) of a batch."""
         correct = (outputs.argmax(dim=1) == targets).sum()
         return {"acc": correct.float(), "loss": F.cross_entropy(outputs, targets, reduction="sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the softmax probability of each class, and the targets."""
+        """Return the softmax probabilities of a batch, `(B, C)`, and its class indices, `(B,)`."""
         return outputs.softmax(dim=1), targets
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return each sample's class as its stratum for stratified splits and partitions."""
+        """Return the class of each sample, by which stratified splits and partitions group the samples."""
         return labels
 
     def stratum_count(self, outputs: int) -> int:
-        """Return the number of classes."""
+        """Return the number of classes, which is the network's number of outputs."""
         return outputs
 
 
 class MultiLabel(Objective):
-    """Several of `L` labels per sample, with binary cross-entropy loss and the fraction of correct labels (`acc`).
+    """Multi-label classification with `L` 0/1 labels, binary cross-entropy and label accuracy (`acc`).
 
     A label is predicted if its logit is above 0. The loss is the mean over labels.
     """
@@ -156,24 +156,24 @@ class MultiLabel(Objective):
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
     def check(self, labels: Tensor, outputs: int) -> None:
-        """Check that labels are all 0 or 1, `(n, L)`, with `L` the number of the network's outputs."""
+        """Check that labels are all 0 or 1 and of shape `(n, L)`, with `L` the network's number of outputs."""
         if labels.ndim != 2 or labels.shape[1] != outputs:
             raise ValueError(f"needs {outputs} labels of 0 and 1 per sample, got {describe_tensor(labels)}")
         if len(labels) and not bool(((labels == 0) | (labels == 1)).all()):
             raise ValueError("has other numbers than 0 and 1")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the fraction of correct labels and the binary cross-entropy, summed over the samples."""
+        """Return the fraction of correct labels (`acc`) and the binary cross-entropy (`loss`), summed over a batch."""
         correct = ((outputs > 0) == targets.bool()).float().mean(dim=1).sum()
         return {"acc": correct, "loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sigmoid probability of each label, and the targets as integers."""
+        """Return the sigmoid probabilities of a batch, `(B, L)`, and its labels as integers, `(B, L)`."""
         return outputs.sigmoid(), targets.long()
 
 
 class Regression(Objective):
-    """One or several numbers per sample, with mean squared error loss and mean absolute error (`mae`).
+    """Regression of one or several numbers, with squared error by default and mean absolute error (`mae`).
 
     Args:
         criterion: The loss: the squared error (`mse`), the absolute error (`l1`), or `huber`, which is squared below 1
@@ -189,12 +189,12 @@ class Regression(Objective):
         self.criterion = self.term = criterion
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the `criterion` of outputs `(B, T)` and targets `(B,)` or `(B, T)`, averaged over the `T` numbers."""
+        """Return the loss `criterion` of outputs `(B, T)` and targets, averaged over the `T` numbers of each sample."""
         loss = CRITERIA[self.criterion](outputs, targets.view_as(outputs).to(outputs.dtype), reduction=reduction)
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
     def check(self, labels: Tensor, outputs: int) -> None:
-        """Check that labels are finite numbers, `(n,)` or `(n, T)`."""
+        """Check that labels are finite floating-point numbers of shape `(n,)` or `(n, T)`."""
         if not labels.is_floating_point():
             raise ValueError(f"needs float32 numbers like the other labels, got {describe_tensor(labels)}")
         if labels.shape[1:] not in ((outputs,), () if outputs == 1 else (outputs,)):
@@ -204,12 +204,12 @@ class Regression(Objective):
             raise ValueError("holds NaN or Inf, or numbers too large for float32")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return a batch's mean absolute error and loss (`criterion`), each summed over the samples."""
+        """Return the mean absolute error (`mae`) and the loss `criterion` (`loss`), each summed over a batch."""
         error = (outputs - targets.view_as(outputs)).abs().mean(dim=1).sum()
         return {"mae": error, "loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets in the same shape, `(B,)` for one number per sample."""
+        """Return a batch's outputs and targets in the same shape: `(B,)` for one number per sample, else `(B, T)`."""
         return (outputs[:, 0], targets.reshape(-1)) if outputs.shape[1] == 1 else (outputs, targets)
 
 
@@ -217,7 +217,7 @@ CRITERIA: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss
 
 
 def objective_of(labels: Tensor) -> Objective:
-    """Return the default objective for labels: regression if floating-point, multi-label if 2-D, else classes."""
+    """Return the default objective: regression for floating-point labels, multi-label for 2-D, else classification."""
     if labels.is_floating_point():
         return Regression()
     return MultiLabel() if labels.ndim == 2 else Classification()

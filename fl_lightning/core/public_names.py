@@ -15,7 +15,7 @@ CLASS = re.compile(r"^class ([A-Za-z]\w*)(?:\(([^)]*)\))?:", re.MULTILINE)
 
 @cache
 def public_classes(base: str | None = None) -> dict[str, str]:
-    """Map the name of each public class in the algorithms folder to its module, relative to `algorithms`.
+    """Return the module of each public class in the folder `algorithms`, relative to that folder, by class name.
 
     Args:
         base: Only this class and those that derive from it.

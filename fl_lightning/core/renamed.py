@@ -1,4 +1,4 @@
-"""Tables of renamed options, classes and modules, and how old names are treated.
+"""Tables of renamed options, classes and modules, and functions that refuse or replace old names.
 
 In a user's config or command line an old name is refused, and the message has the new one (`refuse_old_option`,
 `new_class`). A config that a run recorded under old names is read as if it had the new ones (`update_config`,
@@ -10,7 +10,7 @@ How to add an entry:
   Keys below a renamed one are renamed with it.
 - An option that a callback took over: `CALLBACK_OPTIONS["checkpoint_every"] = ("Checkpointing", "every")`.
 - A class: `CLASSES["Given"] = "PredefinedSplit"`. Both are names that `fl_lightning` exports, or exported.
-- A module of which recorded configs name classes: `MODULES["wandb_logger"] = "loggers.wandb"`.
+- A module whose classes recorded configs name: `MODULES["wandb_logger"] = "loggers.wandb"`.
 
 Remove the old name everywhere else: an option that still exists is not refused.
 """
@@ -56,12 +56,12 @@ ABSENT = object()
 
 
 def new_option(key: str) -> str | None:
-    """Return the new name of a renamed option, or of a key below one; None for any other key."""
+    """Return the new key of a renamed option, or of a key below a renamed option; None for any other key."""
     return next((new + key.removeprefix(old) for old, new in OPTIONS.items() if f"{key}.".startswith(f"{old}.")), None)
 
 
 def refuse_old_option(key: str) -> None:
-    """Raise an error with the new name if an option was renamed or moved to a callback.
+    """Raise an error with the new name if the key is the old name of an option, renamed or moved to a callback.
 
     Raises:
         ConfigError: Names the key and its new name.
@@ -81,7 +81,9 @@ def new_class(path: str) -> str | None:
 
 
 def update_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an old run's recorded config with the new names of options and classes. Keys with a new name stay.
+    """Return an old run's recorded config with new names of options and classes in place of old ones.
+
+    If a config has both names of an option, the value of the new one is kept.
 
     Args:
         config: The config as nested mappings, as in a run's `config.yaml`.
@@ -96,14 +98,14 @@ def update_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an old run's config, flattened to dotted keys, with the new names of options and classes."""
+    """Return an old run's config with dotted keys, with new names of options and classes in place of old ones."""
     updated = deepcopy(dict(settings))
     _give_to_callbacks(updated)
     return {new_option(key) or key: _update_paths(value) for key, value in updated.items()}
 
 
 def update_path(path: str) -> str:
-    """Return the new import path of a class or module of this package; any other text as it is."""
+    """Return the new import path of a renamed class or module of this package; any other text unchanged."""
     if not path.startswith(PACKAGE):
         return path
     module, _, name = path.removeprefix(PACKAGE).rpartition(".")
@@ -119,7 +121,7 @@ def _update_paths(value: Any) -> Any:
 
 
 def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, Any]:
-    """Return the nested dict of a config that holds a dotted key's last part; an empty dict if it is missing."""
+    """Return the innermost dict of a nested config that holds a dotted key; an empty dict if the config has none."""
     group: Any = config
     for part in key.split(".")[:-1]:
         group = group.setdefault(part, {}) if add else group.get(part)
@@ -131,7 +133,7 @@ def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, 
 
 
 def _give_to_callbacks(config: dict[str, Any]) -> None:
-    """Move options of an old config to the callbacks that have them now, and add missing callbacks."""
+    """Move options of an old config in place to the callbacks that have them now; add callbacks that are missing."""
     for old in sorted(config.keys() & CALLBACK_OPTIONS.keys()):
         name, argument = CALLBACK_OPTIONS[old]
         value, callbacks = config.pop(old), config.get("callbacks") or []

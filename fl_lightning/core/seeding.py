@@ -1,7 +1,7 @@
 """Random generators derived from `(seed, purpose, round, client)`, independent of the order of execution.
 
-Two clients, two rounds or two purposes never share a stream. Streams do not depend on the engine, the order of clients
-or a restart.
+Two clients, two rounds or two purposes never share a random stream. Streams do not depend on the engine, the order of
+clients or a restart.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Stream(IntEnum):
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
-    """Return the NumPy generator for a seed and a purpose (`stream`); `key` is usually `(round, client)`."""
+    """Return the NumPy generator for a seed, a purpose (`stream`) and integers `key`, usually `(round, client)`."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(int(stream), *key)))
 
 
 def derive(seed: int, stream: Stream, *key: int) -> int:
-    """Return a 63-bit seed for `torch.Generator.manual_seed`, from a seed, a purpose, and usually round and client."""
+    """Return a 63-bit seed for a torch generator, derived from a seed, a purpose, and usually a round and a client."""
     sequence = np.random.SeedSequence(seed, spawn_key=(int(stream), *key))
     return int(sequence.generate_state(1, np.uint64)[0]) >> 1
 
 
 def seed_everything(seed: int, stream: Stream, *key: int) -> None:
-    """Seed the global generators of Python, NumPy and torch for a purpose, and usually a round and client."""
+    """Seed the global generators of Python, NumPy and torch from a seed, a purpose, and usually a round and client."""
     value = derive(seed, stream, *key)
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -57,15 +57,17 @@ def seed_everything(seed: int, stream: Stream, *key: int) -> None:
 
 @cache
 def _accelerated() -> bool:
-    """Return whether torch has a device besides the CPU. Cached."""
+    """Return whether torch has an accelerator, such as a GPU. The answer is cached."""
     return torch.accelerator.is_available()
 
 
 class RandomStates:
-    """Saved states of the global generators (Python, NumPy, torch), so that several clients can take turns.
+    """Saved states of the global random generators (Python, NumPy, torch), to switch between several clients.
+
+    Clients that train in turns have one object each, and draw from their own states.
 
     Args:
-        device: The training device. For a GPU, its generator counts as well as the CPU's.
+        device: The training device. The generator of a GPU is saved as well as the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,18 +77,18 @@ class RandomStates:
         self.keep()
 
     def keep(self) -> None:
-        """Save the present random states."""
+        """Save the current states of the global generators."""
         self._others = _others()
         self._keep_torch()
 
     def unmoved(self) -> bool:
-        """Return whether the global generators are still in the saved states, so that nothing was drawn."""
+        """Return whether no random number was drawn since the save: the global generators are in the saved states."""
         states = zip(self._generators, self._torch, strict=True)
         return all(torch.equal(one.get_state(), state) for one, state in states) and _others() == self._others
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context that restores the saved states of the global generators, and saves the new ones at its end."""
+        """Context that sets the global generators to the saved states, and saves their new states at its end."""
         python, (kind, words, *rest) = self._others
         random.setstate(python)
         np.random.set_state((kind, np.frombuffer(words, np.uint32), *rest))
@@ -98,7 +100,7 @@ class RandomStates:
 
     @contextmanager
     def drawing_torch(self) -> Iterator[None]:
-        """Context that restores and saves the states of torch's generators only, faster than `drawing`."""
+        """Context like `drawing` that switches only torch's generators to the saved states, which is faster."""
         for generator, state in zip(self._generators, self._torch, strict=True):
             generator.set_state(state)
         try:
@@ -111,6 +113,6 @@ class RandomStates:
 
 
 def _others() -> tuple[Any, tuple[Any, ...]]:
-    """Return the states of Python's and NumPy's global generators in a form that can be compared."""
+    """Return the states of Python's and NumPy's global generators as values that `==` can compare."""
     kind, words, *rest = np.random.get_state(legacy=True)
     return random.getstate(), (kind, np.asarray(words).tobytes(), *rest)

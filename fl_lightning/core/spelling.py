@@ -8,12 +8,12 @@ from difflib import get_close_matches
 
 
 def fold(name: str) -> str:
-    """Normalize a name for comparison: without case, `_`, `-` and `.yaml`."""
+    """Return a name in lower case without `_`, `-` and `.yaml`, to compare names."""
     return re.sub(r"[-_]", "", name.removesuffix(".yaml").casefold())
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the most similar name: equal except for case and `_`, or else the closest; None if none is similar.
+    """Return the one of `names` that is most similar to a name, ignoring case, `_` and `-`; None if none is similar.
 
     Example:
         >>> nearest("fed_skc", ["FedAvg", "FedSKC"])
@@ -29,12 +29,12 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def suggest(near: str | None, choices: Iterable[str]) -> str:
-    """Return the sentence that fixes a wrong name: the most similar name, or all names."""
+    """Return the sentence of an error message that suggests the most similar name (`near`) or lists all names."""
     return f"Did you mean {near}?" if near else f"Available: {', '.join(choices) or 'none'}."
 
 
 def match_case(name: str, names: Iterable[str]) -> str:
-    """Correct the case and `_` of a name. It stays as it is if it is known, or if several names fit."""
+    """Return the only one of `names` that equals a name except for case, `_` and `-`; otherwise the name itself."""
     known = set(names)
     alike = [one for one in known if fold(one) == fold(name)]
     return alike[0] if len(alike) == 1 and name not in known else name

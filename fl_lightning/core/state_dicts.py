@@ -1,9 +1,10 @@
-"""Arithmetic on state dicts, such as weighted means, which aggregators share.
+"""Arithmetic on state dicts for aggregators, such as weighted means.
 
 Means are computed in float64 and rounded to the entry's own type once, at the end. The mean over one client is equal
 to that client's weights bit for bit. Of integer entries (BatchNorm's `num_batches_tracked`) the largest is kept.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,15 +14,15 @@ from torch import Tensor
 from fl_lightning.core.flat_tensors import Tensors, as_flat, map_tensors, matching_parts
 
 State = dict[str, Tensors]
-"""Tensors in named sections.
+"""Tensors in named groups (sections).
 
-A run's shared state has the section `model`, the shared weights, and one section for each piece of shared knowledge.
+A run's shared state has the section `model`, the shared weights, and one section for each kind of shared knowledge.
 An aggregator may add the section `weights`, with the weight of each client: the ids `client` `(K,)`, and `value`,
 `(K,)` or by class `(K, C)`.
 """
 
 PIECE = 1 << 17
-"""Numbers that are averaged at a time: 1 MiB in float64."""
+"""Number of elements that are averaged at a time: 1 MiB in float64."""
 
 
 class RunningMean:
@@ -46,13 +47,13 @@ class RunningMean:
         self._sums: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._weight = 0.0
-        self._is_single = True  # then not scaled: in float64, n w / n may differ from w
+        self._is_single = True  # and so not multiplied: in float64, n w / n may differ from w
 
     def add(self, state: Tensors, weight: float) -> None:
         """Add one state dict with a non-negative weight. The weights need not sum to 1.
 
         Raises:
-            ValueError: Its entries differ from those of the state dicts before.
+            ValueError: The entries differ from those of the state dicts added before.
         """
         if not self._dtypes:
             self._dtypes = {name: value.dtype for name, value in state.items()}
@@ -79,13 +80,13 @@ class RunningMean:
         self._is_single = False
 
     def value(self) -> Tensors:
-        """Return the mean of the state dicts so far, on the CPU.
+        """Return the weighted mean of the state dicts added so far, on the CPU.
 
         Raises:
-            ValueError: Nothing was added, or nothing with a positive weight.
+            ValueError: No state dict with a positive weight was added.
         """
         if not self._weight > 0:
-            raise ValueError("the mean of nothing: no state dict with a positive weight was added")
+            raise ValueError("no mean: no state dict with a positive weight was added")
         whole = 1.0 if self._is_single else self._weight
 
         def mean(held: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,17 +96,17 @@ class RunningMean:
 
 
 def copy_to_float64(value: Tensor) -> Tensor:
-    """Return a contiguous copy, in float64 unless it holds integers."""
+    """Return a contiguous copy of a tensor; floating-point values become float64, integers keep their type."""
     dtype = torch.float64 if value.is_floating_point() else value.dtype
     return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
-    """Compute `held += factor · value` in place; on a CPU in pieces that fit in its cache.
+    """Add `factor · value` to the tensor `held` in place, on a CPU in chunks that fit in its cache.
 
     Args:
-        held: Contiguous, in float64.
-        value: Of the same shape, on any device.
+        held: A contiguous float64 tensor.
+        value: A tensor of the same shape, on any device.
         factor: The factor.
     """
     piece = min(PIECE, held.numel()) if held.device.type == "cpu" else held.numel()
@@ -115,7 +116,7 @@ def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
 
 
 class ExchangedMean:
-    """Weighted mean of state dicts that can also be removed again, without recomputing the mean.
+    """Weighted mean of state dicts from which a state dict can be removed again without recomputing the mean.
 
     The sum is kept in float64. Each change rounds by at most 2^-53 of the sum, so that after 100,000 changes the mean
     is off by at most 10^-11 of its largest value. In float32 it differs from a new mean in the last bit at most. The
@@ -160,7 +161,7 @@ class ExchangedMean:
             add_scaled(self.sums[name], value, weight)
 
     def value(self) -> Tensors:
-        """Return the weighted mean of the state dicts added and not removed, in the types of the last one added."""
+        """Return the weighted mean of the state dicts added and not removed, in the dtypes of the last one added."""
         means = {name: sum / self.weight if sum.is_floating_point() else sum for name, sum in self.sums.items()}
         return {name: mean.to(self._dtypes[name], copy=True) for name, mean in means.items()}
 
@@ -174,7 +175,7 @@ def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensor
 
 
 def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Tensors:
-    """Return `keep · w + step · (v - w)` for floating-point entries of `w = state`, `v = other`; integers are `w`'s."""
+    """Return `keep · w + step · (v - w)` for state dicts `w = state` and `v = other`; integer entries are `w`'s."""
 
     def mixed(w: Tensor, v: Tensor) -> Tensor:
         return (keep * w.double() + step * (v.double() - w.double())).to(w.dtype)
@@ -183,22 +184,22 @@ def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Ten
 
 
 def stack(states: Sequence[Tensors]) -> Tensors:
-    """Stack each entry of K state dicts to one tensor, `(K, ...)`."""
+    """Return one state dict in which each entry stacks that entry of K state dicts, `(K, ...)`."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
 def at_least_float32(value: Tensor) -> Tensor:
-    """Widen half precision to float32; leave float32 and float64 as they are."""
+    """Return a tensor with half precision widened to float32; float32 and float64 stay as they are."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def to_float64(state: Tensors) -> Tensors:
-    """Convert floating-point entries to float64, and leave the others as they are."""
+    """Return a state dict with its floating-point entries converted to float64, the others unchanged."""
     return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
 
 
 def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Tensors:
-    """Return n linear combinations of K state dicts: row i is `Σ_k a_ik w_k`, in float64, rounded once.
+    """Return n linear combinations `Σ_k a_ik w_k` of K state dicts, computed in float64 and rounded once.
 
     Args:
         coefficients: `a`, `(n, K)`.
@@ -220,12 +221,12 @@ def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Ten
 
 
 def parameter_names(state: Tensors) -> list[str]:
-    """Return the names of a model's parameters: all floating-point entries except BatchNorm's running statistics."""
+    """Return the names of a state dict's floating-point entries except BatchNorm's running statistics."""
     return [name for name, v in state.items() if v.is_floating_point() and not _statistic(name)]
 
 
 def flatten(states: Sequence[Tensors]) -> Tensor:
-    """Return the parameters of K models as one float64 matrix, `(K, P)`, in the order of the first model's entries."""
+    """Return the parameters of K state dicts as one float64 matrix, `(K, P)`: one flattened model per row."""
     names = parameter_names(states[0])
     return torch.stack([torch.cat([state[name].double().flatten() for name in names]) for state in states])
 
@@ -235,20 +236,20 @@ def _statistic(name: str) -> bool:
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Pack a mask for transfer: 8 entries per byte, `(⌈n/8⌉,)`."""
+    """Pack a boolean mask of n entries into bytes for transfer, 8 entries per byte, `(⌈n/8⌉,)`."""
     return torch.from_numpy(np.packbits(mask.cpu().numpy()))
 
 
 def unpack_mask(bits: Tensor, shape: torch.Size) -> Tensor:
-    """Return the boolean mask of the given shape from the bytes of `pack_mask`."""
+    """Return the boolean mask of the given shape that `pack_mask` packed into bytes."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
 
 
 def first_non_finite(tensors: Tensors) -> str | None:
-    """Return the name of the first entry that holds NaN or Inf, or None. Usually synchronizes with a GPU once."""
+    """Return the name of the first tensor that contains NaN or Inf, or None. Usually synchronizes with a GPU once."""
     # A finite sum has finite terms, and takes a quarter of the time. The sum of finite terms may overflow.
     flat = as_flat(tensors)
-    if flat is not None and bool(flat.flat.sum().isfinite()):
+    if flat is not None and math.isfinite(flat.flat.sum().item()):
         return None
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in tensors.items():

@@ -1,4 +1,4 @@
-"""A client's task in one round (`Task`), and its result (`Result`)."""
+"""The task that a client runs in one round (`Task`), and the result that it returns (`Result`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_lightning.core.state_dicts import State
 
 @dataclass(frozen=True)
 class Score:
-    """The metrics of a model on one set of samples, with the number of samples.
+    """The metrics of a model on one set of samples, such as a client's test split, and the number of samples.
 
     Args:
         n: Number of samples, or of episodes.
@@ -33,12 +33,12 @@ class Task:
         round: The round, from 1.
         client: The client's id.
         download: The message from the server.
-        memory: The client's state from its last round.
+        memory: The state that the client kept from its last round.
         lr_scale: Factor on the learning rates, from the round's schedule.
         fit: Train; False leaves the model as received.
         upload: Return an upload and the client's new state.
-        evaluate: Score the client's model on its own test split.
-        evaluate_globally: Score the client's model on the global test set.
+        evaluate: Evaluate the client's model on the client's own test split.
+        evaluate_globally: Evaluate the client's model on the global test set.
     """
 
     round: int
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a client's task: upload, new client state, losses and scores, or the failure.
+    """The result of a client's task: its upload, new client state, training losses and test metrics, or its error.
 
     Args:
         client: The client's id.
@@ -63,9 +63,9 @@ class Result:
             averages are on the training device, everything else is on the CPU.
         memory: The client's state for its next round.
         losses: Mean training loss per step: `loss`, `ce` and each term.
-        logged: Metrics that callbacks logged in its fit, by name.
-        local: Score on its own test split, if requested and not empty.
-        on_global: Score on the global test set, if requested.
+        logged: Metrics that callbacks logged in the client's fit, by name.
+        local: Metrics on the client's own test split, if requested and not empty.
+        on_global: Metrics on the global test set, if requested.
         failure: The error, if the task failed.
     """
 
@@ -81,12 +81,12 @@ class Result:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether Ctrl-C or SIGTERM caused an error that a client's task raised."""
+    """Return whether an exception in a client's task was caused by Ctrl-C or SIGTERM."""
     return isinstance(error, KeyboardInterrupt | SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt)
 
 
 def failed_result(task: Task, error: BaseException) -> Result:
-    """Return the `Result` with the failure of a client's task that raised an error, `SystemExit` included.
+    """Return the result of a client's task that raised an exception, with the exception as `failure`.
 
     Raises:
         BaseException: The error, if Ctrl-C or SIGTERM caused it, which ends the whole run.

@@ -1,4 +1,4 @@
-"""Create a folder for temporary files of libraries that is removed even if the process is killed."""
+"""A folder for libraries' temporary files that is removed even if the process is killed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from multiprocessing import util
 from subprocess import DEVNULL, PIPE, Popen
 
 LONGEST = 60
-"""Characters of the system's temporary folder. The path of a socket below it may have 107."""
+"""Maximum length of the path of the system's temporary folder. The path of a socket below it may have 107."""
 
 
 @contextmanager
 def temporary_files(of_programs: bool = False) -> Iterator[None]:
-    """Context in which `tempfile` uses a folder that is removed with this process, even if it is killed.
+    """Context in which `tempfile` uses a folder that is removed when this process ends, even if it is killed.
 
     W&B and `multiprocessing` make folders that they remove only when Python exits normally.
 
     Args:
-        of_programs: Do the same for programs that are started inside, by setting `TMPDIR`.
+        of_programs: Do the same for programs that are started within the context, by setting `TMPDIR`.
     """
     usual, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    with suppress(OSError):  # nowhere to write, or no shell: use the usual folder
+    with suppress(OSError):  # if no folder or no shell is available, use the usual folder
         tempfile.tempdir = _folder()
     if of_programs and tempfile.tempdir:
         os.environ["TMPDIR"] = tempfile.tempdir
@@ -40,7 +40,7 @@ def temporary_files(of_programs: bool = False) -> Iterator[None]:
 
 @cache
 def _folder() -> str:
-    """Create the folder, and start a shell that removes it when a pipe from this process closes."""
+    """Create a temporary folder, and start a shell that removes it when this process ends. Return the folder's path."""
     if len(tempfile.gettempdir()) > LONGEST:
         raise OSError(errno.ENAMETOOLONG, "paths of sockets there would be too long")
     folder = tempfile.mkdtemp(prefix="fl-")

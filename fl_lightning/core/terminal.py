@@ -1,4 +1,4 @@
-"""Prepare the process of a command: closed streams, limited encodings, a deleted working folder."""
+"""Prepare the process of a command for closed streams, limited encodings and a deleted working folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from io import TextIOWrapper
 
 
 def prepare_terminal() -> str | None:
-    """Prepare streams and environment variables for a command. Return the reason if the command cannot run."""
+    """Prepare standard streams and environment variables. Return the reason if no command can run, else None."""
     os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook may name another backend
     open_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -25,22 +25,22 @@ def prepare_terminal() -> str | None:
 
 
 def open_streams() -> None:
-    """Open /dev/null for closed standard streams. Otherwise the next file would get their number."""
+    """Open /dev/null in place of closed standard streams, so that no other file gets their file descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free file descriptor, which is `number`
             if name != "stdout":
                 setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
 def print_to_stderr(line: str) -> None:
-    """Print a line to stderr, if possible."""
+    """Print a line to stderr, and ignore the error if stderr is closed or full."""
     with suppress(OSError, ValueError):
         print(f"fl-lightning: {line}", file=sys.stderr, flush=True)
 
 
 def discard_stdout() -> None:
-    """Redirect a stdout that accepts no more output to /dev/null. Otherwise Python complains at exit."""
+    """Redirect stdout to /dev/null after its reader closed it, to prevent an error message of Python at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

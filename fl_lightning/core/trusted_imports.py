@@ -31,10 +31,10 @@ class Untrusted:
 
     Args:
         config: The config.
-        source: What to call it in messages.
-        fix: What the user can do where it is refused.
+        source: Name of the config in messages.
+        fix: What the user can do if the config is refused.
         folder: The only folder that it may write to, if any.
-        allowed: Returns the objects that it may name, by import path; none by default. Called when a name is looked up.
+        allowed: Returns the objects that the config may name, by import path; none by default. Called at each import.
 
     Attributes:
         refusal: The last refusal. jsonargparse may have raised another error instead.
@@ -48,7 +48,7 @@ class Untrusted:
     refusal: ConfigError | None = None
 
     def refuse(self, value: Any, key: str | None = None) -> ConfigError:
-        """Return the error for a value that the config may not contain."""
+        """Return the error to raise for a value that the config may not contain, and store it in `refusal`."""
         settings = flatten(self.config).items()
         key = key or next((name for name, held in settings if str(value) in str(held)), "config")
         what = f"{one_line(str(value))[:200]} is not allowed in a file that is not known to be yours"
@@ -60,14 +60,14 @@ _UNTRUSTED: ContextVar[Untrusted | None] = ContextVar("untrusted", default=None)
 
 
 def begin(config: Untrusted) -> None:
-    """Restrict what an untrusted config can import and write, from here on in the calling context."""
+    """Restrict what an untrusted config can import and write, until the caller's `contextvars` context ends."""
     _guard_jsonargparse()
     _UNTRUSTED.set(config)
 
 
 @contextmanager
 def untrusted(config: Untrusted) -> Iterator[None]:
-    """Context that restricts what an untrusted config can import and write."""
+    """Context in which an untrusted config can import only allowed objects and write only to its run folder."""
     before = _UNTRUSTED.get()
     begin(config)
     try:
@@ -82,13 +82,13 @@ def is_untrusted() -> bool:
 
 
 def refusal() -> ConfigError | None:
-    """Return the last error that a value of the untrusted config in use caused, or None."""
+    """Return the last error that `Untrusted.refuse` returned for the config in use, or None."""
     config = _UNTRUSTED.get()
     return config.refusal if config else None
 
 
 def find_object(path: str) -> Any:
-    """Import the object at an import path. All imports of objects that a config names go through here.
+    """Import and return the object at an import path that a config names, if the config may name the object.
 
     Raises:
         ConfigError: The config in use is untrusted and may not name the object.
@@ -107,7 +107,7 @@ def find_object(path: str) -> Any:
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Refuse to write outside the run folder if the config in use is untrusted.
+    """Raise an error if the config in use is untrusted and the path to write is outside the run folder.
 
     Args:
         key: The key of the config that names the path.
@@ -122,11 +122,11 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def require_trust(key: str, value: Any) -> None:
-    """Refuse a value, such as a server's address, if the config in use is untrusted.
+    """Raise an error if the config in use is untrusted and sets a value, such as a server's address.
 
     Args:
-        key: The key that has it.
-        value: The value; nothing is refused for None, False and empty text.
+        key: The config key of the value.
+        value: The value; None, False and empty text are always accepted.
 
     Raises:
         ConfigError: Names the key and the value.
@@ -137,7 +137,7 @@ def require_trust(key: str, value: Any) -> None:
 
 
 def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
-    """Return the public classes of a module that derive from one of these bases, by import path.
+    """Return the public classes of a module that derive from one of `bases`, by import path.
 
     Each class is listed under the module and under the module that defines it. Classes of other packages are left out.
     """
@@ -145,14 +145,14 @@ def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
     found: dict[str, type] = {}
     for name in getattr(home, "__all__", vars(home)):
         value = getattr(home, name)
-        is_class = inspect.isclass(value) and not isinstance(value, GenericAlias)  # a class in Python 3.10
+        is_class = inspect.isclass(value) and not isinstance(value, GenericAlias)  # counts as a class in Python 3.10
         if is_class and issubclass(value, bases) and value.__module__.startswith(root):
             found |= {f"{module}.{name}": value, f"{value.__module__}.{name}": value}
     return found
 
 
 def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
-    """Return a dict of functions or classes with two import paths each: of the module, and of its package."""
+    """Return functions or classes by import path, each under two paths: through its module and through its package."""
     found: dict[str, Any] = {}
     for value in values:
         package = value.__module__.rpartition(".")[0]
@@ -162,7 +162,7 @@ def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
 
 @cache
 def _guard_jsonargparse() -> None:
-    """Make jsonargparse import with `find_object`, and read no other files, while a config is untrusted."""
+    """Patch jsonargparse to import with `find_object`, and to read no other files, while a config is untrusted."""
     from jsonargparse import _util, typing  # half a second
 
     usual_import, usual_mode = _util.import_object, _util._get_config_read_mode
@@ -176,7 +176,7 @@ def _guard_jsonargparse() -> None:
 
     def read_mode() -> str:
         if _UNTRUSTED.get():
-            raise TypeError("an untrusted config names no other file of settings")  # then it is taken as text
+            raise TypeError("an untrusted config names no other file of settings")  # jsonargparse then uses the text
         return usual_mode()
 
     ours = {"import_object": import_object, "_get_config_read_mode": read_mode}

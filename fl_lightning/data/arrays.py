@@ -1,4 +1,4 @@
-"""Custom data in files of NumPy arrays."""
+"""Custom datasets in NumPy files: an `.npz` file, or a folder of `.npy` files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class and helpers of custom datasets: labels, client ids, texts and held-out test samples.
+"""Base class of custom datasets, and functions that read their labels, client ids and texts and choose test samples.
 
 The functions raise a `ConfigError` that names the option, the column and the row.
 """
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 KEY = "scenario.dataset"
 FEW = 20
-"""This many different integers are always taken for classes. Also the most columns that a message names."""
+"""Maximum number of different integers that always count as classes, and of columns that a message names."""
 
 
 def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
-    """Check that a file, or a folder, exists and return its path."""
+    """Check that a file (or, with `folder`, a folder) exists, and return its path."""
     try:
         if check_exists(Path(path), folder):
             return Path(path)
@@ -44,7 +44,7 @@ def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
 
 
 def find_column(name: str, columns: Sequence[str], key: str) -> str:
-    """Check that a column is among `columns` and return its name. The error suggests a similar name."""
+    """Check that a table has a column of this name, and return the name. The error suggests a similar name."""
     if name in columns:
         return name
     nearest = get_close_matches(name, columns, 1)
@@ -54,7 +54,7 @@ def find_column(name: str, columns: Sequence[str], key: str) -> str:
 
 
 def column_error(column: pd.Series, key: str, what: str, row: int | None = None) -> ConfigError:
-    """Return the `ConfigError` for an invalid table column, or for an invalid value at its position `row`.
+    """Return the `ConfigError` for an invalid column of a table or, given `row`, for the invalid value in this row.
 
     `key` is the option that names the column, and the message ends with `what`. The column's index holds the file, or
     the split, and the number of each row.
@@ -68,7 +68,7 @@ def column_error(column: pd.Series, key: str, what: str, row: int | None = None)
 
 
 def row_location(column: pd.Series, row: int) -> str:
-    """Return the row number and file of a position in a table column, as "row 7 of data.csv"."""
+    """Describe the `row`-th value of a table column by row number and file, as "row 7 of data.csv"."""
     file, number = column.index[row]
     return f"row {number} of {one_line(str(file))}"
 
@@ -77,9 +77,9 @@ def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remov
     """Raise a `ConfigError` if a table column has missing values."""
     missing = column.isna().to_numpy()
     if missing.any():
-        place = row_location(column, int(missing.argmax()))
+        location = row_location(column, int(missing.argmax()))
         rows = f"{missing.sum():,} of {len(column):,} rows"
-        raise column_error(column, key, f"has no value in {rows}, first in {place}. {fix}")
+        raise column_error(column, key, f"has no value in {rows}, first in {location}. {fix}")
 
 
 def refuse_nul(column: pd.Series, key: str) -> None:
@@ -90,7 +90,7 @@ def refuse_nul(column: pd.Series, key: str) -> None:
 
 
 def refuse_not_finite(column: pd.Series, key: str) -> None:
-    """Raise a `ConfigError` if a table column has numbers that are not finite in `float32`, the type of inputs."""
+    """Raise a `ConfigError` if a table column has numbers that are NaN, Inf or too large for `float32`."""
     finite = finite_in_float32(column)
     if not finite.all():
         fix = ", which is not finite in float32. Correct the number, or remove the row"
@@ -134,7 +134,7 @@ def _flags(column: pd.Series) -> np.ndarray:
 
 
 def _classes(column: pd.Series) -> tuple[Tensor, int]:
-    """Return the class index of each row of a label column, and the number of classes. Classes are sorted by value."""
+    """Return the class index of each row of a label column, with classes in sorted order, and the number of classes."""
     try:
         values, codes = np.unique(column.to_numpy(object), return_inverse=True)
     except TypeError as error:
@@ -165,7 +165,7 @@ def client_ids(column: pd.Series) -> np.ndarray:
 
 
 def token_ids(column: pd.Series, train: int, length: int, vocab_size: int) -> Tensor:
-    """Convert a column of texts to token ids. A text without a word, such as emoji, is one unknown token."""
+    """Convert a table column of texts to token ids. A text without words, such as an emoji, is one unknown token."""
     refuse_missing(column, "text")
     texts = column.to_numpy(object)
     for row, text in enumerate(texts):
@@ -177,10 +177,10 @@ def token_ids(column: pd.Series, train: int, length: int, vocab_size: int) -> Te
 
 
 def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.ndarray:
-    """Draw the held-out test samples at random: a share of each class, or of each client's samples.
+    """Draw test samples at random, stratified by class (and by client, if given); return a boolean mask `(n,)`.
 
-    Returns a boolean mask `(n,)`. The seed is fixed and not the run's, so that runs with different seeds are tested on
-    the same samples. Each client, if given, keeps at least one training sample.
+    The seed is fixed and not the run's, so that runs with different seeds are tested on the same samples. Each client,
+    if given, keeps at least one training sample.
     """
     strata = objective_of(y).strata(y).numpy()
     rng = np.random.default_rng(0)
@@ -198,13 +198,13 @@ def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.nd
 
 @dataclass
 class Samples:
-    """Labels, clients and test mask of a custom dataset's samples, before their inputs are read.
+    """The labels of all samples of a custom dataset, their clients, and which of them are test samples.
 
     Attributes:
-        source: The argument from which `_inputs` reads the inputs.
+        source: The argument for `_inputs`, which reads the inputs later.
         y: Labels of all samples.
         outputs: Number of the network's outputs.
-        client: The client of each sample; None if the data do not say.
+        client: The client of each sample; None if the data have no client ids.
         test: Boolean mask of the test samples; None to hold out a share.
     """
 
@@ -216,7 +216,7 @@ class Samples:
 
 
 class CustomDataset(Dataset):
-    """Base class of custom datasets, which hold out a share of the samples to test on if the data have no test set.
+    """Base class of custom datasets. If the data have no test set, a share of the samples is held out for testing.
 
     Args:
         test_share: Share to test on if the data have no test samples: of each class, or of each client's samples.
@@ -228,14 +228,14 @@ class CustomDataset(Dataset):
 
     @abstractmethod
     def _samples(self) -> Samples:
-        """Return the labels, clients and test mask of all samples, and the source of their inputs."""
+        """Read the labels, clients and test mask of all samples, but not yet their inputs."""
 
     @abstractmethod
     def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
-        """Read the samples' inputs in the given order; return them and more fields of `LoadedData`: `prepare` etc."""
+        """Read the samples' inputs in the given order; return the inputs and other fields of `LoadedData` by name."""
 
     def load(self) -> LoadedData:
-        """Read the labels, choose the test samples and read the inputs. The two splits share memory."""
+        """Read the data and split them into training and test samples, which are views of the same tensors."""
         samples = self._samples()
         y, client, test = samples.y, samples.client, samples.test
         if test is None:

@@ -1,4 +1,4 @@
-"""Base classes of datasets, and the tensors of a loaded dataset."""
+"""Base classes of datasets, and the class of a loaded dataset: its tensors, and how batches are prepared."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LoadedData:
         evaluate: Custom scoring of a shared module on the prepared batches of the global test set; None for the
             usual metrics.
         client_train: The client of each training sample, `(n,)` integers or text, for the partition `ByClient`; None
-            if the data do not say.
+            if the data have no client ids.
         client_test: The client of each test sample. Requires `client_train`.
         schema: The columns of a table and their encoding; None for other data.
     """
@@ -112,7 +112,7 @@ class Dataset(ABC):
 
 @contextmanager
 def naming_class(who: str) -> Iterator[None]:
-    """Context manager: convert unexpected exceptions of a class, possibly the user's, to a `ConfigError` naming it."""
+    """Context manager: convert unexpected exceptions of a dataset or partition class to a `ConfigError` naming it."""
     try:
         yield
     except FLError:
@@ -122,7 +122,7 @@ def naming_class(who: str) -> Iterator[None]:
 
 
 def check(data: LoadedData, objective: Objective | None = None) -> None:
-    """Check that loaded data are as `LoadedData` describes. Reads all labels, and all inputs that are not `uint8`.
+    """Check the shapes, dtypes and values of a loaded dataset. Reads all labels, and all inputs that are not `uint8`.
 
     Raises:
         ValueError: Describes the first problem.
@@ -195,7 +195,7 @@ def _check_inputs(name: str, x: Tensor) -> None:
 
 
 def count_outputs(*labels: Tensor) -> int:
-    """Return the number of network outputs for these labels: one per class, or one per label of a sample."""
+    """Return how many outputs a network needs for the labels: one per class, or one per label (column) of a sample."""
     y = labels[0]
     if y.is_floating_point() or y.ndim > 1:
         return 1 if y.ndim == 1 else y.shape[1]
@@ -203,7 +203,7 @@ def count_outputs(*labels: Tensor) -> int:
 
 
 class FileDataset(Dataset):
-    """Base class of public datasets, read from files as their authors publish them.
+    """Base class of public datasets, which are read from files in the layout of their authors.
 
     Args:
         data_dir: Folder that contains the dataset's file or folder.
@@ -223,7 +223,7 @@ class FileDataset(Dataset):
 
     @abstractmethod
     def _paths(self) -> Iterable[str]:
-        """Return the required files and folders as paths relative to `data_dir`; folder paths end in a slash."""
+        """Return the files and folders that the dataset needs, relative to `data_dir`; folders end in a slash."""
 
     def _fetch(self) -> None:
         """Download the missing files, if the dataset is `fetchable`."""
@@ -258,8 +258,8 @@ class FileDataset(Dataset):
 
     def _failed_download(self) -> str:
         require_trust("scenario.dataset.download", self.download)
-        places = {place for path in map(self._path, self._paths()) for place in (path, *path.parents)}
-        absent = sorted((place for place in places if not os.path.lexists(place)), reverse=True)  # innermost first
+        paths = {path for file in map(self._path, self._paths()) for path in (file, *file.parents)}
+        absent = sorted((path for path in paths if not os.path.lexists(path)), reverse=True)  # innermost first
         try:
             self._fetch()
         except ConfigError:

@@ -7,7 +7,7 @@ Few-shot Learning", NeurIPS 2017, whose equations are cited below. FedSKC uses i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from fl_lightning.data.images import CIFAR100, Augment
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.partitions import indices_by_class
 
-# The parts of Oreshkin et al. 2018 by CIFAR-100's fine labels, five of each superclass.
+# The splits of FC100 (Oreshkin et al. 2018) by CIFAR-100's fine labels, five of each superclass.
 CLASSES = {
     "train": """
         aquarium_fish flatfish ray shark trout orchid poppy rose sunflower tulip bottle bowl can cup plate apple
@@ -44,7 +44,7 @@ CLASSES = {
 
 
 def fc100_classes(part: str) -> list[int]:
-    """Return the CIFAR-100 fine labels in FC100's part `train` (60 labels), `val` (20) or `test` (20), ascending."""
+    """Return the CIFAR-100 fine labels of FC100's split `train` (60 labels), `val` (20) or `test` (20), ascending."""
     alphabet = sorted(" ".join(CLASSES.values()).split())
     return sorted(map(alphabet.index, CLASSES[part].split()))
 
@@ -73,7 +73,7 @@ class FewShot:
             check_number(f"scenario.dataset.few_shot.{name}", getattr(self, name), f"[{least}, inf)")
 
     def cut(self, x: Tensor, y: Tensor, index: Tensor, batch_size: int, seed: int, min_batch: int) -> EpisodeBatches:
-        """Return a client's training batches. Each is an episode; the batch size is ignored."""
+        """Return a client's training batches, each of which is one few-shot episode; the batch size is ignored."""
         return EpisodeBatches(x, y, index, self, seed)
 
     def evaluate(self, module: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
@@ -84,14 +84,14 @@ class FewShot:
 class FC100(CIFAR100):
     """FC100 (Oreshkin et al. 2018): CIFAR-100 for few-shot learning, 60 classes to train on and 20 others to test on.
 
-    Its parts have no superclass in common. All 600 images of a class are used. Labels count from 0 within each part,
-    so the model has 60 classes.
+    Its splits have no superclass in common. All 600 images of a class are used. Labels count from 0 within each
+    split, so the model has 60 classes.
 
     Args:
         data_dir: Folder that contains CIFAR-100's folder.
         download: Download missing files.
         augment: Random crop and flip of training batches: `none`, `per_sample` or `per_batch`.
-        evaluate_on: Part with the classes of the test episodes: `test`, or `val` to choose hyperparameters.
+        evaluate_on: Split with the classes of the test episodes: `test`, or `val` to choose hyperparameters.
         few_shot: Size and number of episodes.
     """
 
@@ -109,7 +109,7 @@ class FC100(CIFAR100):
         self.evaluate_on, self.few_shot = evaluate_on, few_shot
 
     def load(self) -> LoadedData:
-        """Read CIFAR-100. FC100's training classes become the training set, its classes to evaluate on the test set."""
+        """Read CIFAR-100, and select the classes of FC100's training split and of its split `evaluate_on`."""
         (x_train, y_train), (x_test, y_test) = self._read_both()
         x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
         train, test = (self._part(x, y, part) for part in ("train", self.evaluate_on))
@@ -124,7 +124,7 @@ class FC100(CIFAR100):
 
 
 class EpisodeBatches(Batches):
-    """Training batches that are episodes: support and query samples of a few of a client's classes.
+    """Training batches for few-shot learning: each is an episode of support and query samples from a few classes.
 
     A client with fewer classes than `ways` uses all of them. Classes with at most `shots` samples are left out.
 
@@ -150,9 +150,12 @@ class EpisodeBatches(Batches):
             )
 
     def indices(self) -> list[Tensor]:
-        """Draw the episodes of one pass over the client's samples, and return the sample indices of each."""
+        """Draw the episodes of one local epoch at random, and return the sample indices of each episode."""
         episodes = (np.concatenate(sample_episode(self.members, self.task, self.rng)) for _ in range(len(self)))
         return [self.index[torch.from_numpy(episode)].to(self.x.device) for episode in episodes]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((self.x[index], self.y[index]) for index in self.indices())
 
 
 def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Generator) -> list[np.ndarray]:
@@ -179,7 +182,7 @@ def prototype_logits(queries: Tensor, support: Tensor, labels: Tensor, ways: int
 
 
 def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
-    """Return accuracy and cross-entropy of prototypes on each test episode, `(episodes, 2)` in float64 on the CPU."""
+    """Return accuracy and cross-entropy of prototype classification on each test episode: `(episodes, 2)`, float64."""
     members = members_by_class(labels, task)
     rng = np.random.default_rng(0)  # not the run's seed: the episodes are the same for every model
     episodes = (sample_episode(members, task, rng) for _ in range(task.episodes))
@@ -187,7 +190,7 @@ def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
 
 
 def members_by_class(labels: Tensor, task: FewShot) -> list[np.ndarray]:
-    """Return the indices of each class's test samples. Raises a `ConfigError` if they are too few for an episode."""
+    """Return the sample indices of each class in the test set; raise a `ConfigError` if too few for an episode."""
     members = indices_by_class(labels.cpu().numpy())
     if len(members) < task.ways or min(map(len, members)) <= task.shots:
         raise ConfigError(
@@ -208,12 +211,12 @@ def _episode_score(features: Tensor, episode: list[np.ndarray], task: FewShot) -
 
 
 def mean_and_interval(values: Tensor) -> tuple[float, float]:
-    """Return the mean of values and the half-width of its 95 % interval, `1.96 · s / √n`, with their sample std `s`."""
+    """Return the mean of n values and the half-width of its 95 % confidence interval, `1.96 · std / √n`."""
     return float(values.mean()), float(1.96 * values.std() / math.sqrt(len(values)))
 
 
 def few_shot_score(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], task: FewShot) -> Score:
-    """Return an encoder's accuracy and loss on few-shot episodes of the test set. Its mode and device do not change."""
+    """Return an encoder's accuracy and loss on few-shot episodes of the test set; its mode and device do not change."""
     with torch.no_grad():
         features, labels = zip(*((encoder(x).float(), y) for x, y in batches), strict=True)
     accuracies, losses = episode_scores(torch.cat(features), torch.cat(labels), task).T

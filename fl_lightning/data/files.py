@@ -30,14 +30,14 @@ KINDS = {
 
 
 class BadFile(Exception):
-    """Error about a file that cannot be used. The message names the file and the reason."""
+    """Error: a data file is missing, damaged or of another type. The message names the file and the reason."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{one_line(str(path))}: {why}")
 
 
 def check_exists(path: Path, folder: bool = False) -> bool:
-    """Return whether a file, or a folder, exists; raise a `BadFile` if the path is something else, such as a pipe."""
+    """Return whether a file (or a folder) exists; raise a `BadFile` if the path is of another type, such as a pipe."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
@@ -53,21 +53,21 @@ def check_exists(path: Path, folder: bool = False) -> bool:
 
 @contextmanager
 def naming_file(path: Path, what: str) -> Iterator[None]:
-    """Context manager: convert exceptions to `BadFile` errors that name the file and its expected kind, `what`."""
+    """Context manager: convert exceptions to `BadFile` errors that name the file and its expected type, `what`."""
     try:
         yield
     except BadFile:
         raise
     except OSError as error:
-        place = Path(error.filename) if isinstance(error.filename, str) else path  # for example a file of a folder
-        raise BadFile(place, f"cannot be read: {error.strerror or one_line(error)}") from error
+        culprit = Path(error.filename) if isinstance(error.filename, str) else path  # for example a file of a folder
+        raise BadFile(culprit, f"cannot be read: {error.strerror or one_line(error)}") from error
     except Exception as error:  # a damaged file raises anything: BadZipFile, zlib.error, KeyError, MemoryError, ...
         raise BadFile(path, f"not a readable {what} ({one_line(error) or type(error).__name__})") from error
 
 
 @contextmanager
 def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """Context manager: open a regular file for reading. Exceptions become `BadFile` errors, as in `naming_file`."""
+    """Context manager: open a regular file for reading, and convert exceptions to `BadFile`, as `naming_file` does."""
     if not check_exists(path):
         raise BadFile(path, "no such file")
     with naming_file(path, what), path.open("rb") as file:
@@ -75,7 +75,7 @@ def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
 
 
 def read_published(path: Path, md5: str, what: str) -> bytes:
-    """Return the bytes of a file, after checking that its MD5 checksum is the published one."""
+    """Return the content of a file as bytes, after checking that its MD5 checksum is the published one, `md5`."""
     with open_file(path, what) as file:
         content = file.read()
     if (actual := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
@@ -84,17 +84,17 @@ def read_published(path: Path, md5: str, what: str) -> bytes:
 
 
 def read_idx(path: Path, rank: int) -> np.ndarray:
-    """Return the `uint8` array in an idx file (MNIST's format), which must have `rank` dimensions."""
+    """Return the `uint8` array in an idx file (MNIST's format), after checking that it has `rank` dimensions."""
     with open_file(path, "idx file") as file:
         start, dimensions = struct.unpack(">3sB", file.read(4))
         if start != b"\0\0\x08":  # unsigned bytes
-            raise ValueError("it does not begin as one of unsigned bytes does")
+            raise ValueError("it does not hold unsigned bytes")
         if dimensions != rank:
-            raise ValueError(f"its dimensions are {dimensions}, not {rank}")
+            raise ValueError(f"its number of dimensions is {dimensions}, not {rank}")
         shape = struct.unpack(f">{rank}I", file.read(4 * rank))
         size, expected = os.fstat(file.fileno()).st_size, file.tell() + math.prod(shape)
         if size != expected:
-            raise ValueError(f"its size is {size:,} bytes, by its header it is {expected:,}")
+            raise ValueError(f"its size is {size:,} bytes, but its header says {expected:,}")
         return np.fromfile(file, np.uint8).reshape(shape)
 
 
@@ -149,7 +149,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. A key that occurs twice in a mapping is refused."""
+    """Return the content of a JSON file. A mapping in which a key occurs twice is refused."""
     with open_file(path, "JSON file") as file:
         return json.load(file, object_pairs_hook=_without_duplicates)
 
@@ -158,12 +158,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):  # json would keep only the last of them
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return mapping
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder sorted by name, without hidden ones."""
+    """Return the paths of the files in a folder, sorted by name, without hidden files."""
     if not check_exists(folder, folder=True):
         raise BadFile(folder, "no such folder")
     with naming_file(folder, "folder"), os.scandir(folder) as entries:
@@ -171,7 +171,7 @@ def files_in(folder: Path) -> list[Path]:
         is_file = {Path(entry.path): entry.is_file(follow_symlinks=False) for entry in visible}
     for path in is_file:
         if not is_file[path] and not check_exists(path):  # slower: follows links
-            raise BadFile(path, "is a link to nothing")
+            raise BadFile(path, "is a broken link")
     if not is_file:
         raise BadFile(folder, "contains no files")
     return sorted(is_file)

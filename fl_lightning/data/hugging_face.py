@@ -126,7 +126,7 @@ class HuggingFace(CustomDataset):
     # --- Splits ---
 
     def _splits(self) -> dict[str, Any]:
-        """Load the dataset; return the training split, and the test split if there is one, by name."""
+        """Load the dataset, and return its training split and, if present, its test split, by name."""
         splits = self._load_saved() if os.path.lexists(self.path) else self._load_from_hub()
         options = (("train", self.train), ("test", self.test))
         if not isinstance(splits, dict):
@@ -201,7 +201,7 @@ class HuggingFace(CustomDataset):
         return None, self.text or _only_column("text", texts), label
 
     def _frame(self, splits: dict[str, Any], columns: list[str]) -> pd.DataFrame:
-        """Return the given columns of all splits as one data frame, indexed by split name and row number."""
+        """Return some columns of all splits as one data frame, indexed by split name and row number."""
         import pandas as pd
 
         frames = {}
@@ -227,7 +227,7 @@ class HuggingFace(CustomDataset):
         refuse_missing(column, "label")
         if isinstance(classes, _library().ClassLabel):
             y = torch.from_numpy(np.array(column, np.int64))
-            if (y < 0).any():  # how the Hub marks labels that are kept back
+            if (y < 0).any():  # how the Hub marks withheld labels
                 fix = "Name a split that has labels in scenario.dataset.test"
                 row = int((y < 0).int().argmax())
                 raise column_error(column, "label", f", which is not a class. {fix}", row)
@@ -239,7 +239,7 @@ class HuggingFace(CustomDataset):
 
 
 class _EncodedImages(Sequence[EncodedImage]):
-    """Sequence of the encoded images of the given splits, in the given order. Each image is read when accessed."""
+    """Sequence of the encoded images of some splits, in the order of sample indices. An image is read when accessed."""
 
     def __init__(self, splits: dict[str, Any], column: str, order: np.ndarray) -> None:
         image = _library().Image(decode=False)
@@ -285,7 +285,7 @@ def _holds_classes(feature: Any) -> bool:
 
 
 def _label_column(features: Any) -> str:
-    """Return the name of the label column: `label` or `labels`, or else the only column of classes."""
+    """Return the name of the default label column: `label`, `labels`, or else the only `ClassLabel` column."""
     for name in ("label", "labels"):
         if name in features:
             return name
@@ -296,7 +296,7 @@ def _label_column(features: Any) -> str:
 
 
 def _only_column(key: str, columns: list[str]) -> str:
-    """Return the default column for the option `key`: the one of the same name, or else the only one in `columns`."""
+    """Return the default column for an option: the column with the option's name, or else the only column."""
     if key in columns:
         return key
     if len(columns) > 1:

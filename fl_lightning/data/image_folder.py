@@ -1,4 +1,4 @@
-"""Custom images: a folder with one subfolder per class, and decoding of images to one size.
+"""Custom image datasets: a folder with one subfolder per class. Images are decoded to one size.
 
 Decoded images are held in memory, or in a cache file that is memory-mapped.
 """
@@ -55,14 +55,14 @@ CHUNK_BYTES = 1 << 24
 
 
 class EncodedImage(NamedTuple):
-    """An image that is not decoded yet: its name in messages (a path or a row), and its file or bytes."""
+    """An image before decoding: its name for error messages (a path or a row), and its file or bytes."""
 
     name: str
     source: Path | bytes
 
 
 class ImageShape(NamedTuple):
-    """Shape of a decoded image."""
+    """Shape `(channels, height, width)` of a decoded image."""
 
     channels: int
     height: int
@@ -91,7 +91,7 @@ class ImageOptions:
         self.channels, self.mean, self.std, self.augment = channels, mean, std, augment
 
     def shape(self, images: Sequence[EncodedImage]) -> ImageShape:
-        """Read the images' headers and return the shape that all of them are converted to."""
+        """Return the common shape to which all images are converted, from their headers and the options."""
         with ThreadPoolExecutor() as pool:
             shapes = [shape for chunk in chunks(images) for shape in pool.map(read_shape, chunk)]
         channels, first = self.channels or max(shape.channels for shape in shapes), shapes[0]
@@ -107,7 +107,7 @@ class ImageOptions:
         return ImageShape(channels, first.height, first.width)
 
     def read(self, images: Sequence[EncodedImage]) -> Tensor:
-        """Decode images into memory, `(n, channels, height, width)`, `uint8`."""
+        """Decode images into one tensor in memory, `(n, channels, height, width)`, `uint8`."""
         shape = self.shape(images)
         check_memory(len(images), shape)
         x = np.empty((len(images), *shape), np.uint8)
@@ -170,16 +170,16 @@ class ImageFolder(CustomDataset):
             if not train_folder.is_dir() or not subfolders(train_folder):
                 classes = self._classes(root)
                 return Samples(*labelled_files(root, classes), len(classes))
-            hint = f"or set it to {one_line(str(train_folder))}, of which a share is then held out"
+            hint = f"or set it to {one_line(str(train_folder))} to hold out a share of it"
             second = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
             if second is None:
                 raise ConfigError(f"{KEY}.path: {one_line(self.path)}: has a folder train but no test. Add it, {hint}")
-            place, classes = f"{KEY}.path: {one_line(str(second))}", self._classes(train_folder)
+            prefix, classes = f"{KEY}.path: {one_line(str(second))}", self._classes(train_folder)
             if unknown := sorted(set(subfolders(second)) - set(classes)):
-                raise ConfigError(f"{place}/{one_line(unknown[0])}: train has no class of that name")
+                raise ConfigError(f"{prefix}/{one_line(unknown[0])}: train has no class of that name")
             (train, y_train), (test, y_test) = (labelled_files(folder, classes) for folder in (train_folder, second))
             if not test:
-                raise ConfigError(f"{place}: has no class folders. Add one per class, {hint}")
+                raise ConfigError(f"{prefix}: has no class folders. Add one per class, {hint}")
             mask = np.arange(len(train) + len(test)) >= len(train)
             return Samples(train + test, torch.cat([y_train, y_test]), len(classes), test=mask)
 
@@ -203,7 +203,7 @@ class ImageFolder(CustomDataset):
         return classes
 
     def _map_cache(self, images: Sequence[EncodedImage]) -> Tensor:
-        """Memory-map the cache file of the decoded images. It is written first if it is missing or damaged."""
+        """Return the decoded images, memory-mapped from the cache file. A missing or damaged file is written first."""
         assert self.cache
         path = Path(self.cache) / f"pictures-{self._fingerprint(images)}.npy"  # the name in earlier versions
         check_writable(f"{KEY}.cache", path)
@@ -239,20 +239,20 @@ class ImageFolder(CustomDataset):
             raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
 
     def _fingerprint(self, images: Sequence[EncodedImage]) -> str:
-        """Return the cache's key: a digest of image options and of the files' names, sizes and modification times."""
+        """Return a digest of the options and of the image files' names, sizes and times, for the cache's file name."""
         files = [(str(path.relative_to(self.path)), path.stat()) for path in (Path(image.name) for image in images)]
         known = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
         return hashlib.sha256(json.dumps([known, self.options.size, self.options.channels]).encode()).hexdigest()[:16]
 
 
 def subfolders(folder: Path) -> list[str]:
-    """Return the names of a folder's subfolders in alphabetical order, without hidden ones."""
+    """Return the names of a folder's subfolders in alphabetical order, without hidden subfolders."""
     with naming_file(folder, "folder"), os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
-    """Return the files in the class subfolders of a folder, and the class of each file. A subfolder may be absent."""
+    """Return the image files in a folder's class subfolders, some of which may be absent, and each file's class."""
     present = set(subfolders(folder))
     files = [files_in(folder / name) if name in present else [] for name in classes]
     labels = [label for label, paths in enumerate(files) for _ in paths]
@@ -282,7 +282,7 @@ def _needs_rotation(image: Image.Image) -> bool:
 
 
 def read_shape(image: EncodedImage) -> ImageShape:
-    """Return an image's shape after rotation by its EXIF orientation, without decoding it."""
+    """Return the shape of an image after rotation by its EXIF orientation, without decoding the pixels."""
     with _open_image(image) as opened:
         swapped = _needs_rotation(opened) and opened.getexif()[ORIENTATION] >= 5
         width, height = opened.size[::-1] if swapped else opened.size
@@ -290,7 +290,7 @@ def read_shape(image: EncodedImage) -> ImageShape:
 
 
 def decode(image: EncodedImage, shape: ImageShape) -> np.ndarray:
-    """Decode an image to `(channels, height, width)`, `uint8`, resizing it if its size differs."""
+    """Decode an image to an array of the given shape `(channels, height, width)`, `uint8`, resized if necessary."""
     with _open_image(image) as opened:
         upright = ImageOps.exif_transpose(opened) if _needs_rotation(opened) else opened
         if upright.mode in ("P", "PA"):
@@ -303,19 +303,19 @@ def decode(image: EncodedImage, shape: ImageShape) -> np.ndarray:
 
 
 def decode_all(images: Sequence[EncodedImage], shape: ImageShape) -> Iterator[np.ndarray]:
-    """Decode images in several threads; yields `(channels, height, width)` for each, in order."""
+    """Decode images in several threads, and yield them in order as arrays `(channels, height, width)`."""
     with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
         for chunk in chunks(images):
             yield from pool.map(lambda image: decode(image, shape), chunk)
 
 
 def chunks(images: Sequence[EncodedImage]) -> Iterator[Sequence[EncodedImage]]:
-    """Yield the encoded images in chunks, so that the bytes of only one chunk are in memory."""
+    """Split encoded images into chunks of `CHUNK_IMAGES`, so that only one chunk's bytes are in memory at a time."""
     return (images[start : start + CHUNK_IMAGES] for start in range(0, len(images), CHUNK_IMAGES))
 
 
 def check_memory(n: int, shape: ImageShape) -> None:
-    """Raise a `ConfigError` if the decoded images do not fit into the machine's memory."""
+    """Raise a `ConfigError` if n decoded images of this shape do not fit into the machine's memory."""
     need, available = n * prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > available:
         raise ConfigError(
@@ -325,9 +325,10 @@ def check_memory(n: int, shape: ImageShape) -> None:
 
 
 def channel_statistics(x: Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation (1 if it is 0) of each channel of `uint8` images, scaled to [0, 1].
+    """Return each channel's mean and standard deviation, for `uint8` images scaled to [0, 1].
 
-    The sums are integers, so that the order of summation changes no bit of the result.
+    A standard deviation of 0 is replaced by 1. The sums are integers, so that the order of summation changes no bit of
+    the result.
     """
     total = torch.zeros(2, x.shape[1], dtype=torch.int64)
     for piece in x.split(max(1, CHUNK_BYTES // max(1, x[:1].nbytes))):

@@ -1,9 +1,10 @@
-"""Image datasets: `uint8` in memory, normalized and augmented batch by batch."""
+"""Public image datasets, held in memory as `uint8`. Batches are normalized and augmented when used."""
 
 from __future__ import annotations
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
@@ -44,18 +45,27 @@ class Digits(Dataset):
     """
 
     def load(self) -> LoadedData:
-        """Read the images from scikit-learn."""
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        x = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
-        y = torch.from_numpy(digits.target).long()
+        """Read the images from scikit-learn, and split them into a training and a test set."""
+        rows = read_digits()
+        x = torch.from_numpy(rows[:, :-1]).float().div(16).reshape(-1, 1, 8, 8)
+        y = torch.from_numpy(rows[:, -1]).long()
         test = torch.arange(len(y)) % 5 == 0
         return LoadedData(x[~test], y[~test], x[test], y[test], 10, Normalize())
 
 
+def read_digits() -> np.ndarray:
+    """Return scikit-learn's digits, `(1797, 65)`: in each row 64 pixels from 0 to 16, and the label.
+
+    Reads the file without importing scikit-learn, which takes a second.
+    """
+    package = find_spec("sklearn")
+    assert package
+    assert package.origin
+    return np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+
+
 class ImageDataset(FileDataset):
-    """Base class of image datasets that are read from files.
+    """Base class of public image datasets that are read from files.
 
     Args:
         data_dir: Folder that contains the dataset's file or folder.
@@ -87,7 +97,7 @@ class ImageDataset(FileDataset):
 
 
 class _TorchvisionDataset(ImageDataset):
-    """Base class of datasets that torchvision downloads. The files are read here, so that errors can name them."""
+    """Base class of datasets that torchvision downloads. This module reads the files, so that errors can name them."""
 
     source: Any
 
@@ -118,7 +128,7 @@ class _IdxDataset(_TorchvisionDataset):
 
 
 class _CifarDataset(_TorchvisionDataset):
-    """Base class of the CIFAR datasets. Files are unpickled only if their checksum is the published one."""
+    """Base class of the CIFAR datasets. Files are unpickled only if they have the published checksum."""
 
     labels: str
 
@@ -312,7 +322,7 @@ class TinyImageNet(ImageDataset):
 
 
 def decode(path: Path) -> Tensor:
-    """Read an image file of 64x64 pixels as a colour image `(3, 64, 64)`."""
+    """Read an image file of 64x64 pixels as a colour image tensor `(3, 64, 64)`, `uint8`."""
     with naming_file(path, "image"):
         image = decode_image(str(path), mode=ImageReadMode.RGB)
     if image.shape != (3, 64, 64):

@@ -57,7 +57,7 @@ class _LeafDataset(FileDataset):
         return np.array(y, dtype=np.int64)
 
     def _read(self, train: bool) -> tuple[tuple[list[Any], Tensor], np.ndarray]:
-        """Read the training or the test set: each user's inputs, all labels, and the user of each sample."""
+        """Read the training or test set: the inputs by user, and the label and user of every sample."""
         folder = self._path(f"{self.name}/data/{'train' if train else 'test'}")
         x: dict[str, Any] = {}
         y: list[np.ndarray] = []
@@ -81,13 +81,13 @@ class _LeafDataset(FileDataset):
 
 
 class _LeafArrays(_LeafDataset):
-    """Base class of LEAF datasets with images or characters as inputs, which need no vocabulary of words."""
+    """Base class of LEAF datasets that are read as arrays: images, or characters instead of words."""
 
     def __init__(self, data_dir: str = "data") -> None:
         super().__init__(data_dir)
 
     def load(self) -> LoadedData:
-        """Read the training and the test set, with the user of each sample as its client."""
+        """Read the training and the test set. Each LEAF user becomes one client."""
         ((x_train, y_train), own_train), ((x_test, y_test), own_test) = self._read_both()
         x = [torch.from_numpy(np.concatenate(parts)) for parts in (x_train, x_test)]
         clients = {"client_train": own_train, "client_test": own_test}
@@ -138,7 +138,7 @@ class Shakespeare(_LeafArrays):
 
 
 class Sent140(_LeafDataset, TextDataset):  # type: ignore[misc]  # the two `_read` return different types
-    """LEAF's Sent140: tweets by the users who wrote them, 2 classes (negative, positive).
+    """LEAF's Sent140: tweets with one client per author, 2 classes (negative, positive).
 
     Args:
         data_dir: LEAF's `data` folder, with `sent140/data/{train,test}/*.json`.
@@ -168,7 +168,7 @@ class Sent140(_LeafDataset, TextDataset):  # type: ignore[misc]  # the two `_rea
 
 
 def users_in(content: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """Yield the name and samples of each user in one of LEAF's JSON files, in the file's order.
+    """Yield the name and the samples of each user in the content of a LEAF JSON file, in the order of the file.
 
     Ignores users that are only in `user_data`: LEAF's scripts leave removed users there. Ignores `hierarchies`, the
     play of each role.
@@ -188,8 +188,8 @@ def users_in(content: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
 
 
 def encode_characters(text: str, first: int, other: int) -> np.ndarray:
-    """Return each character's position in `LETTERS`, counted from `first`, or `other` if it is not in `LETTERS`."""
-    places = np.full(128, other, dtype=np.int64)
-    places[[ord(letter) for letter in LETTERS]] = np.arange(first, first + len(LETTERS))
+    """Return an id for each character: its index in `LETTERS` plus `first`, or `other` for all other characters."""
+    ids = np.full(128, other, dtype=np.int64)
+    ids[[ord(letter) for letter in LETTERS]] = np.arange(first, first + len(LETTERS))
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    return places[np.minimum(codes, 127)]  # code 127 is not among them
+    return ids[np.minimum(codes, 127)]  # character 127 is not in LETTERS

@@ -1,9 +1,8 @@
-"""Batches cut by index from tensors in memory, and the LightningDataModule that feeds them to a client's fit."""
+"""Batches of samples from tensors in memory, and the LightningDataModule that serves a client's training batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -15,12 +14,9 @@ from fl_lightning.data.transforms import BatchTransform
 GATHERED = 1 << 20
 """Bytes of small batches that are gathered at a time, which is faster than one by one."""
 
-SPLIT = 32
-"""Batches whose indices are computed at a time."""
-
 
 class Batches:
-    """Batches of `(x, y)` at given indices, reshuffled on each pass if a seed is given.
+    """Batches `(x, y)` of selected samples, reshuffled on each pass over the data if a seed is given.
 
     Args:
         x: Inputs of the whole split.
@@ -52,23 +48,24 @@ class Batches:
 
     def indices(self) -> Iterable[Tensor]:
         """Yield the sample indices `(B,)` of each batch in one pass over the data, reshuffled if a seed is given."""
+        yield from self._order().split(self.batch_size) if self.length else ()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
+        for chosen in self._order().split(at_a_time * self.batch_size) if self.length else ():
+            x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
+            yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+
+    def _order(self) -> Tensor:
+        """Return the indices of all samples in the batches of one pass, on the device of the data."""
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
-        order = order.to(self.x.device)[: self.length * self.batch_size]  # one transfer per pass
-        for several in order.split(SPLIT * self.batch_size) if self.length else ():  # a fit may stop early
-            yield from several.split(self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        indices = iter(self.indices())
-        at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
-        while some := list(islice(indices, at_a_time)):
-            chosen, sizes = torch.cat(some), [len(index) for index in some]
-            yield from zip(self.x[chosen].split(sizes), self.y[chosen].split(sizes), strict=True)
+        return order.to(self.x.device)[: self.length * self.batch_size]
 
 
 class ReadyBatches:
-    """Batches that the function `ready` prepares for the network, one at a time and anew on each pass."""
+    """Iterable that applies the function `ready` to each batch `(x, y)` when the batch is requested."""
 
     def __init__(self, batches: Batches, ready: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self.batches, self.ready = batches, ready
@@ -78,7 +75,7 @@ class ReadyBatches:
 
 
 class ClientDataModule(L.LightningDataModule):
-    """LightningDataModule of one client's fit: its training batches, which `ready` prepares on the device."""
+    """LightningDataModule of one client's training batches. On the device, `ready` converts them to network inputs."""
 
     def __init__(self, batches: Batches, ready: BatchTransform) -> None:
         super().__init__()
@@ -89,6 +86,6 @@ class ClientDataModule(L.LightningDataModule):
         return self.batches
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Convert a batch's inputs to the network's input, after their transfer to the device."""
+        """Apply `ready` to the inputs of a batch that Lightning has moved to the device."""
         x, y = batch
         return self.ready(x), y

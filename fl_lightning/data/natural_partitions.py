@@ -1,4 +1,4 @@
-"""Natural partitions: the data, or a file of index lists, say which client has which samples."""
+"""Natural and predefined partitions: client ids in the data, or a file of index lists, assign samples to clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = ("train", "test")
 
 
 class ByClient(Partition):
-    """One client per writer, patient or site in the data.
+    """Split by the client ids in the data: one client per writer, patient or site.
 
     The dataset must have client ids (`LoadedData.client_train`, and `client_test` for own test samples). Client k is
     the k-th id in ascending order; text is sorted as text, so `"10"` comes before `"9"`.
@@ -39,7 +39,7 @@ class ByClient(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return the samples of every client in the data, or of `clients` clients drawn at random."""
+        """Return the sample indices of all clients in the data or, given `clients`, of that many drawn at random."""
         if data.client_train is None:
             raise ConfigError(
                 f"{self.error_prefix}: the dataset has no client ids (client_train). Use another partition"
@@ -58,13 +58,13 @@ class ByClient(Partition):
         return ClientSplits(parts, tests if tests and any(map(len, tests)) else None, ids.tolist())
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Group samples by client, and draw `clients` of the clients. `labels` holds the client of each sample."""
+        """Return the sample indices of `clients` clients drawn at random; `labels` is the client of each sample."""
         parts = [part for part in indices_by_class(labels) if len(part) >= self.min_samples]
         return [parts[k] for k in draw_clients(clients, len(parts), "the data", rng)]
 
 
 class PredefinedSplit(Partition):
-    """Index lists from a file, `.npz` or `.json`: a published split, or your own.
+    """Split by the index lists in an `.npz` or `.json` file: a published split, or your own.
 
     Client k is the k-th list. Indices count the dataset's training samples from 0. Each may be in one list at most, and
     samples in no list are unused. A client's optional test list counts the test samples from 0.
@@ -92,11 +92,11 @@ class PredefinedSplit(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return the file's index lists of all clients, or of `clients` clients drawn at random."""
+        """Return the file's index lists of all clients or, given `clients`, of that many drawn at random."""
         return self._draw(clients, rng)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return the file's training indices of `clients` clients drawn at random. `labels` are ignored."""
+        """Return the training indices of `clients` clients drawn at random from the file; `labels` is not used."""
         return self._draw(clients, rng).train
 
     def _draw(self, clients: int | None, rng: np.random.Generator) -> ClientSplits:
@@ -111,7 +111,10 @@ class PredefinedSplit(Partition):
 
 
 def draw_clients(clients: int, available: int, source: str, rng: np.random.Generator) -> np.ndarray:
-    """Draw `clients` of `available` clients at random; return their indices, ascending. Errors name the `source`."""
+    """Draw `clients` of `available` clients at random, and return their indices in ascending order.
+
+    Error messages name the `source` of the clients.
+    """
     if clients > available:
         what = f"{clients}, but {one_line(source)} has {available} clients"
         raise ConfigError(f"scenario.clients: {what}. Leave it out (null) to use all")
@@ -119,7 +122,7 @@ def draw_clients(clients: int, available: int, source: str, rng: np.random.Gener
 
 
 def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
-    """Return each client's ascending sample indices, in the order of `ids`. `owners` is the client of each sample."""
+    """Return the ascending sample indices of each client in `ids`, given the client of each sample (`owners`)."""
     order = np.argsort(owners, kind="stable")
     first, last = (np.searchsorted(owners, ids, side, sorter=order) for side in ("left", "right"))
     return [order[i:j] for i, j in zip(first, last, strict=True)]
@@ -129,7 +132,7 @@ def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
 
 
 def read_index_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
-    """Read each client's `train` and `test` indices from a file, by client name, in its order. `test` may be empty."""
+    """Read each client's `train` and `test` indices, by client name in the file's order; `test` may be empty."""
     with naming_file(path, "file of indices"):
         content = _read_arrays(path) if path.suffix == ".npz" else _read_mapping(path)
         lists = {name: _indices(name, value) for name, value in content.items()}

@@ -1,4 +1,4 @@
-"""Partitions: rules that split a dataset among clients. Each maps labels to one index array per client."""
+"""Partitions: rules that split a dataset among clients. Each maps labels to one array of sample indices per client."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Partition(ABC):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Split a dataset among clients. Override this if a split needs more than labels, otherwise override `split`.
+        """Split a dataset among clients, by default with `split`. Override this method if labels are not enough.
 
         Args:
             data: The dataset.
@@ -88,7 +88,7 @@ class Partition(ABC):
 
 
 class IID(Partition):
-    """Random split into parts of equal size (up to one sample)."""
+    """Random split, regardless of class. The sizes of clients differ by at most one sample."""
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Shuffle the samples and cut them into equal parts, one per client. Every sample is used."""
@@ -102,8 +102,8 @@ class Dirichlet(Partition):
 
     - `class` (Yurochkin et al. 2019; FedDW, cwFedAvg, UA-PDFL, FedSiam-DA): each class is split among the clients in
       drawn proportions, so that client sizes differ too. The draw is repeated until every client has `min_samples`.
-      After 1,000 draws, or one that leaves more than 100 clients short, the last draw is corrected: the largest
-      clients give samples to those that are short, in proportion to their own classes.
+      After 1,000 draws, or one that leaves more than 100 clients with too few samples, the last draw is corrected: the
+      largest clients give samples to clients with too few, in proportion to their own classes.
     - `balanced` (Hsu et al. 2019): all clients have equally many samples; each client draws its class proportions.
     - `groups` (FedSKC's published code): the samples are split among groups of ten clients, within a group as in
       `class`, and the result is cut again into equal sizes.
@@ -128,7 +128,7 @@ class Dirichlet(Partition):
         self.alpha, self.min_samples, self.form = alpha, min_samples, form
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Split samples by proportions drawn from Dirichlet(alpha), in the form `form`. Every sample is used."""
+        """Split samples among clients with class proportions drawn from Dirichlet(alpha). Every sample is used."""
         if clients * self.min_samples > len(labels):
             raise self._error(clients, f"{len(labels)} samples are too few")
         forms = {"class": self._by_class, "balanced": self._balanced, "groups": self._in_groups}
@@ -163,7 +163,7 @@ class Dirichlet(Partition):
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw a group's sample counts by class and client, `(C, members)`, with at least half an equal share each."""
+        """Draw sample counts for a group of clients, `(C, members)`; each client gets at least half an equal share."""
         sizes = np.unique(labels, return_counts=True)[1]
         share = len(labels) / members
         for _ in range(self.max_draws):
@@ -200,7 +200,7 @@ class Shards(Partition):
         self.per_client = per_client
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Sort samples by class, cut them into shards and assign these to clients at random. Every sample is used."""
+        """Sort samples by class, cut them into shards and assign shards to clients at random. Every sample is used."""
         count = clients * self.per_client
         if count > len(labels):
             raise ConfigError(
@@ -213,7 +213,7 @@ class Shards(Partition):
 
 
 class QuantitySkew(Partition):
-    """Quantity skew: client sizes drawn from Dirichlet(alpha), with equal class proportions.
+    """Quantity skew: client sizes drawn from Dirichlet(alpha), samples drawn regardless of class.
 
     See Li et al. 2022 (NIID-Bench). Draws are repeated and corrected for `min_samples` as in `Dirichlet`.
 
@@ -229,7 +229,7 @@ class QuantitySkew(Partition):
         self.sizes = Dirichlet(alpha, min_samples)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Split the samples by client sizes drawn from Dirichlet(alpha), regardless of class. Every sample is used."""
+        """Draw client sizes from Dirichlet(alpha), and split samples at random by these sizes. Every sample is used."""
         return self.sizes.split(np.zeros_like(labels), clients, rng)
 
 
@@ -307,7 +307,9 @@ class Pathological(_FewClasses):
 
 
 def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str = "sample") -> None:
-    """Check the sample indices per client that a partition returned. Error messages call a sample `what`.
+    """Check that a partition returned valid sample indices for every client, and no index twice.
+
+    Error messages call a sample `what`.
 
     Raises:
         ValueError: A part is missing, or an index is invalid or in two parts.
@@ -327,7 +329,7 @@ def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str =
 
 
 def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """Return one array of sample indices per class that occurs. Classes and indices are in ascending order."""
+    """Return the ascending sample indices of each class that occurs in `labels`, with classes in ascending order."""
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]
     ends = [*(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(order)]
@@ -335,10 +337,10 @@ def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
 
 
 def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Assign samples to clients at random, with given counts by class, and return each client's ascending indices.
+    """Assign samples to clients at random, given the counts by client and class; return each client's sample indices.
 
-    `counts` `(clients, C)` is the number of samples by client and class that occurs. Samples of a class beyond its sum
-    are unused.
+    `counts` has the shape `(clients, C)`, with one column per class that occurs. Samples of a class beyond the sum of
+    its column are unused. The returned indices are ascending.
     """
     clients = len(counts)
     owner = np.full(len(labels), clients)
@@ -348,17 +350,17 @@ def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Genera
 
 
 def split_classes(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return sample counts by class and client, `(C, clients)`: the class `sizes` split in proportion to `shares`."""
+    """Split each class among clients in proportion to `shares`; return the sample counts, `(C, clients)`."""
     cuts = (np.cumsum(shares, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
     return np.diff(cuts, axis=1, prepend=0, append=sizes[:, None])
 
 
 def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
-    """Return sample counts after moving samples from the largest clients to those with fewer than `least`.
+    """Move samples from the largest clients to clients with fewer than `least`; return the new counts `(clients, C)`.
 
     The largest clients are lowered to a common level, each in proportion to its classes, by largest remainder. The
-    short clients take the samples class by class, in the order of the class that they have most of. Counts are
-    `(clients, C)`, and the sums of each class are unchanged.
+    clients with too few samples take these samples class by class, in the order of their most frequent class. The
+    total of each class does not change.
     """
     sizes = counts.sum(axis=1)
     missing = np.maximum(least - sizes, 0)
@@ -372,7 +374,7 @@ def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
 
 
 def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
-    """Return each size's excess over a common level, chosen so that the excesses sum to `total`, `(n,)` integers."""
+    """Return the amounts by which to lower the largest sizes to a common level; the amounts add up to `total`."""
     low, high = 0, int(sizes.max())  # the excess is at least `total` at low, less at high
     while high - low > 1:
         level = (low + high) // 2
@@ -384,14 +386,14 @@ def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
 
 
 def proportional_counts(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Split each of `totals` in proportion to its row of `counts`, by largest remainder; return integers `(n, C)`."""
+    """Split each of n totals into integers in proportion to its row of `counts`, by largest remainder: `(n, C)`."""
     quota, rest = np.divmod(totals[:, None] * counts, np.maximum(counts.sum(axis=1, keepdims=True), 1))
     rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1, kind="stable")
     return quota + (rank < (totals - quota.sum(axis=1))[:, None])
 
 
 def draw_classes(shares: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the classes of `size` samples with probabilities `shares`; return the count of each class, at most `left`.
+    """Draw `size` samples with class probabilities `shares`, at most `left` of each class; return the class counts.
 
     If a class is used up, the draw continues with the others.
     """
@@ -405,5 +407,5 @@ def draw_classes(shares: np.ndarray, left: np.ndarray, size: int, rng: np.random
 
 
 def equal_sizes(total: int, parts: int) -> np.ndarray:
-    """Return the sizes of `parts` almost equal parts of `total`. They differ by at most one, the larger first."""
+    """Split `total` into `parts` integers that differ by at most one, the larger integers first."""
     return np.arange(total + parts - 1, total - 1, -1) // parts

@@ -1,4 +1,4 @@
-"""The scenario of an experiment: which client has which samples."""
+"""The scenario of an experiment: the dataset, and which client trains and is tested on which samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HASHED = 1 << 24
 """Bytes of a tensor that are hashed at a time, which bounds the memory for copies."""
 
 TEST_SHARE = 0.25
-"""Default share of a client's samples that it is tested on."""
+"""Default share of a client's samples that are held out for testing."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Shard:
 
 
 class PackedShards(Sequence[Shard]):
-    """Sample indices of all clients in one tensor each for `train` and `test`. A client's `Shard` is a view of them."""
+    """The shards of all clients, stored in two tensors of sample indices: training and test. Each `Shard` is a view."""
 
     def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
         self._parts = {
@@ -52,11 +52,11 @@ class PackedShards(Sequence[Shard]):
 
     @classmethod
     def from_shards(cls, shards: Sequence[Shard]) -> PackedShards:
-        """Pack a sequence of one `Shard` per client. A `PackedShards` is returned unchanged."""
+        """Convert a sequence of one `Shard` per client to a `PackedShards`; a `PackedShards` is returned unchanged."""
         return shards if isinstance(shards, cls) else cls([one.train for one in shards], [one.test for one in shards])
 
     def concatenate(self, part: str) -> tuple[Tensor, Tensor]:
-        """Return all clients' `train` or `test` indices, concatenated, and how many each client has, `(K,)`."""
+        """Return the concatenated `train` or `test` indices of all clients, and their number per client, `(K,)`."""
         indices, starts = self._parts[part]
         return indices, torch.tensor(starts).diff()
 
@@ -79,7 +79,7 @@ class PackedShards(Sequence[Shard]):
 
 @dataclass
 class FederatedData:
-    """A loaded dataset and each client's part of it.
+    """A loaded dataset, and the training and test samples of each client.
 
     Args:
         data: The whole dataset; its test split is the global test set. If clients are tested on parts of the test set,
@@ -95,7 +95,7 @@ class FederatedData:
     objective: Objective = field(default_factory=Classification)
 
     def class_counts(self, part: str = "train") -> np.ndarray:
-        """Return the `train` or `test` sample counts by client and class, `(clients, C)`; `C` is 1 without classes."""
+        """Count the `train` or `test` samples by client and class: `(clients, C)`; `C` is 1 without classes."""
         classes = self.objective.stratum_count(self.data.num_classes)
         y = self.objective.strata(self.data.y_train)
         held, sizes = self.concatenate(part)
@@ -103,11 +103,11 @@ class FederatedData:
         return torch.bincount(cell, minlength=len(sizes) * classes).reshape(len(sizes), classes).numpy()
 
     def concatenate(self, part: str = "train") -> tuple[Tensor, Tensor]:
-        """Return all clients' `train` or `test` indices, concatenated, and how many each client has, `(K,)`."""
+        """Return the concatenated `train` or `test` indices of all clients, and their number per client, `(K,)`."""
         return PackedShards.from_shards(self.shards).concatenate(part)
 
     def digest(self) -> dict[str, str]:
-        """Return SHA-256 digests of all data that clients and server use, to compare two runs.
+        """Return SHA-256 digests of the dataset and of the partition, to compare the data of two runs.
 
         Returns:
             `sha256:...` of `x_train`, `y_train` (with the number of classes), `x_test`, `y_test` and `partition`
@@ -128,7 +128,7 @@ class FederatedData:
 
 
 def sha256(tensors: Iterable[Tensor]) -> str:
-    """Return one SHA-256 digest of several tensors, over their dtypes, shapes and values in row-major order."""
+    """Return one SHA-256 digest of several tensors, computed from dtypes, shapes and values in row-major order."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -143,7 +143,7 @@ def sha256(tensors: Iterable[Tensor]) -> str:
 
 @dataclass
 class Scenario:
-    """Dataset, partition and local test split. They depend on the seed only, not on the method.
+    """Dataset, partition and local test split of an experiment. They depend on the seed, not on the algorithm.
 
     Args:
         dataset: The dataset.
@@ -153,7 +153,7 @@ class Scenario:
         local_test: Each client's own test set. A number in [0, 1) holds out that share of the client's samples,
             stratified by class (0.25 in cwFedAvg, 0.2 in UA-PDFL's code). `official` takes samples of the official
             test set: of each class, the share that the client has of the class's training samples. By default the
-            client's own test samples if the partition knows them, else 0.25.
+            client's own test samples if the partition provides them, else 0.25.
         long_tail: Imbalance ρ of Cao et al. 2019, at least 1. Classes are subsampled to a long tail before the
             partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100). By default they are not.
         train_samples: Number of training samples to use, or a share of them in (0, 1), rounded up. They are drawn by
@@ -200,7 +200,7 @@ class Scenario:
         objective = self.objective or self.dataset.objective or objective_of(data.y_train)
         if not objective.classes:
             self._refuse_classless(objective)
-        # Random streams apart from the partition's: the same samples for every partition.
+        # These random streams differ from the partition's, so that every partition splits the same samples.
         if self.train_samples is not None:
             data = subsample(data, self.train_samples, generator(seed, Stream.PARTITION, 1), objective)
         if self.long_tail is not None:
@@ -258,7 +258,7 @@ def _is_number(value: object) -> bool:
 def subsample(
     data: LoadedData, n: int | float, rng: np.random.Generator, objective: Objective = Classification()
 ) -> LoadedData:
-    """Return the dataset with fewer training samples, `n` or a share `n` of them, drawn stratified by class."""
+    """Return a dataset with only `n` training samples or, if `n` is a float, this share, stratified by class."""
     labels = objective.strata(data.y_train).numpy()
     if isinstance(n, float):
         n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point
@@ -269,7 +269,7 @@ def subsample(
 
 
 def select_training_samples(data: LoadedData, kept: np.ndarray) -> LoadedData:
-    """Return the dataset with only the training samples at these indices."""
+    """Return a dataset with only the training samples at the indices `kept`; the test set stays unchanged."""
     owners = None if data.client_train is None else data.client_train[kept]
     index = torch.from_numpy(kept)
     return replace(data, x_train=data.x_train[index], y_train=data.y_train[index], client_train=owners)
@@ -288,7 +288,7 @@ def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
 
 
 def make_long_tailed(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedData:
-    """Return the dataset with its training set subsampled at random to a long tail. The test set stays whole."""
+    """Return a dataset with the training set subsampled at random to a long tail; the test set is unchanged."""
     labels = data.y_train.numpy()
     held = np.bincount(labels, minlength=data.num_classes)
     sizes = np.minimum(long_tail_sizes(held.max(), data.num_classes, rho), held)
@@ -303,7 +303,7 @@ def make_long_tailed(data: LoadedData, rho: float, rng: np.random.Generator) -> 
 def split_official_test(
     data: LoadedData, parts: list[np.ndarray], rng: np.random.Generator, objective: Objective = Classification()
 ) -> list[np.ndarray]:
-    """Split the official test set among clients, class by class in the proportions of their training samples.
+    """Split each class of the official test set among clients, in proportion to their training samples of the class.
 
     Returns each client's test samples as ascending indices into the test set.
     """
@@ -316,7 +316,7 @@ def split_official_test(
 
 
 def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective = Classification()) -> FederatedData:
-    """Return federated data in which clients train on all their samples and are tested on parts of the test set.
+    """Return federated data in which clients are tested on samples of the test set, not on held-out training samples.
 
     `x_train` and `y_train` of the result hold the training samples followed by the test samples.
     """
@@ -328,9 +328,9 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw `round(share · n)` of n samples, stratified by class (largest remainders); return a boolean mask `(n,)`.
+    """Draw a share of n samples, stratified by class (largest remainders), and return a boolean mask of them, `(n,)`.
 
-    At least one sample is left to train on.
+    The number of samples is `round(share · n)`, but at least one is left to train on.
     """
     chosen = np.zeros(len(labels), dtype=bool)
     total = min(round(share * len(labels)), len(labels) - 1)
@@ -343,7 +343,7 @@ def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator
 
 
 def apportion(total: int, weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Split the integer `total` into integers in proportion to integer weights, by largest remainder.
+    """Split `total` into integers in proportion to integer weights, by largest remainder with random ties.
 
     All are zero if all weights are. Ties are broken at random: a fixed order would always favour the first.
     """

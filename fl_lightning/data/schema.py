@@ -1,4 +1,4 @@
-"""Schema of a table: the columns that a network was trained on, and their encoding."""
+"""Schema of a table: the feature columns that a network was trained on, and the encoding as network inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_LIST = 8
 
 @dataclass(frozen=True)
 class Column:
-    """Description of a table's feature column: its name, dtype, and categories or scale.
+    """Description of one feature column of a table: name, dtype, and the categories or the scale.
 
     Args:
         name: The column's name.
@@ -38,7 +38,7 @@ class Column:
     scale: float = 1.0
 
     def values(self, column: pd.Series) -> np.ndarray:
-        """Return a table column's values as numbers before encoding: a category is its index, or -1 if it is unknown.
+        """Return the values of a table column as unencoded numbers: a category as its index, an unknown category as -1.
 
         Raises:
             ConfigError: Values are missing, or are not finite numbers where the schema has numbers.
@@ -60,7 +60,7 @@ class Column:
         return pd.Index(self.categories, dtype=object).get_indexer(values).astype(np.float64)
 
     def encode(self, values: Tensor, one_hot: bool) -> Tensor:
-        """Encode numbers from `values`, `(n, 1)`, as network inputs: `(n, 1)`, or `(n, categories)` if one-hot."""
+        """Encode the numbers that `values` returns as network inputs: `(n, 1)`, or `(n, categories)` if one-hot."""
         if self.categories is not None and one_hot:
             # `type_as`, since a trace keeps the device that is given to `arange`.
             return (values == torch.arange(len(self.categories)).type_as(values)).float()
@@ -71,7 +71,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """Columns and encoding of a table, to convert its rows to a network's inputs and the outputs to labels.
+    """The columns of a table and their encoding, to convert rows to network inputs and network outputs to labels.
 
     A run on a `Table` writes it to `schema.json`. ONNX and TorchScript exports contain it, and apply `encode`.
 
@@ -99,7 +99,7 @@ class TableSchema:
     client: str | None = None
 
     def rows(self, frame: pd.DataFrame) -> Tensor:
-        """Return a table's rows as numbers before encoding, `(n, columns)` in `float64`; a category is its index.
+        """Return the rows of a table as unencoded numbers, `(n, columns)` in `float64`: a category as its index.
 
         Args:
             frame: A table that has the schema's columns, in any order. Other columns are ignored.
@@ -118,7 +118,7 @@ class TableSchema:
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 
     def examples(self, n: int) -> Tensor:
-        """Return n artificial rows for `encode`: numbers around their means, all categories, and an unknown one."""
+        """Return n artificial rows for `encode`: numbers near the means, and categories, including an unknown one."""
         rows = [
             [
                 i % (len(column.categories) + 1) - 1 if column.categories else column.mean + (i - n // 2) * column.scale
@@ -139,12 +139,12 @@ class TableSchema:
         return ", ".join(names[:LONGEST_LIST]) + (f" and {more} more" if more > 0 else "")
 
     def to_json(self) -> str:
-        """Return the schema as JSON for `from_json`."""
+        """Return the schema as JSON text, which `from_json` reads."""
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TableSchema:
-        """Return the schema in a JSON text from `to_json`.
+        """Return the schema that a JSON text written by `to_json` describes.
 
         Raises:
             ConfigError: The text is not the JSON of a schema.
@@ -163,5 +163,5 @@ def finite_in_float32(column: pd.Series) -> np.ndarray:
 
 
 def is_numeric(column: pd.Series) -> bool:
-    """Return whether a column holds numbers or booleans."""
+    """Return whether a table column has a dtype of numbers or booleans."""
     return column.dtype.kind in "iufb"

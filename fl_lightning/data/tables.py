@@ -1,4 +1,4 @@
-"""Custom tables and texts in CSV or Parquet files."""
+"""Custom datasets in CSV or Parquet files: tables of features, and texts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ class _FileTable(CustomDataset):
         self.regression, self.client, self.split = regression, client, split
 
     def _samples(self) -> Samples:
-        """Read the table files; return labels, clients and test mask. Rows are indexed by file and row number."""
+        """Read the table files, and return the labels, clients and test mask of all rows.
+
+        The data frame is indexed by file and row number, for error messages.
+        """
         import pandas as pd
 
         frame, test = read_table("path", self.path, self.separator), None
@@ -199,7 +202,7 @@ class Table(_FileTable):
         return features
 
     def _describe(self, column: pd.Series, train: int) -> Column:
-        """Return the description of a feature column: its categories or scale, from the first `train` rows."""
+        """Return the description of a feature column, with categories or scale computed from the first `train` rows."""
         refuse_missing(column, "features", "Fill it in, remove the row, or leave the column out of the features")
         described = Column(str(column.name), str(column.dtype))
         if column.name not in self.categorical and is_numeric(column):
@@ -278,7 +281,7 @@ class TextTable(_FileTable):
 
 
 def check_categories(column: pd.Series) -> None:
-    """Raise a `ConfigError` if a column is not categorical: dates, lists, mixed numbers and text, or huge integers."""
+    """Raise a `ConfigError` if a column has values that cannot be categories, such as dates or huge integers."""
     import pandas as pd
 
     values = pd.Series(column.to_numpy(object))
@@ -302,7 +305,7 @@ def check_categories(column: pd.Series) -> None:
 
 
 def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
-    """Return the rows of a CSV or Parquet file as a data frame, with row numbers from 1 as the index."""
+    """Read a CSV or Parquet file as a data frame, with row numbers from 1 as the index."""
     import pandas as pd
 
     if parquet := path.endswith((".parquet", ".pq")):
@@ -333,7 +336,7 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
 
 
 def _header(file: BinaryIO, separator: str, parquet: bool) -> list[str]:
-    """Return the column names as they are in the file. `read_csv` would rename a second `a` to `a.1`."""
+    """Return the column names in a table file unchanged, while `read_csv` would rename a second `a` to `a.1`."""
     import pandas as pd
 
     if parquet:

@@ -1,4 +1,4 @@
-"""Text datasets: token ids of fixed length, with a vocabulary of the training texts."""
+"""Public text datasets, as token ids of fixed length with a vocabulary of the training texts' words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def split_words(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """Token ids of the most frequent words, numbered from 2 in descending order of frequency.
+    """Vocabulary of the most frequent words, with token ids from 2 in descending order of frequency.
 
     Args:
         texts: Texts to count words in.
@@ -54,7 +54,7 @@ class Vocabulary:
         self.ids = {word: rank for rank, word in enumerate(ranked[: size - 2], start=2)}
 
     def encode(self, texts: Iterable[str], length: int) -> Tensor:
-        """Return the ids of the first `length` words of each text, padded: `(n, length)`, `int64`."""
+        """Return the token ids of the first `length` words of each text, padded with 0: `(n, length)`, `int64`."""
         rows = [[self.ids.get(word, UNKNOWN) for word in split_words(text)[:length]] for text in texts]
         ids = np.full((len(rows), length), PADDING, dtype=np.int64)
         for i, row in enumerate(rows):
@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 def check_lengths(length: int, vocab_size: int) -> None:
-    """Check the options `length` and `vocab_size`. A vocabulary has padding, unknown and at least one word."""
+    """Check that `length` is at least 1, and `vocab_size` at least 3: padding, unknown words and one word."""
     check_number("scenario.dataset.length", length, "[1, inf)")
     check_number("scenario.dataset.vocab_size", vocab_size, "[3, inf)")
 
@@ -76,7 +76,7 @@ def encode_texts(texts: Sequence[str], train: int, length: int, vocab_size: int)
 
 
 class TextDataset(FileDataset):
-    """Base class of text datasets that are read from files.
+    """Base class of public text datasets that are read from files.
 
     Args:
         data_dir: Folder that contains the dataset's file or folder.

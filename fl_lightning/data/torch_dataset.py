@@ -1,4 +1,4 @@
-"""Any map-style PyTorch dataset, read once into memory."""
+"""Dataset class that reads any map-style PyTorch dataset once into memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TorchDataset(Dataset):
     Args:
         train: The training set: in a config its class path and arguments, in Python the dataset or a function that
             makes it.
-        test: The test set, likewise.
+        test: The test set, in the same form.
     """
 
     def __init__(self, train: Callable[[], MapStyle] | MapStyle, test: Callable[[], MapStyle] | MapStyle) -> None:
@@ -47,7 +47,7 @@ class TorchDataset(Dataset):
 
 
 def suggest_torch_dataset(path: str) -> str | None:
-    """Return the text that suggests `TorchDataset` for a PyTorch dataset class; None for any other class."""
+    """Return the hint to use `TorchDataset` for a PyTorch dataset class, for error messages; None for other classes."""
     cls = find_object(path)
     if not inspect.isclass(cls) or not issubclass(cls, MapStyle):
         return None
@@ -57,7 +57,7 @@ def suggest_torch_dataset(path: str) -> str | None:
 
 
 def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
-    """Read all items of a PyTorch dataset, and return their inputs and their labels as two tensors."""
+    """Read all items of a PyTorch dataset, and return all inputs and all labels as two tensors."""
     with isolate_rng(), naming_class(f"{KEY}.{key}"):
         torch.manual_seed(0)
         np.random.seed(0)
@@ -81,7 +81,7 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
 
 
 def as_tensor(who: str, what: str, value: Any) -> Tensor:
-    """Convert an image, an array or a number to a tensor of a dtype that `LoadedData` accepts."""
+    """Convert an input or label (an image, array or number) to a tensor of a dtype that `LoadedData` accepts."""
     if isinstance(value, Image.Image):
         pixels = torch.from_numpy(np.array(value if value.mode in ("L", "RGB") else value.convert("RGB")))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
@@ -98,7 +98,7 @@ def as_tensor(who: str, what: str, value: Any) -> Tensor:
 
 
 def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
-    """Stack the inputs or labels of all items, which need the same shape and dtype."""
+    """Stack the inputs (or labels) of all items into one tensor, after checking that shapes and dtypes are equal."""
     first = values[0]
     for i, value in enumerate(values):
         if value.shape != first.shape or value.dtype != first.dtype:
@@ -109,7 +109,7 @@ def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
 
 
 def describe(value: Any) -> str:
-    """Return the type of a value in words, for error messages."""
+    """Describe the type of a value for error messages, such as "a tuple of 3"."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return f"of type {one_line(type(value).__name__)}"

@@ -1,4 +1,4 @@
-"""Transforms of whole batches, on the batch's device."""
+"""Transforms of whole batches on the device of the batch: normalization, and random crop and flip of images."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ TEST_SAMPLES = 256
 
 
 def truncate_dataset(data: FederatedData, train_samples: int) -> FederatedData:
-    """Return a dataset with fewer samples, taken evenly from each client and from the test set.
+    """Return federated data with fewer samples: evenly spaced samples of each client and of the global test set.
 
     Each client keeps at most `train_samples`. The partition and the shapes do not change. Datasets with batches or
     scores of their own, such as episodes, keep the samples that those need.

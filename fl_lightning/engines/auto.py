@@ -1,4 +1,4 @@
-"""An engine that measures which engine is fastest for this run on this machine."""
+"""An engine that measures which other engine trains the run's clients fastest on this machine."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ ENGINES: dict[str, type[Engine]] = {
     "stacked": StackedEngine,
     "processes": ProcessesEngine,
 }
-MAX_TASKS = 64  # tasks looked at, at most
-FIRST_TASKS = 3  # tasks that tell how long the run will take
-SHORT_RUN = 10.0  # seconds of fits below which trying takes longer than it saves
-MAX_SHARE = 0.9  # of the time one after another, that another engine has to come down to
-START_SHARE = 0.02  # of the run, that starting processes may take
-START_SECONDS = 8.0  # seconds that starting processes takes
+MAX_TASKS = 64  # maximum number of tasks taken from the iterator for the measurements
+FIRST_TASKS = 3  # tasks from which the duration of the run is estimated
+SHORT_RUN = 10.0  # seconds of all fits below which measuring takes longer than it saves
+MAX_SHARE = 0.9  # another engine is chosen only if it takes at most this fraction of `sequential`'s time
+START_SHARE = 0.02  # maximum fraction of the run's time that starting processes may take
+START_SECONDS = 8.0  # estimated seconds to start processes
 
 
 class AutoEngine(Engine):
-    """Times the engines on some of the run's own fits in the first training round, and takes the fastest.
+    """Times the other engines on some of the run's fits in the first training round, and uses the fastest.
 
-    A run with less than ten seconds of fits uses `sequential`. Engines that refuse the experiment are left out.
-    `processes` is tried only if starting them takes at most 2 % of the run. The choice is stored in checkpoints, and a
-    resumed run keeps it. It depends on the machine, and engines round differently, so the same seed may give other
-    bytes on another machine. Therefore it is not the default.
+    A run with less than ten seconds of fits uses `sequential`. Engines that do not support the experiment are left out.
+    `processes` is tried only if starting the processes takes at most 2 % of the run. The choice is stored in
+    checkpoints, and a resumed run keeps it. It depends on the machine, and engines round differently, so results with
+    the same seed may differ in rounding on another machine. Therefore `auto` is not the default.
 
     Args:
         budget: Approximate number of seconds for the measurements.
 
     Attributes:
-        choice: Name of the engine chosen, or None before that.
+        choice: Name of the chosen engine; None before the choice.
 
     Raises:
         ConfigError: `budget` is not above 0.
@@ -57,11 +57,11 @@ class AutoEngine(Engine):
         self._chosen: Engine | None = None
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Return the value of `work()`, called within `in_one_fit` of the chosen engine if there is one."""
+        """Call `work` and return its value, inside a shared `Trainer.fit` if the chosen engine uses one."""
         return self._chosen.in_one_fit(worker, work) if self._chosen else work()
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Run the tasks with the chosen engine. The first tasks that train clients are timed to choose it."""
+        """Run the tasks with the chosen engine. The engine is chosen by timing the first tasks that train clients."""
         tasks = iter(tasks)
         if self._chosen:
             return self._chosen.run(worker, tasks)
@@ -72,27 +72,27 @@ class AutoEngine(Engine):
         return self.run(worker, chain(ahead, tasks))
 
     def close(self) -> None:
-        """Close the engine that was chosen."""
+        """Close the chosen engine, if an engine was chosen."""
         if self._chosen:
             self._chosen.close()
 
     def state_dict(self) -> dict[str, str]:
-        """Return the chosen engine's name."""
+        """Return the name of the chosen engine for checkpoints; empty before the choice."""
         return {"chosen": self.choice} if self.choice else {}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Use the engine that a checkpoint recorded."""
+        """Use the engine whose name `state_dict` returned, without measuring again."""
         if state:
             self.choice = state["chosen"]
             self._chosen = ENGINES[self.choice]()
 
     def _choose(self, worker: Worker, tasks: Sequence[Task]) -> None:
         sequential = SequentialEngine()
-        seconds_a_task(sequential, worker, tasks[:1])  # warms up
+        seconds_a_task(sequential, worker, tasks[:1])  # warm-up
         once = seconds_a_task(sequential, worker, tasks[:FIRST_TASKS])
         if self.fits * once < SHORT_RUN:
             self.choice, self._chosen = "sequential", sequential
-            self.note = f"engine: sequential, for the run has but {self.fits} fits of {1e3 * once:.1f} ms"
+            self.note = f"engine: sequential, because the run has only {self.fits} fits of {1e3 * once:.1f} ms"
             return
         tasks = tasks[: max(1, int(self.budget / 8 / once))]
         times = {"sequential": seconds_a_task(sequential, worker, tasks)}
@@ -101,7 +101,7 @@ class AutoEngine(Engine):
             try:
                 engine.check(worker)
                 engine.start(worker)
-                seconds_a_task(engine, worker, tasks)  # warms up all workers
+                seconds_a_task(engine, worker, tasks)  # warm-up of all workers
                 times[name] = seconds_a_task(engine, worker, tasks)
             except FLError as error:
                 if not isinstance(error, ConfigError):
@@ -113,14 +113,14 @@ class AutoEngine(Engine):
         for engine in candidates.values():
             engine.close()
         measured = ", ".join(f"{name} {1e3 * spent:.1f}" for name, spent in times.items())
-        self.note = f"engine: {best}, by milliseconds a fit: {measured}"
+        self.note = f"engine: {best}, by milliseconds per fit: {measured}"
 
     def _candidates(self, seconds: float, tasks: int) -> Iterator[str]:
         """Yield the names of the engines that are worth timing against `sequential`.
 
         Args:
-            seconds: Seconds of a fit, one after another.
-            tasks: How many fits are tried.
+            seconds: Seconds per fit with `sequential`.
+            tasks: Number of fits that are timed.
         """
         if tasks > 1:
             yield "stacked"
@@ -129,7 +129,7 @@ class AutoEngine(Engine):
 
 
 def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> float:
-    """Run tasks with an engine and return the mean seconds per task."""
+    """Run tasks with an engine, and return the mean number of seconds per task."""
     started = time.perf_counter()
     engine.in_one_fit(worker, lambda: deque(engine.run(worker, tasks), maxlen=0))
     return (time.perf_counter() - started) / len(tasks)
@@ -140,7 +140,7 @@ EngineName = Literal["auto", "sequential", "stacked", "processes", "ray"]
 
 
 def engine_of(engine: Engine | EngineName) -> Engine:
-    """Return a new engine with default arguments for a name such as `stacked`, or an engine object unchanged."""
+    """Return an engine given as an object, or a new one with default arguments given as a name such as `stacked`."""
     if isinstance(engine, Engine):
         return engine
     kinds: dict[str, type[Engine]] = {**ENGINES, "auto": AutoEngine, "ray": RayEngine}

@@ -19,10 +19,10 @@ from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
 from fl_lightning.engines.trainer import DEFAULTS
 
 MOST = 10**9
-"""Maximum of the epochs, steps or batches of a client's fit."""
+"""Maximum number of epochs, steps or batches of a client's fit."""
 
 IN_FULL = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-"""Full names of Lightning's short names of precisions."""
+"""Full names of the precisions for which Lightning has short names."""
 
 OWN_TRAINING = ("training_step", "configure_optimizers")
 """Methods of a LightningModule that define its training."""
@@ -31,11 +31,11 @@ ROUNDING = {
     "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
     "cuda": ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 }
-"""Environment variables that make torch multiply float32 with fewer bits, by device."""
+"""Environment variables that make torch compute float32 products with fewer bits, by device type."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse Trainer options that do not apply to a client's fit, and numbers out of range."""
+    """Raise an error for options of `Trainer` that a client's fit does not support, and for numbers out of range."""
     for name in options:
         if name not in TRAINER_KEYS:
             raise ConfigError(unsupported_option(name))
@@ -49,17 +49,17 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_share(trainer: L.Trainer, batches: int) -> None:
-    """Refuse a `limit_train_batches` fraction that leaves no batch for the client with the fewest."""
+    """Raise an error if `limit_train_batches` is a fraction that leaves no batch for the smallest client."""
     share = trainer.limit_train_batches
     if isinstance(share, float) and share * batches < 1:
         raise ConfigError(
-            f"trainer.limit_train_batches: {share} of {batches} batches, which one client has, is none; give a larger "
-            f"share, or a number of batches"
+            f"trainer.limit_train_batches: {share} is less than one of the {batches} batches of the smallest client; "
+            f"give a larger share, or a number of batches"
         )
 
 
 def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
-    """Refuse a Trainer whose fit takes no step, never ends, starts processes, or cannot use the requested precision.
+    """Raise an error if a `Trainer`'s fit takes no step, never ends, uses several devices, or changes the precision.
 
     Args:
         trainer: The trainer.
@@ -72,23 +72,23 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
         )
     for name in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches"):
         if getattr(trainer, name) == 0:
-            raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")
+            raise ConfigError(f"trainer.{name}: with 0, clients do not train; give 1 or more")
     if trainer.max_epochs == trainer.max_steps == -1:
         raise ConfigError("trainer.max_epochs: -1 without trainer.max_steps never ends; give one of them")
     asked = str(options.get("precision") or trainer.precision)
     if trainer.precision != IN_FULL.get(asked, asked):
         device = trainer.strategy.root_device.type
         raise ConfigError(
-            f"trainer.precision: {asked} is not to be had on the {device}, where Lightning would take "
-            f"{trainer.precision} for it; give that, or 32-true"
+            f"trainer.precision: {asked} is not available on the {device}, where Lightning would use "
+            f"{trainer.precision} instead; give that, or 32-true"
         )
 
 
 def warn_of_environment(device: torch.device) -> None:
-    """Warn of environment variables that are ignored, or that change rounding on the training device."""
+    """Warn of environment variables of Lightning, which are ignored, and of torch's that change rounding."""
     for name in DEFAULTS:
         if os.environ.get(variable := f"PL_TRAINER_{name.upper()}"):
-            warnings.warn(f"{variable} is set, and not heeded: a run is what its config says", stacklevel=2)
+            warnings.warn(f"{variable} is set but ignored: a run depends on its config only", stacklevel=2)
     for variable in ROUNDING.get(device.type, ()):
         if value := os.environ.get(variable):
             warnings.warn(
@@ -98,7 +98,7 @@ def warn_of_environment(device: torch.device) -> None:
 
 
 def warn_of_ignored_training(model: torch.nn.Module) -> None:
-    """Warn if the model is a LightningModule: its forward is used, but not its training step or optimizer."""
+    """Warn if the model contains a LightningModule with a training step or optimizer, because they are not used."""
     kinds = {type(module) for module in model.modules() if isinstance(module, L.LightningModule)}
     for kind in sorted(kinds, key=lambda kind: kind.__name__):
         own = [name for name in OWN_TRAINING if getattr(kind, name) is not getattr(L.LightningModule, name)]
@@ -108,12 +108,12 @@ def warn_of_ignored_training(model: torch.nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: bool) -> None:
-    """Refuse an optimizer with an option that is not finite, or one that cannot step on dense gradients.
+    """Raise an error if an optimizer has an option that is not finite, or cannot step on dense gradients.
 
     Args:
-        optimizer: An optimizer over parameters that are not needed any more, because it takes a step.
+        optimizer: An optimizer over parameters that are not used afterwards, because this check takes a step.
         trainer: The trainer of a fit.
-        kept: Whether its state is kept from round to round, which not every optimizer supports.
+        kept: Whether the optimizer's state is kept from round to round, which not every optimizer supports.
 
     Raises:
         ConfigError: An option is not finite.
@@ -134,7 +134,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
 
 
 def check_schedule(module: ClientModule, epochs: int) -> None:
-    """Refuse a learning-rate schedule that ends before a fit's last epoch, or gives rates that are not numbers."""
+    """Raise an error if a learning-rate schedule ends before a fit's last epoch, or yields invalid learning rates."""
     if module.scheduler_factory:
         optimizer = module.optimizer_for(module.backbone.parameters())
         rates = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)

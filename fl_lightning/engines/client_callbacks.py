@@ -1,4 +1,4 @@
-"""Lightning callbacks in a client's fit: each fit gets copies, and what they log is collected."""
+"""Lightning callbacks in clients' fits: each fit gets copies, and the metrics that they log are collected."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from fl_lightning.core.spelling import suggest
 
 INSTEAD = {
     "Checkpoint": "the run is checkpointed, not a client's fit; use Checkpointing under callbacks",
-    "OnExceptionCheckpoint": "what a run has finished is checkpointed however it ends; leave it out",
-    "ProgressBar": "the run has a bar, a client's fit none; use RoundProgress under callbacks",
+    "OnExceptionCheckpoint": "finished rounds are checkpointed, also if the run ends with an error; leave it out",
+    "ProgressBar": "the run has a progress bar, a client's fit has none; use RoundProgress under callbacks",
     "ModelSummary": "in Python, ModelSummary(open_run(RUN).client_module(0)) has one",
     "BasePredictionWriter": "a client's fit predicts nothing; in Python, open_run(RUN).client_module(0) is its model",
     "BatchSizeFinder": "a run has one batch_size for all clients; set that",
     "LearningRateFinder": "a run has one optimizer.lr for all clients; try some with fl-lightning sweep",
-    "GradientAccumulationScheduler": "a method must know of it beforehand; use trainer.accumulate_grad_batches",
+    "GradientAccumulationScheduler": "methods depend on the number of steps; use trainer.accumulate_grad_batches",
     "BackboneFinetuning": "a client's backbone is its whole network; use FedRep or FedBABU, which train parts of it",
-    "StochasticWeightAveraging": "it averages what epochs begin with, and of a fit's last one nothing is left; "
-    "use EMAWeightAveraging, which averages steps",
-    "SpikeDetection": "it leaves files beside the run; use on_client_failure drop for clients whose loss is NaN or Inf",
+    "StochasticWeightAveraging": "it averages weights at the start of epochs, and the fit's last weights are left out; "
+    "use EMAWeightAveraging, which averages over steps",
+    "SpikeDetection": "it writes files outside of the run; use on_client_failure drop if a loss is NaN or Inf",
 }
-"""Lightning callbacks that do not work in a client's fit, and what to use instead. Subclasses included."""
+"""Lightning callbacks that, with their subclasses, do not work in a client's fit, and what to use instead."""
 
 
 yaml.SafeDumper.add_representer(Interval, lambda dumper, value: dumper.represent_str(value.value))  # Timer's default
 
 
 def refused(kind: type) -> str | None:
-    """Return what to use instead of a callback class in a client's fit; None if the callback works there."""
+    """Return why a callback class does not work in a client's fit, and what to use instead; None if it works."""
     lightnings = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("lightning.")]
     return next((INSTEAD[name] for name in lightnings if name in INSTEAD), None)
 
 
 def check_client_callbacks(given: Sequence[Callback]) -> None:
-    """Refuse callbacks that do not work in a client's fit or cannot be copied."""
+    """Raise an error for callbacks that do not work in a client's fit or cannot be copied."""
     for callback in given:
         name = f"client_callbacks: {type(callback).__name__}"
         if fix := refused(type(callback)):
-            raise ConfigError(f"{name} makes no sense in a client's fit: {fix}")
+            raise ConfigError(f"{name} does not work in a client's fit: {fix}")
         try:
             copy.deepcopy(callback)
         except Exception as error:  # __deepcopy__ may raise anything
@@ -56,12 +56,12 @@ def check_client_callbacks(given: Sequence[Callback]) -> None:
 
 
 def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
-    """Call `setup` of copies of the client callbacks, so that their errors appear before round 1.
+    """Call `setup` of copies of the client callbacks, so that their errors are raised before round 1.
 
     Args:
         given: The callbacks.
         trainer: A trainer that is never fitted.
-        module: A client's module that is not needed any more, because a callback may change it.
+        module: A client's module that is not used afterwards, because a callback may change it.
     """
     losses = ["loss", *module.loss_names]
     known = type(module) is ClientModule and all(type(one) in (EarlyStopping, Timer) for one in given)
@@ -86,14 +86,14 @@ def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[
 
 
 def callback_options(given: Sequence[Callback]) -> dict[str, Any]:
-    """Return Trainer arguments for a fit with callbacks: copies of them, and a logger that collects what they log."""
+    """Return `Trainer` arguments for a client's fit: copies of the callbacks, and a logger that keeps their metrics."""
     if not given:
         return {}
     return {"callbacks": copy.deepcopy(list(given)), "logger": MetricRecorder(), "log_every_n_steps": 1}
 
 
 class MetricRecorder(Logger):
-    """A logger that keeps the last value of each metric in memory, in `metrics`."""
+    """A Lightning logger that only keeps the last value of each metric in memory, in `metrics`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,18 +108,18 @@ class MetricRecorder(Logger):
         """The logger's version: None, because it writes no files."""
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the run's own loggers record the config."""
+        """Do nothing, because the run's own loggers record the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Store the last value of each metric."""
+        """Store metrics by name. Later values replace earlier ones."""
         self.metrics |= metrics
 
 
 def logged_metrics(trainer: L.Trainer, losses: Mapping[str, float]) -> dict[str, float]:
-    """Return the last value of each metric that was logged in a fit, by name.
+    """Return the last value of each metric that callbacks and the module logged in a client's fit, by name.
 
-    These are values of `log` of the callbacks and of the client's module, averaged over the last epoch with
-    `on_epoch=True`, and values that callbacks sent to the fit's logger.
+    Values logged by `log` with `on_epoch=True` are averaged over the last epoch. Values that callbacks sent to the
+    fit's logger are included.
 
     Args:
         trainer: The trainer of the finished fit.

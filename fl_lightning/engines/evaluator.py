@@ -23,22 +23,23 @@ from fl_lightning.evaluation.evaluation import Evaluation, measured
 from fl_lightning.evaluation.summary import Row
 
 SAMPLES, CHUNK, TOLERANCE = 8, 2, 0.05
-"""Number of samples that a network is tried on, size of parts, and how close the outputs of whole and parts must be.
-Half precision needs some tolerance; outputs that depend on the batch are far off."""
+"""Numbers for `is_per_sample`: samples in the batch, samples in each part of the batch, and relative tolerance.
+
+Half precision needs some tolerance. Outputs that depend on the batch differ by much more."""
 
 
 class Evaluator:
     """Evaluates the global model and the clients' models between the rounds of a run.
 
     Args:
-        evaluation: What is evaluated, and how often.
+        evaluation: The options `evaluation` of the run.
         rounds: Number of rounds of the run.
-        engine: Carries out the clients' tasks.
-        worker: Builds and scores client modules.
-        server: Gives the global model and the downloads.
+        engine: Runs the clients' tasks.
+        worker: Builds and evaluates client modules.
+        server: Provides the global model and the downloads.
 
     Attributes:
-        scored: Ids of the clients that are evaluated if all could be.
+        scored: Ids of the clients to evaluate when every client can be evaluated, not only those that trained.
     """
 
     def __init__(self, evaluation: Evaluation, rounds: int, engine: Engine, worker: Worker, server: Server) -> None:
@@ -47,7 +48,7 @@ class Evaluator:
         self.scored = evaluation.chosen(server.clients, server.seed)
 
     def scores_wanted(self, round: int) -> dict[str, bool]:
-        """Return which evaluations of the clients' trained models a round needs, as fields of `Task`."""
+        """Return the `Task` fields that say how a round's tasks evaluate the clients' models after training."""
         due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
         return {
             "evaluate": due and how.client_model == "trained",
@@ -55,10 +56,10 @@ class Evaluator:
         }
 
     def after_round(self, round: int, results: Sequence[Result]) -> Row:
-        """Return the evaluation metrics of a finished round; an empty row if the round is not evaluated.
+        """Return the evaluation metrics of a finished round, empty if `evaluation.every` skips the round.
 
         Args:
-            round: The round. Its uploads are aggregated.
+            round: The round. Its uploads have been aggregated.
             results: The results of the clients that trained.
         """
         if not self.evaluation.is_due(round, self.rounds):
@@ -71,7 +72,7 @@ class Evaluator:
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
 
     def test(self, round: int) -> Row:
-        """Return metrics of the global model, and of each client's model after a round on its own test split."""
+        """Return metrics after a round: of the global model, and of each client's model on the client's test split."""
         server = self.server
         downloads = server.downloads(round + 1, self.scored) if server.algorithm.server else repeat(Message())
         return {"round": round, **self._measure(self.without_training(round, self.scored, downloads, evaluate=True))}
@@ -79,12 +80,12 @@ class Evaluator:
     def without_training(
         self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any
     ) -> Iterator[Result]:
-        """Yield the results of clients that process their downloads without training.
+        """Yield the results of clients' tasks without training, such as the test metrics of the received model.
 
         Args:
             round: The last finished round.
-            clients: Their ids.
-            downloads: A message for each of them, possibly without end.
+            clients: The ids of the clients.
+            downloads: A message for each client, possibly an endless iterator.
             **wanted: Fields of `Task`; by default nothing is uploaded or evaluated.
         """
         options = {"fit": False, "upload": False, **wanted}
@@ -105,10 +106,10 @@ class Evaluator:
 def evaluate_untrained(
     engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]
 ) -> Iterator[Result]:
-    """Run tasks that do not train, and yield their results in the order of these clients.
+    """Run clients' tasks that do not train, and yield the results in the order of `clients`.
 
     Raises:
-        ClientFailure: One of them fails.
+        ClientFailure: A task fails.
     """
     for result in in_client_order(evaluate_clients(engine, worker, tasks), clients):
         if result.failure:
@@ -117,14 +118,14 @@ def evaluate_untrained(
 
 
 def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-    """Yield the results of tasks in any order. Tasks that only score the same model are run together, in this process.
+    """Run clients' tasks and yield the results in any order. Tasks that only evaluate the same model run together.
 
-    For a thousand small test splits this takes a tenth of the time. It applies with every engine if the algorithm sends
-    all clients the same model and does not change it, to clients that keep no part of the network. The scores are the
-    same except for rounding. Client states are not part of these results.
+    For a thousand small test splits this takes a tenth of the time. It is done in this process, with every engine, if
+    the algorithm sends all clients the same model and does not change it, for clients that keep no part of the network.
+    The metrics are the same except for rounding. Client states are not part of these results.
 
     Args:
-        engine: Carries out the other tasks.
+        engine: Runs the other tasks.
         worker: The worker object.
         tasks: The tasks.
     """
@@ -149,13 +150,13 @@ def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> I
 
 
 def sends_one_model(worker: Worker) -> bool:
-    """Return whether all clients without private layers are evaluated with the same model."""
+    """Return whether every client is evaluated with the same model, except clients that keep layers of their own."""
     algorithm = worker.algorithm
     return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 
 
 def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[Result]:
-    """Evaluate one model for all these clients at once; return an empty list if they must be evaluated one by one."""
+    """Evaluate one model on these clients' test splits in common batches; return no results if that is impossible."""
     try:
         module = worker.modules.receive(task)
         with inference(module, worker.idle_trainer):
@@ -163,7 +164,7 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
             if not is_per_sample(module, x[:SAMPLES]):
                 return []
             scores = worker.scorer.local_scores(module, clients)
-    except BaseException as error:  # of no client in particular: one by one, the client is known
+    except BaseException as error:  # separate tasks will show which client fails
         if is_interrupt(error):
             raise
         return []
@@ -172,7 +173,7 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
 
 
 def is_per_sample(module: nn.Module, x: Tensor) -> bool:
-    """Return whether a network's output for a sample depends on that sample alone and draws no random numbers.
+    """Return whether a network's output for a sample does not depend on the rest of the batch or on random numbers.
 
     This is false for BatchNorm without running statistics and for dropout that stays active in eval mode.
     """

@@ -1,4 +1,4 @@
-"""Fast copies of a module: its structure is analysed once, which makes each copy faster than `copy.deepcopy`."""
+"""Fast copies of a module, by pickling its structure once instead of calling `copy.deepcopy` for each copy."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fl_lightning.engines.persistent_pickle import KeyPickler, KeyUnpickler
 
 M = TypeVar("M", bound=nn.Module)
 
-# What a deep copy takes over as it is, and pickle would refuse or look up by name.
+# Types that a deep copy shares with the original, and that pickle would refuse or look up by name.
 AS_IS = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, weakref.ref)
 
 
 class ModuleCopier(Generic[M]):
-    """Builds copies of a module that share nothing with it or with each other, as deep copies do.
+    """Builds independent copies of a module faster than `copy.deepcopy`.
 
-    The tensors are copied one by one; the objects that hold them come out of a pickle in memory, which is faster than
-    walking them in Python. A module that cannot be pickled, or says itself how to be copied, is deep-copied.
+    The tensors are copied one by one. The objects that hold them are unpickled from memory, which is faster than
+    copying them in Python. A module that cannot be pickled, or that defines `__deepcopy__`, is deep-copied.
 
     Args:
-        module: It is left as it is, and must not change any more.
+        module: The module, which must not change afterwards.
 
     Example:
         >>> copier = ModuleCopier(nn.Linear(2, 1))
@@ -50,10 +50,10 @@ class ModuleCopier(Generic[M]):
             self._structure = None
 
     def build(self, blank: Iterable[str] = ()) -> M:
-        """Build a new copy of the module.
+        """Build a new copy of the module, optionally without copying the values of some tensors.
 
         Args:
-            blank: Entries of the state dict that will be written over, and whose numbers may be any until then.
+            blank: Names of state dict entries that the caller overwrites. Their values are uninitialised.
         """
         if self._structure is None:
             return copy.deepcopy(self._module)
@@ -88,7 +88,7 @@ class ModuleCopier(Generic[M]):
 
 
 def empty_copy(tensor: Tensor) -> Tensor:
-    """Return an uninitialised copy of a parameter or buffer. A tensor of a subclass is copied with its values."""
+    """Return a parameter or buffer of the same shape with uninitialised values; tensor subclasses keep their values."""
     if type(tensor) is nn.Parameter:
         return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)
     return torch.empty_like(tensor) if type(tensor) is Tensor else copy.deepcopy(tensor)

@@ -1,4 +1,4 @@
-"""Pickle in which some objects are replaced by keys. In Python 3.13, the functions for that must be methods."""
+"""Pickling with keys in place of some objects, by `persistent_id`, which Python 3.13 requires to be a method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class KeyPickler(pickle.Pickler):
-    """A pickler that writes keys instead of some objects.
+    """A pickler that writes keys in place of some objects, such as tensors that are stored elsewhere.
 
     Args:
         file: The file to write to.
@@ -21,12 +21,12 @@ class KeyPickler(pickle.Pickler):
         self._key_of = key_of
 
     def persistent_id(self, value: Any) -> Any:
-        """Return the key of an object, or None."""
+        """Return the key that replaces an object in the pickle; None to pickle the object itself."""
         return self._key_of(value)
 
 
 class KeyUnpickler(pickle.Unpickler):
-    """An unpickler of what a `KeyPickler` wrote.
+    """An unpickler for pickles of `KeyPickler`, which replaces each key by an object.
 
     Args:
         file: The file to read.
@@ -39,5 +39,5 @@ class KeyUnpickler(pickle.Unpickler):
         self._load = load
 
     def persistent_load(self, key: Any) -> Any:
-        """Return the object for a key."""
+        """Return the object that replaces a key of the pickle."""
         return self._load(key)

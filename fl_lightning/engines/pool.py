@@ -1,4 +1,4 @@
-"""Scheduling of tasks on several workers, and recovery when a worker is lost."""
+"""Scheduling of clients' tasks on several worker processes, and recovery when a worker process ends unexpectedly."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fl_lightning.engines.task_server import Answer, process_settings
 from fl_lightning.engines.worker import Worker
 
 QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
-FETCHED = 2  # tasks taken from the iterator at a time, per worker
-ATTEMPTS = 3  # workers that may be lost at one client
+FETCHED = 2  # tasks per worker that are taken from the iterator at a time
+ATTEMPTS = 3  # times that a client's task is tried if workers are lost while running it
 
 
 class WorkerLost(FLError):
-    """A worker was lost during a task. The message says how it ended."""
+    """A worker process or actor ended unexpectedly or does not respond. The message says how it ended."""
 
     exit_code = 1
 
@@ -32,11 +32,11 @@ class RemoteTraceback(Exception):
 
 
 class PoolWorker(ABC):
-    """The engine's handle of one worker process or actor, which answers requests in order.
+    """The main process's handle of one worker process or actor, which answers requests in order.
 
     Attributes:
-        ready: Whether it has loaded the worker object.
-        tasks: The tasks that it was sent and has not answered yet, in order.
+        ready: Whether the worker has loaded the run's `Worker` object.
+        tasks: The tasks that were sent to the worker and are not answered yet, in order.
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,16 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send the worker a task and the shared tensors that it needs, or the run's `Worker` object.
+        """Send the worker process one request: a task with its shared tensors, or the run's `Worker` object to load.
 
         Args:
-            handle: The handle of the serialized task or worker object.
-            blocks: The handles of the blocks; None for a worker object.
+            handle: The handle of the serialized task or `Worker` object.
+            blocks: The handles of the blocks of shared tensors; None for a `Worker` object.
         """
 
     @abstractmethod
     def answer(self) -> Answer:
-        """Return the worker's answer to the oldest open request.
+        """Return the worker process's answer to the oldest request that is not answered yet.
 
         Raises:
             WorkerLost: The worker ended or does not respond.
@@ -62,24 +62,25 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Stop the worker at once."""
+        """Stop the worker process without waiting for its tasks."""
 
 
 class PoolEngine(Engine):
-    """Base class of engines with several workers: largest tasks first, shared tensors sent once, lost tasks repeated.
+    """Base class of engines that run clients' tasks in several worker processes or actors.
 
-    Workers are started when there are tasks for them, and kept from round to round.
+    The largest tasks run first, tensors that tasks share are sent once, and tasks of lost workers are repeated. Workers
+    are started when there are tasks for them, and kept from round to round.
     """
 
     def __init__(self) -> None:
         self._pool_workers: list[PoolWorker] = []
         self._loaded: Worker | None = None
         self._handle: Any = None
-        self._lost: Counter[int | None] = Counter()  # by the client at work; None: before it was ready
+        self._lost: Counter[int | None] = Counter()  # by client; None: lost before it was ready
 
     @abstractmethod
     def size(self, worker: Worker) -> int:
-        """Return the number of worker processes or actors for the run's `Worker` object.
+        """Return the number of worker processes or actors that the engine uses for a run.
 
         Raises:
             ConfigError: No worker can be started.
@@ -91,27 +92,27 @@ class PoolEngine(Engine):
 
     @abstractmethod
     def _new_storage(self) -> Callable[[SerializedValue], Any]:
-        """Return a function that stores a value where all workers can read it, and returns a handle that keeps it."""
+        """Return a function that stores a value where all workers can read it until the returned handle is deleted."""
 
     @abstractmethod
     def _wait(self) -> Sequence[PoolWorker]:
-        """Wait until workers have answered or are lost, and return them."""
+        """Wait until at least one worker has answered or is lost, and return all such workers."""
 
     def check(self, worker: Worker) -> None:
         """Check that the run's `Worker` object can be serialized and that workers can be started.
 
         Raises:
-            ConfigError: One of the two fails.
+            ConfigError: The object cannot be serialized, or no worker can be started.
         """
         self.size(worker)
         serialize_worker(worker)
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Send tasks to the workers, a few to each at a time, and yield the results as they arrive.
+        """Send tasks to the workers, at most two to each at a time, and yield the results as they arrive.
 
         Raises:
-            ConfigError: The workers cannot load the worker object.
-            WorkerLost: They end before they have loaded it.
+            ConfigError: The workers cannot load the `Worker` object.
+            WorkerLost: The workers end before they have loaded the `Worker` object.
         """
         size = self._load(worker)
         arriving, store = iter(tasks), SharedTensorStore(self._new_storage())
@@ -133,11 +134,11 @@ class PoolEngine(Engine):
                     yield result
 
     def start(self, worker: Worker) -> None:
-        """Start all workers, and wait until they have loaded the worker object.
+        """Start all workers, and wait until they have loaded the run's `Worker` object.
 
         Raises:
-            ConfigError: They cannot load it.
-            WorkerLost: They end before they have loaded it.
+            ConfigError: The workers cannot load the `Worker` object.
+            WorkerLost: The workers end before they have loaded the `Worker` object.
         """
         size = self._load(worker)
         self._start_workers(size)
@@ -147,14 +148,14 @@ class PoolEngine(Engine):
             self._start_workers(size)
 
     def close(self) -> None:
-        """Stop all workers."""
+        """Stop all worker processes or actors."""
         for pool_worker in self._pool_workers:
             pool_worker.end()
         self._pool_workers.clear()
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
-        """Make workers load a `Worker` object, drop tasks of an interrupted round, and return the pool's size."""
+        """Return how many workers to use, after ending busy ones and sending a new `Worker` object to the others."""
         self._lost.clear()
         size = min(self.size(worker), len(worker.data.shards))
         for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:
@@ -177,7 +178,7 @@ class PoolEngine(Engine):
         pool_worker.end()
 
     def _assign(self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int]) -> None:
-        """Send the largest waiting task to the worker with the least queued work, until all queues are full."""
+        """Fill the workers' queues with waiting tasks, largest first, each for the worker with the fewest samples."""
 
         def load(pool_worker: PoolWorker) -> int:
             return sum(work(task) for task in pool_worker.tasks)
@@ -192,11 +193,11 @@ class PoolEngine(Engine):
             pool_worker.send(handle, {block: store.handles[block] for block in serialized.blocks})
 
     def _receive(self, pool_worker: PoolWorker, shown: set[str]) -> Result | None:
-        """Return the result in a worker's answer, if any. A lost worker is removed.
+        """Process a worker's answer, and return the result of a task, if any. A lost worker is removed.
 
         Raises:
-            ConfigError: The worker cannot load the worker object.
-            WorkerLost: Too many workers ended before they had loaded it.
+            ConfigError: The worker cannot load the `Worker` object.
+            WorkerLost: Too many workers ended before they had loaded the `Worker` object.
         """
         try:
             answer = pool_worker.answer()
@@ -204,15 +205,15 @@ class PoolEngine(Engine):
             self._remove(pool_worker)
             return self._count_loss(pool_worker, loss)
         for text, category, file, line in answer.warnings:
-            if text not in shown:  # each worker shows it once
+            if text not in shown:  # each worker sends it once
                 shown.add(text)
                 warnings.warn_explicit(text, category, file, line)
         if answer.refused:
-            for other in [other for other in self._pool_workers if not other.ready]:  # they would give the same answer
+            for other in [other for other in self._pool_workers if not other.ready]:  # they would fail, too
                 self._remove(other)
             raise ConfigError(
-                f"engine: a worker process could not take in the experiment: {answer.refused}; "
-                f"define what it is made of in a module that every worker can import"
+                f"engine: a worker process could not load the experiment: {answer.refused}; "
+                f"define its classes and functions in a module that every worker can import"
             )
         if answer.result is None:
             pool_worker.ready = True
@@ -224,7 +225,7 @@ class PoolEngine(Engine):
         return answer.result
 
     def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count a lost worker. Return a failed result for its current task if that was lost too often to retry."""
+        """Count a lost worker. Return a failed result if the client's task has lost three workers, else None."""
         task = pool_worker.tasks[0] if pool_worker.tasks else None
         if task or not pool_worker.ready:
             self._lost[task.client if task else None] += 1
@@ -236,14 +237,14 @@ class PoolEngine(Engine):
         if not task or self._lost[task.client] < ATTEMPTS:
             return None
         pool_worker.tasks.popleft()
-        return failed_result(task, WorkerLost(f"{ATTEMPTS} worker processes died at it, the last of them {loss}"))
+        return failed_result(task, WorkerLost(f"{ATTEMPTS} worker processes died running it, the last of them {loss}"))
 
 
 def serialize_worker(worker: Worker) -> SerializedValue:
-    """Serialize the run's `Worker` object and this process's torch and warning settings.
+    """Serialize the run's `Worker` object and this process's torch and warning settings for worker processes.
 
     Raises:
-        ConfigError: It cannot be sent to another process.
+        ConfigError: The object cannot be pickled.
     """
     try:
         return SerializedValue((worker, process_settings()))

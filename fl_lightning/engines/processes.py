@@ -1,4 +1,4 @@
-"""An engine that trains several clients at a time, in processes of this machine."""
+"""An engine that trains several clients at a time, in worker processes on this machine."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from fl_lightning.engines.serialization import SerializedValue, deserialize
 from fl_lightning.engines.task_server import Answer, Request, TaskServer
 from fl_lightning.engines.worker import Worker
 
-GRACE = 5.0  # seconds that a process has to end by itself
-START = 60.0  # seconds that a process has to start, where `timeout` is less: it imports torch
-ALIGNMENT = 64  # bytes, torch's own: where a matrix starts can decide how a product rounds
+GRACE = 5.0  # seconds to wait for a process to end before it is killed
+START = 60.0  # minimum timeout until a process has started, because it imports torch
+ALIGNMENT = 64  # bytes, as in torch: the alignment of a matrix can affect how a product is rounded
 
 
 class ProcessesEngine(PoolEngine):
-    """Trains several clients at a time in processes of this machine, which last from round to round.
+    """Trains several clients at a time in worker processes on this machine, which last for the whole run.
 
-    On a CPU, the results are the sequential engine's to the byte, with the same number of threads. Processes start in
-    the first round, which takes some seconds, and end with the run, or with the process that started them. Tensors that
-    a round's clients share are in shared memory, once for all. If a process is killed, it is replaced and its client
-    is trained again. A client at which three processes die has failed. For Linux and macOS.
+    On a CPU, results are identical to the sequential engine's with the same number of threads. Processes start in the
+    first round, which takes some seconds, and end with the run, or with the process that started them. Tensors that a
+    round's clients share are in shared memory once. If a process is killed, it is replaced and its client is trained
+    again. A client fails if three processes die while training it. For Linux and macOS.
 
     Args:
         workers: Number of processes. By default, one for each GPU, or as many as there are cores for their threads.
         threads: Torch's threads in each process.
-        devices: Numbers of the GPUs to use in turn, if clients train on GPUs; all by default. With more workers than
-            GPUs, several workers share one.
+        devices: Indices of the GPUs to use in turn, if clients train on GPUs; all by default. With more workers than
+            GPUs, several workers share a GPU.
         timeout: Seconds that a client may take in one round. A process that takes longer is killed and replaced. By
             default there is no limit.
 
     Raises:
-        ConfigError: A number is out of range, or there is no GPU in `devices`.
+        ConfigError: A number is out of range, or `devices` is empty.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class ProcessesEngine(PoolEngine):
         if sys.platform == "linux":
             self._context.set_forkserver_preload([__name__])
         self._places: list[int] = []
-        # otherwise Python and its processes wait for each other at exit
+        # without this, Python and the worker processes wait for each other at exit
         self._at_exit = util.Finalize(self, end_all, args=(self._pool_workers,), exitpriority=1)
 
     def size(self, worker: Worker) -> int:
-        """Return the number of worker processes.
+        """Return the number of worker processes: `workers`, or one per GPU, or as many as the CPU cores allow.
 
         Raises:
-            ConfigError: There is no such GPU, or clients do not train on GPUs.
+            ConfigError: A GPU in `devices` does not exist, or clients do not train on GPUs.
         """
         self._places = self._devices(worker)
         return self.workers or len(self._places) or max(1, usable_cores() // self.threads)
@@ -97,7 +97,7 @@ class ProcessesEngine(PoolEngine):
                 )
             return []
         if self.devices is None and isinstance(worker.trainer.get("devices"), list):
-            return [device.index]  # the experiment names one
+            return [device.index]  # trainer.devices names a GPU
         here = list(range(torch.cuda.device_count()))
         for number in self.devices or []:
             if number not in here:
@@ -107,7 +107,7 @@ class ProcessesEngine(PoolEngine):
     def _start_worker(self) -> Process:
         held = [pool_worker.device for pool_worker in self._pool_workers if isinstance(pool_worker, Process)]
         device = min(self._places, key=held.count) if self._places else None
-        with temporary_files():  # of multiprocessing
+        with temporary_files():  # those of multiprocessing
             return Process(self._context, self.threads, device, self.timeout)
 
     def _new_storage(self) -> Callable[[SerializedValue], Place]:
@@ -124,16 +124,16 @@ class ProcessesEngine(PoolEngine):
 
 
 class Process(PoolWorker):
-    """A worker of the pool that is a process on this machine.
+    """The main process's handle of a worker process on this machine, which communicates by shared memory.
 
     Args:
-        context: The `multiprocessing` context that starts it.
-        threads: Torch's threads.
-        device: Number of its GPU, or None.
+        context: The `multiprocessing` context that starts the process.
+        threads: Number of torch's threads.
+        device: Index of the process's GPU, or None.
         timeout: Seconds for each answer, or None for no limit.
 
     Attributes:
-        deadline: When the next answer is overdue, by `time.monotonic`.
+        deadline: The value of `time.monotonic` from which on the next answer is overdue.
     """
 
     def __init__(self, context: Any, threads: int, device: int | None, timeout: float | None = None) -> None:
@@ -148,7 +148,7 @@ class Process(PoolWorker):
         theirs.close()
 
     def send(self, handle: Place, blocks: dict[int, Place] | None = None) -> None:
-        """Send a task, or the run's `Worker` object, to the process through shared memory."""
+        """Send the worker process one request, a task or the run's `Worker` object to load, through shared memory."""
         spans = None if blocks is None else {number: block.spans for number, block in blocks.items()}
         files = {block.file.fd for block in (blocks or {}).values()}
         self._expected += 1
@@ -158,23 +158,23 @@ class Process(PoolWorker):
             send(self.connection, (handle.spans, spans), handle.file.fd, *files)
 
     def answer(self) -> Answer:
-        """Return the process's next answer, copied from shared memory."""
+        """Return the worker process's next answer, copied from shared memory."""
         try:
             spans, (file,) = receive(self.connection)
-        except (EOFError, OSError, RuntimeError):  # it ended while it was sending
+        except (EOFError, OSError, RuntimeError):  # the process ended, possibly while it was sending
             raise WorkerLost(self._describe_end()) from None
         self._expected -= 1
         self._restart_clock()
         return deserialize(file.read(spans), copy=True)
 
     def kill_if_overdue(self) -> None:
-        """Kill the process if its answer is overdue; `answer` then reports that."""
+        """Kill the worker process if its answer is overdue. `answer` then raises an error that says so."""
         if self.deadline <= time.monotonic():
             self._overdue = True
             self._process.kill()
 
     def end(self) -> None:
-        """End the process by closing its connection. Kill it if it does not end in time."""
+        """End the worker process by closing its connection. Kill the process if it does not end in time."""
         self.connection.close()
         self._process.join(GRACE)
         if self._process.is_alive():
@@ -201,7 +201,7 @@ class Process(PoolWorker):
 
 
 def serve(connection: Connection, threads: int, trainer: dict[str, Any]) -> None:
-    """Main function of a worker process. It ends as soon as the connection is closed or the other side dies.
+    """Main function of a worker process. The process ends when the main process closes the connection or dies.
 
     Only the main process handles SIGINT and SIGTERM. Tasks run outside of the main thread, so that Lightning installs
     no signal handlers either.
@@ -217,7 +217,7 @@ def serve(connection: Connection, threads: int, trainer: dict[str, Any]) -> None
 
 
 def work(connection: Connection, threads: int, trainer: dict[str, Any], requests: SimpleQueue[Request]) -> None:
-    """Answer requests, in a thread of the worker process, until the process ends."""
+    """Answer the main process's requests, in a thread of the worker process, until the process ends."""
     try:
         torch.set_num_threads(threads)
         TaskServer(trainer).serve(requests.get, partial(reply, connection))
@@ -230,40 +230,40 @@ def work(connection: Connection, threads: int, trainer: dict[str, Any], requests
 
 
 def next_request(connection: Connection) -> Request:
-    """Wait for the next request of the main process, and return it."""
+    """Wait for the next request of the main process, such as a task, and return the request."""
     (spans, blocks), files = receive(connection)
     return Request(files[0].read(spans), None if blocks is None else partial(read_block, files[-1], blocks))
 
 
 def reply(connection: Connection, serialized: SerializedValue) -> None:
-    """Send a serialized answer to the main process."""
+    """Send a worker process's serialized answer to the main process through shared memory."""
     place = MemoryFile().append(serialized)
     send(connection, place.spans, place.file.fd)
 
 
 def read_block(file: MemoryFile, blocks: dict[int, list[Span]], block: int) -> list[Tensor]:
-    """Return the tensors of one block of the round's shared tensors, as views of shared memory."""
+    """Return one block of the tensors that a round's tasks share, as views of shared memory."""
     return deserialize(file.read(blocks[block]))
 
 
 # --- Shared memory and messages --------------------------------------------------------------------------------------
 
 Span = tuple[int, int]
-"""The first byte of a part, and the byte after its last."""
+"""A range of bytes in a file: the first byte, and the byte after the last."""
 
 
 class Place(NamedTuple):
-    """The place of a serialized value: the file, and the byte range of each part in it."""
+    """The location of a serialized value in shared memory: the file, and the byte range of each part of the value."""
 
     file: MemoryFile
     spans: list[Span]
 
 
 class MemoryFile:
-    """Memory that other processes can map. It has no name, so nothing is left behind when the last process ends.
+    """Shared memory in a file without a name, which disappears when the last process that uses it ends.
 
     Args:
-        fd: A file that another process sent. By default, a new one.
+        fd: Descriptor of a file that another process sent. By default, a new file is created.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -271,7 +271,7 @@ class MemoryFile:
         self._end = 0
 
     def append(self, serialized: SerializedValue) -> Place:
-        """Append a serialized value to the file, and return its place."""
+        """Append a serialized value to the file, and return the value's location."""
         spans = []
         for part in serialized.parts:
             start = -(-self._end // ALIGNMENT) * ALIGNMENT
@@ -284,7 +284,7 @@ class MemoryFile:
         return Place(self, spans)
 
     def read(self, spans: list[Span]) -> list[np.ndarray]:
-        """Return the bytes at these spans as arrays, without copying. Other processes do not see writes to them."""
+        """Return the bytes in these ranges as arrays without copying. Writes to the arrays do not change the file."""
         memory = np.frombuffer(mmap.mmap(self.fd, spans[-1][1], access=mmap.ACCESS_COPY), np.uint8)
         return [memory[start:end] for start, end in spans]
 
@@ -293,7 +293,7 @@ class MemoryFile:
 
 
 def new_file() -> int:
-    """Return the descriptor of a new file without a name, in memory where the system supports it, otherwise on disk."""
+    """Return the descriptor of a new file without a name, in memory on Linux and on disk on other systems."""
     if sys.platform == "linux":
         return os.memfd_create("fl-lightning")
     with tempfile.TemporaryFile() as file:
@@ -301,21 +301,21 @@ def new_file() -> int:
 
 
 def send(connection: Connection, message: Any, *fds: int) -> None:
-    """Send a small message and open file descriptors to another process."""
+    """Send a small message and the descriptors of open files to another process."""
     connection.send((message, len(fds)))
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         sendfds(channel, list(fds))
 
 
 def receive(connection: Connection) -> tuple[Any, list[MemoryFile]]:
-    """Return the message and the open files that another process sent with `send`."""
+    """Wait for a message that another process sent with `send`, and return the message and the open files."""
     message, number = connection.recv()
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         return message, [MemoryFile(fd) for fd in recvfds(channel, number)]
 
 
 def end_all(pool_workers: list[PoolWorker]) -> None:
-    """End worker processes whose engine was not closed."""
+    """End the worker processes of an engine that was not closed. Called when Python exits."""
     for pool_worker in pool_workers:
         pool_worker.end()
 

@@ -26,16 +26,16 @@ from fl_lightning.engines.worker import Worker
 class RayEngine(PoolEngine):
     """Trains several clients at a time, in actors on the machines of a Ray cluster.
 
-    On CPUs of one kind, the results are the sequential engine's to the byte, with the same number of threads. The data
-    and the tensors that a round's clients share are sent to each machine once, through Ray's object store. If a worker
-    or a machine is lost, its clients are trained again by other workers. A client at which three workers die has
-    failed. Needs the extra `ray`.
+    On CPUs of the same model, results are identical to the sequential engine's with the same number of threads. The
+    data and the tensors that a round's clients share are sent to each machine once, through Ray's object store. If an
+    actor or a machine is lost, its clients are trained again by other actors. A client fails if three actors die while
+    training it. Needs the extra `ray`.
 
     Args:
         address: Address of the cluster. By default `RAY_ADDRESS`, a cluster on this machine, or a new one.
         workers: Number of actors. By default, as many as the cluster has cores or GPUs for.
-        threads: Torch's threads, and so cores, of each actor.
-        gpus: GPUs of each actor, 0.25 to let four share one. By default 1 if clients train on GPUs, otherwise none.
+        threads: Number of torch's threads, and so of CPU cores, of each actor.
+        gpus: GPUs of each actor; with 0.25, four actors share one GPU. By default 1 if clients train on GPUs, else 0.
 
     Raises:
         ConfigError: A number is out of range.
@@ -53,10 +53,10 @@ class RayEngine(PoolEngine):
         self._started = False
 
     def size(self, worker: Worker) -> int:
-        """Connect to the cluster and return the number of actors.
+        """Connect to the Ray cluster, and return the number of actors: `workers`, or as many as fit on the machines.
 
         Raises:
-            ConfigError: Ray is not installed, its cluster cannot be reached, or no machine has room for one.
+            ConfigError: Ray is not installed, the cluster cannot be reached, or no machine has room for an actor.
         """
         ray = self._connected()
         self._gpus = self.gpus if self.gpus is not None else float(worker.device.type == "cuda")
@@ -68,7 +68,7 @@ class RayEngine(PoolEngine):
         return self.workers or places
 
     def close(self) -> None:
-        """End all actors, and the cluster or connection that was opened for them."""
+        """End all actors, and the Ray cluster or connection if this engine opened it."""
         super().close()
         if self._started:
             import_ray().shutdown()
@@ -101,25 +101,25 @@ class RayEngine(PoolEngine):
 
 
 class Actor(PoolWorker):
-    """A worker of the pool that is an actor of a Ray cluster.
+    """The main process's handle of a Ray actor that runs clients' tasks.
 
     Args:
-        threads: Torch's threads, and so its cores.
-        gpus: Number of its GPUs, possibly a fraction.
+        threads: Number of torch's threads, and so of CPU cores, of the actor.
+        gpus: Number of GPUs of the actor, possibly a fraction.
     """
 
     def __init__(self, threads: int, gpus: float) -> None:
         super().__init__()
         self.expected: list[Any] = []  # references to future answers
         actor = import_ray().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteServer)
-        self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # it sees only its own GPUs
+        self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # an actor sees only its GPUs
 
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send a task, or the run's `Worker` object, to the actor."""
+        """Send the Ray actor one request: a task, or the run's `Worker` object to load."""
         self.expected.append(self._actor.serve.remote(handle, blocks))
 
     def answer(self) -> Answer:
-        """Return the actor's next answer, copied from Ray's object store."""
+        """Return the Ray actor's next answer, copied from the object store."""
         ray = import_ray()
         try:
             return deserialize(ray.get(self.expected.pop(0)), copy=True)
@@ -127,15 +127,15 @@ class Actor(PoolWorker):
             raise WorkerLost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def end(self) -> None:
-        """Kill the actor."""
+        """Kill the Ray actor."""
         import_ray().kill(self._actor)
 
 
 class RemoteServer:
-    """The class of the Ray actor: a `TaskServer` in a thread, so that several calls can share one `Trainer.fit`.
+    """The class of the Ray actors: a `TaskServer` in a thread, so that calls of `serve` can share one `Trainer.fit`.
 
     Args:
-        threads: Torch's threads.
+        threads: Number of torch's threads.
         trainer: Options that the worker's trainer has in this process.
         path: Search path for modules of the main process.
     """
@@ -147,9 +147,10 @@ class RemoteServer:
         threading.Thread(target=self._run, args=(threads, trainer), daemon=True).start()
 
     def serve(self, parts: list[np.ndarray], blocks: dict[int, Any] | None) -> list[np.ndarray]:
-        """Run a task on copies of its tensors, or load a `Worker` object without copying its data.
+        """Process one request, a task or a `Worker` object to load, and return the serialized answer.
 
-        The object store is read-only, and methods may change the tensors of a task.
+        `blocks` is None for a `Worker` object. The tensors of a task are copied, because the object store is read-only
+        and methods may change the tensors.
         """
         if blocks is None:
             request = Request(parts, None)
@@ -170,12 +171,12 @@ class RemoteServer:
 
 
 def read_block(blocks: dict[int, Any], block: int) -> list[torch.Tensor]:
-    """Return the tensors of one block of the round's shared tensors, copied from Ray's object store."""
+    """Return one block of the tensors that a round's tasks share, copied from Ray's object store."""
     return deserialize(import_ray().get(blocks[block]), copy=True)
 
 
 def places_on(node: dict[str, float], threads: int, gpus: float) -> int:
-    """Return how many workers with these numbers of threads and GPUs fit on a machine of the cluster."""
+    """Return how many actors with these numbers of threads and GPUs fit on a machine of the Ray cluster."""
     rooms = [node.get("CPU", 0.0) // threads]
     if gpus:
         rooms.append(node.get("GPU", 0.0) // gpus if gpus >= 1 else node.get("GPU", 0.0) * (1 // gpus))
@@ -186,7 +187,7 @@ def import_ray() -> ModuleType:
     """Import and return the package `ray`.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         import ray
@@ -197,7 +198,7 @@ def import_ray() -> ModuleType:
 
 @contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """Context that restores the signal handlers at its end. Ray's would end a run before it reaches a safe point."""
+    """Context that restores the signal handlers at its end, because Ray's would end a run before a safe point."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Evaluation of a module on the global test set and on clients' own test splits."""
+"""Evaluation of client modules on the global test set and on clients' own test splits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fl_lightning.evaluation.extra_metrics import measures_of
 
 
 class Scorer:
-    """Evaluates client modules on the global test set or on clients' test splits. Call it within `inference`.
+    """Evaluates client modules on the global test set or on clients' test splits, in the context `inference`.
 
     Args:
         clients: The samples of each client.
         metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
-        positive_class: Of two classes, the one that binary metrics count as positive.
+        positive_class: The class, 0 or 1, that binary metrics count as positive.
 
     Attributes:
         measures: The additional metrics.
@@ -34,17 +34,17 @@ class Scorer:
 
     @property
     def score_names(self) -> list[str]:
-        """Names of the metrics in each evaluation of a model."""
+        """Names of the metrics that each evaluation of a module returns."""
         sums = self.objective.sums(torch.zeros(1, self.data.num_classes), self.data.y_train[:1])
         return [*sums, *(measure.name for measure in self.measures)]
 
     def score(self, module: ClientModule) -> Score:
-        """Evaluate a module on the global test set."""
+        """Return the metrics of a module on the global test set."""
         own, batches = self.data.evaluate, self.clients.test_batches()
         return own(module, batches) if own else evaluate(module, batches, self.objective, self.measures)
 
     def local_scores(self, module: ClientModule, clients: Sequence[int]) -> list[Score | None]:
-        """Evaluate one module on the test splits of these clients, in common batches; None for an empty split."""
+        """Return one module's metrics on the test split of each of these clients; None for an empty split."""
         tests = [self.clients.data.shards[client].test for client in clients]
         batches, sizes = self.clients.ordered_batches(torch.cat(tests)), [len(test) for test in tests]
         return evaluate_each(module, batches, sizes, self.objective, self.measures)

@@ -14,7 +14,7 @@ from fl_lightning.engines.worker import Fit, Worker
 class SequentialEngine(Engine):
     """Trains clients one after another on the trainer's device, with memory for one client's training at a time.
 
-    All clients of a round share one `Trainer.fit`, because starting a fit takes time. The results are the same to the
+    All clients of a run share one `Trainer.fit`, because starting a fit takes time. The results are the same to the
     bit as with a fit for each client. Each client gets its own fit if the trainer has callbacks or other options that
     apply to one fit, or if the method has a client module of its own.
 
@@ -29,7 +29,7 @@ class SequentialEngine(Engine):
         self._fit: Fit | None = None
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Return the value of `work()`. Its calls of `run` share one `Trainer.fit` if clients can share one."""
+        """Call `work` and return its value, if possible inside one `Trainer.fit` that all clients share."""
         if self._worker is not worker:
             self._worker, self._can_share = worker, self.shared_fit and can_share_fit(worker)
         return run_shared_fit(worker, lambda fit: self._with(fit, work)) if self._can_share else work()

@@ -1,4 +1,4 @@
-"""Serialization of tasks and results that travel between processes and machines.
+"""Serialization of tasks and results that are sent between processes and machines.
 
 The elements of tensors are kept out of the pickle, so that the receiving process can use them without copying.
 Tensors that several tasks of a round share are in a `SharedTensorStore`, and serialized tasks only refer to them. Only
@@ -29,18 +29,18 @@ Block = Callable[[int], list[Tensor]]
 
 
 class SerializedValue:
-    """A value as a pickle and separate byte arrays for the elements of its tensors and arrays.
+    """A value, such as a task, serialized to a pickle and separate byte arrays with the elements of its tensors.
 
     Args:
-        value: Anything that can be pickled. Strides of its CPU tensors, and which of them are the same, are kept.
-        store: The store that may hold some of its tensors.
+        value: Anything that can be pickled. Strides of CPU tensors, and tensors that occur several times, are kept.
+        store: The store that may contain some of the tensors.
 
     Attributes:
         parts: The pickle, then the elements of each tensor and array, all `uint8`.
-        blocks: The blocks of the store that are needed to read it.
+        blocks: The blocks of the store that are needed to read the value.
 
     Raises:
-        Exception: The value holds something that cannot be pickled. Pickle raises all kinds of errors.
+        Exception: Part of the value cannot be pickled. Pickle raises many types of errors.
     """
 
     def __init__(self, value: Any, store: SharedTensorStore | None = None) -> None:
@@ -52,12 +52,12 @@ class SerializedValue:
 
 
 def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: bool = False) -> Any:
-    """Return the value from the parts of its `SerializedValue`.
+    """Return the value, such as a task, that was serialized to these parts of a `SerializedValue`.
 
     Args:
         parts: The parts of the `SerializedValue`. Tensors are views of them, unless they are copied.
         block: Reads the blocks of the store that the value was serialized with.
-        copy: Whether the value gets memory of its own.
+        copy: Copy the tensors, so that the value does not use the memory of the parts.
     """
     pickled, *tensors = parts
     buffers = (as_tensor(part, torch.uint8).clone().numpy() if copy and len(part) else part for part in tensors)
@@ -73,7 +73,7 @@ def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: b
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that keeps the elements of plain CPU tensors out of the pickle. torch would copy them several times."""
+    """A pickler that keeps the elements of CPU tensors outside of the pickle, to avoid the copies that torch makes."""
 
     store: SharedTensorStore | None
 
@@ -96,37 +96,38 @@ class _Pickler(pickle.Pickler):
 
 
 def rebuild_tensor(elements: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Return a tensor with this shape and stride over a buffer of its elements, without copying."""
+    """Return a tensor of this shape and stride whose elements are in a buffer, without copying."""
     if not math.prod(shape):
         return torch.empty_strided(shape, stride, dtype=dtype)
     return as_tensor(elements, dtype).as_strided(shape, stride)
 
 
 def as_tensor(elements: Any, dtype: torch.dtype) -> Tensor:
-    """Return a one-dimensional tensor over a buffer, without copying."""
+    """Return a one-dimensional tensor whose elements are in a buffer, without copying."""
     with warnings.catch_warnings():  # Ray's bytes are read-only, and nothing writes to them
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(elements, dtype=dtype)
 
 
 class SharedPosition(NamedTuple):
-    """The position of a tensor in a `SharedTensorStore`."""
+    """The position of a tensor in a `SharedTensorStore`: the number of its block, and its index in the block."""
 
     block: int
     item: int
 
 
 class SharedTensorStore:
-    """The tensors that several tasks of a round share. Each is stored once, block by block.
+    """The tensors that several tasks of a round share, such as the global model. Each is stored once.
 
-    Tensors are the same if they are one object. A tensor of only one task is not kept alive.
+    Tensors are stored in blocks: those that become shared with the same task form a block. Tensors are the same if they
+    are one object. A tensor of only one task is not kept alive.
 
     Args:
         put: Stores a serialized block where the workers can read it, and returns its handle.
 
     Attributes:
         handles: The handle of each block.
-        positions: The position of each tensor in the store by its `id`.
+        positions: The position of each tensor in the store, by the tensor's `id`.
     """
 
     def __init__(self, put: Callable[[SerializedValue], Any]) -> None:
@@ -137,7 +138,7 @@ class SharedTensorStore:
         self._held: list[list[Tensor]] = []
 
     def add(self, task: Task) -> None:
-        """Store the tensors that a task shares with earlier tasks."""
+        """Store the tensors of a task that earlier tasks of the round also contain, unless they are stored already."""
         sections = [*task.download.sections.values(), *task.memory.values()]
         found = {id(t): t for t in chain.from_iterable(map(owners, sections)) if is_plain(t)}
         new = [t for key, t in found.items() if key not in self.positions and self._seen.get(key) is t]
@@ -149,7 +150,7 @@ class SharedTensorStore:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is an ordinary CPU tensor that requires no gradient."""
+    """Return whether a value is a CPU tensor of the class `torch.Tensor` itself that requires no gradient."""
     return (
         type(value) is Tensor
         and value.layout == torch.strided

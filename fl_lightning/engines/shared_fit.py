@@ -1,4 +1,4 @@
-"""Several clients trained one after another in one `Trainer.fit`. The fit has one batch, in which all of them train."""
+"""Train several clients one after another in one `Trainer.fit`, during its single dummy batch."""
 
 from __future__ import annotations
 
@@ -43,23 +43,31 @@ def can_share_fit(worker: Worker) -> bool:
 
 
 def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
-    """Call `work` within one `Trainer.fit`, which all clients that it trains share, and return its value.
+    """Call `work` inside one `Trainer.fit` that is shared by all clients trained in it, and return the value of `work`.
 
     Args:
         worker: The worker; `can_share_fit(worker)` is true.
         work: Runs any number of tasks. Its argument trains a client, as in `Worker.run`.
     """
-    clients = SharedFit(worker, work)
+    values: list[Value] = []
+    errors: list[BaseException] = []
+
+    def run(fit: Fit) -> None:
+        try:
+            values.append(work(fit))
+        except BaseException as error:
+            errors.append(error)  # Lightning would end the process for a KeyboardInterrupt
+
     trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.shown)
     with quiet_lightning(worker.shown):
-        trainer.fit(clients)
-    value: Value = clients.value
-    del clients.worker, clients.work, clients.value  # a used Trainer is a cycle that holds its module
-    return value
+        trainer.fit(SharedFit(worker, run))
+    for error in errors:
+        raise error
+    return values[0]
 
 
 class SharedFit(L.LightningModule):
-    """Trains clients one after another in one fit, each bit for bit as under its own `Trainer`.
+    """Trains clients one after another in one fit, with exactly the results of a separate `Trainer` per client.
 
     Starting a fit takes as long as ten steps of a small model, and Lightning's own loop looks for hooks and options in
     each step that a client's fit does not have.
@@ -67,31 +75,27 @@ class SharedFit(L.LightningModule):
     Args:
         worker: The worker; `can_share_fit(worker)` is true.
         work: Runs tasks. Its argument trains a client.
-
-    Attributes:
-        value: The value of `work`.
     """
 
-    def __init__(self, worker: Worker, work: Callable[[Fit], Any]) -> None:
+    def __init__(self, worker: Worker, work: Callable[[Fit], None]) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.worker, self.work = worker, work
-        self.value: Any = None
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return no optimizer: each client builds its own."""
         return []
 
     def train_dataloader(self) -> Iterable[int]:
-        """Return a loader with a single batch, during which all clients are trained."""
+        """Return a loader of one dummy batch, so that Lightning calls `on_train_batch_end` once."""
         return range(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Do nothing: clients train in `on_train_batch_end`, outside of the precision context of this hook."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Call `work`, which trains the clients, and store its value."""
-        self.value = self.work(self.fit)
+        """Call `work`, which trains the clients."""
+        self.work(self.fit)
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         """Train a client's module and return its optimizer."""

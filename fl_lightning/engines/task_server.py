@@ -1,4 +1,4 @@
-"""The worker-process side of a pool engine: receive a `Worker` object and tasks, and send results back."""
+"""The loop of a worker process: receive a `Worker` object and tasks, and send results back to the engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Request:
     """A request to a worker process: run a task, or load a `Worker` object for the tasks that follow.
 
     Args:
-        parts: The serialized task, or the worker object and the settings of its process.
-        block: Reads the shared tensors of a task; None for a worker object.
+        parts: The serialized task, or the `Worker` object and the settings of the main process.
+        block: Reads a block of the tensors that tasks share; None for a `Worker` object.
     """
 
     parts: Sequence[np.ndarray]
@@ -38,8 +38,8 @@ class Answer:
     """The answer of a worker process to one request.
 
     Args:
-        result: The result of a task; None for a worker object.
-        refused: Why a worker object could not be loaded.
+        result: The result of a task; None for a `Worker` object.
+        refused: The reason if a `Worker` object could not be loaded.
         warnings: Text, category, file and line of each warning that was shown.
         trace: The traceback of the error in the result.
     """
@@ -51,7 +51,7 @@ class Answer:
 
 
 def process_settings() -> list[tuple[Callable[[Any], Any], Any]]:
-    """Return the settings of this process that results depend on, each with the function that sets it."""
+    """Return the torch and warning settings of this process that results depend on, with functions that set them."""
     filters = [entry for entry in warnings.filters if is_importable(entry[2])]
     return [
         (torch.set_default_dtype, torch.get_default_dtype()),
@@ -62,22 +62,22 @@ def process_settings() -> list[tuple[Callable[[Any], Any], Any]]:
 
 
 def set_warning_filters(filters: list[Any]) -> None:
-    """Replace the warning filters of this process."""
+    """Replace the filters of the module `warnings` in this process."""
     warnings.resetwarnings()
     warnings.filters[:] = filters  # type: ignore[index]
 
 
 def is_importable(category: Any) -> bool:
-    """Return whether another process can import a warning class by its name."""
+    """Return whether another process can import a warning class by its module and name."""
     return (
         isinstance(category, type) and getattr(sys.modules.get(category.__module__), category.__name__, 0) is category
     )
 
 
 class TaskServer:
-    """Serves requests in a worker process: loads worker objects and runs tasks.
+    """Serves requests in a worker process: loads `Worker` objects and runs tasks.
 
-    Each task is answered at once. All tasks of a worker object share one `Trainer.fit`, as in the sequential engine.
+    Each task is answered at once. All tasks of a `Worker` object share one `Trainer.fit`, as in the sequential engine.
 
     Args:
         trainer: Options that the worker's trainer has in this process.
@@ -88,14 +88,14 @@ class TaskServer:
         self.worker: Worker | None = None
 
     def serve(self, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]) -> None:
-        """Answer requests in order until there are no more.
+        """Answer the main process's requests in order, endlessly.
 
         Args:
-            receive: Waits for the next request. The first one is a worker object.
-            answer: Sends the answer.
+            receive: Waits for the next request. The first request contains a `Worker` object.
+            answer: Sends an answer.
 
         Raises:
-            Exception: Whatever `receive` raises when there are no more.
+            Exception: The error that `receive` raises when there are no more requests.
         """
         while True:
             request = self._run_tasks(self.worker, receive, answer) if self.worker else receive()
@@ -116,14 +116,14 @@ class TaskServer:
     def _run_tasks(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
     ) -> Request:
-        """Run tasks, in one shared fit if possible, until another `Worker` object is requested. Return that request."""
+        """Run tasks, in one shared fit if possible, until a new `Worker` object is requested. Return that request."""
 
         def work(fit: Fit | None = None) -> Request:
             while (request := receive()).block:
                 answer(run_task(worker, request, fit, shown))
                 del request
                 if not fit:
-                    gc.collect()  # a used Trainer is a cycle that holds its model
+                    gc.collect()  # a used Trainer is part of a reference cycle with its model
             return request
 
         with warnings.catch_warnings(record=True) as shown:
@@ -131,7 +131,7 @@ class TaskServer:
 
 
 def shares_fit(worker: Worker) -> bool:
-    """Return whether a worker's tasks can share a fit; False on an error, which each client's own fit then reports."""
+    """Return whether a worker's tasks can share a `Trainer.fit`; False on an error, which separate fits then raise."""
     try:
         return can_share_fit(worker)
     except BaseException:
@@ -141,7 +141,7 @@ def shares_fit(worker: Worker) -> bool:
 def run_task(
     worker: Worker, request: Request, fit: Fit | None, shown: list[warnings.WarningMessage]
 ) -> SerializedValue:
-    """Run the task in a request, and return the serialized answer.
+    """Run the client's task in a request, and return the serialized answer.
 
     Args:
         worker: The worker.

@@ -1,4 +1,4 @@
-"""Evaluation of models on one set of samples, and summaries over clients."""
+"""Evaluation of models: loss and metrics on a set of samples, and summaries of these over clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from fl_lightning.evaluation.summary import Row, is_lower_better
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Options of evaluation. The global model is always evaluated on the global test set.
+    """Options of evaluation: which models are evaluated, how often, and with which metrics.
+
+    The global model is always evaluated on the global test set.
 
     Args:
         client_model: The model that is evaluated on a client's own test split: the one that a participant has just
@@ -63,11 +65,11 @@ class Evaluation:
                 )
 
     def is_due(self, round: int, rounds: int) -> bool:
-        """Return whether the models are evaluated in this round of a run with `rounds` rounds."""
+        """Return whether models are evaluated in round `round` of a run with `rounds` rounds."""
         return round % self.every == 0 or round == rounds
 
     def chosen(self, clients: int, seed: int) -> Sequence[int]:
-        """Return the ids of the clients to evaluate, ascending. They do not depend on round or method."""
+        """Return the ids of the clients to evaluate, in ascending order, the same for every round and method."""
         if self.max_clients is None or self.max_clients >= clients:
             return range(clients)
         return sorted(generator(seed, Stream.EVALUATED).choice(clients, self.max_clients, replace=False).tolist())
@@ -79,7 +81,7 @@ def evaluate(
     objective: Objective = Classification(),
     measures: Sequence[Measure] = (),
 ) -> Score:
-    """Return a module's loss and metrics on batches, without changing its mode or device.
+    """Return the loss and metrics of a module over some batches, without changing the module's mode or device.
 
     Args:
         module: Maps inputs to outputs.
@@ -137,23 +139,23 @@ def evaluate_each(
 
 
 class Tally:
-    """Accumulate the metrics of one set of samples batch by batch.
+    """Accumulates the loss and metrics of a model over one set of samples, batch by batch.
 
     Args:
         objective: Computes the loss and the standard metrics.
         measures: Additional metrics.
 
     Attributes:
-        n: Number of samples so far.
+        n: Number of samples added so far.
     """
 
     def __init__(self, objective: Objective, measures: Sequence[Measure]) -> None:
         self.objective, self.n = objective, 0
         self._running = [measure.start() for measure in measures]
-        self._sums: list[dict[str, Tensor]] = []  # on the device until the end: reading a number there waits for it
+        self._sums: list[dict[str, Tensor]] = []  # kept on the device, since each copy to the CPU would wait
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add a batch of outputs `(B, C)` in float32 and its labels.
+        """Add a batch: the model's outputs `(B, C)` in float32, and the labels.
 
         Raises:
             ConfigError: A metric fails.
@@ -179,7 +181,7 @@ class Tally:
 
 
 def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence[Score] = ()) -> Row:
-    """Return a round's evaluation metrics by column name, of the global model and of the clients' models.
+    """Return the evaluation metrics of a round by column of `metrics.csv`, given the scores of all evaluated models.
 
     Args:
         shared: The global model's score on the global test set, if there is a global model.
@@ -191,11 +193,11 @@ def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence
 
 
 def client_summary(scores: Sequence[Score]) -> Row:
-    """Return the mean, weighted mean, standard deviation and worst decile of each metric over clients.
+    """Return the mean, weighted mean, standard deviation and worst decile of each metric over the clients' scores.
 
-    The weighted mean counts test samples. The standard deviation is that of the population. The worst decile is the
-    mean over the worst tenth of the clients, rounded up. Clients for which a metric is undefined do not count. For the
-    loss, only the mean is returned.
+    The weighted mean is weighted by the number of test samples. The standard deviation is that of the population. The
+    worst decile is the mean over the worst tenth of the clients, rounded up. Clients for which a metric is undefined do
+    not count. For the loss, only the mean is returned.
     """
     names = dict.fromkeys(name for score in scores for name in score.values)
     row: Row = {}
@@ -212,14 +214,14 @@ def client_summary(scores: Sequence[Score]) -> Row:
 
 
 def personal_means(scores: Sequence[Score]) -> Row:
-    """Return the mean over the clients' models of each metric on the global test set, except the loss."""
+    """Return the mean over the clients' models of each metric on the global test set. The loss is left out."""
     names = dict.fromkeys(name for score in scores for name in score.values if name not in ("loss", "acc_interval"))
     values = {name: [score.values[name] for score in scores if name in score.values] for name in names}
     return {f"personal_on_global/{name}_mean": sum(own) / len(own) for name, own in values.items()}
 
 
 def own_series(scores: Mapping[int, Score]) -> Row:
-    """Return each client's metrics on its own test split, except the loss, as `client_<id>/<name>`."""
+    """Return each client model's metrics, without the loss, on the client's test split, as `client_<id>/<name>`."""
     return {
         f"client_{client}/{name}": value
         for client, score in scores.items()
@@ -229,13 +231,13 @@ def own_series(scores: Mapping[int, Score]) -> Row:
 
 
 def train_metrics(results: Sequence[Result]) -> Row:
-    """Return the training loss and each of its terms, averaged over a round's clients."""
+    """Return the training loss and each of its terms, averaged over the clients that trained in the round."""
     names = dict.fromkeys(name for result in results for name in result.losses)
     return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
 
 
 def logged_metrics(results: Sequence[Result]) -> Row:
-    """Return the metrics that callbacks logged in the clients' fits: by client, and the mean over the clients."""
+    """Return the metrics that callbacks logged while clients trained: the value of each client, and the mean."""
     own = {f"client_{r.client}/{name}": value for r in results for name, value in r.logged.items()}
     names = dict.fromkeys(name for result in results for name in result.logged)
     means = {name: fmean(r.logged[name] for r in results if name in r.logged) for name in names}

@@ -1,4 +1,4 @@
-"""Additional metrics from torchmetrics by name (`evaluation.metrics`), with the number of classes filled in."""
+"""Additional metrics of torchmetrics, given by name in `evaluation.metrics`; the number of classes is filled in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fl_lightning.evaluation.summary import is_lower_better
 KEY = "evaluation.metrics"
 
 TASKS = ("Multiclass", "Multilabel", "Binary")
-"""Prefixes of torchmetrics' class names, by the kind of labels."""
+"""Prefixes of torchmetrics' class names, one for each type of labels."""
 
 ALIASES = {"sensitivity": "Recall"}
 """Common names of metrics, and their names in torchmetrics."""
@@ -43,7 +43,7 @@ BINARY_AUROC = torchmetrics.classification.BinaryAUROC
 
 @dataclass(frozen=True)
 class Measure:
-    """An additional metric of `evaluation.metrics`: its name in the logs, and how to build it.
+    """An entry of `evaluation.metrics`: a metric's name in the logs, and a function that creates the metric.
 
     Args:
         name: Its name in the logs: `f1_score`, as in `global/f1_score`.
@@ -56,7 +56,7 @@ class Measure:
     positive: int | None = None
 
     def start(self) -> Running:
-        """Return a new accumulator of this metric, without any data."""
+        """Return a new accumulator of the metric, to which no batch has been added yet."""
         metric = self.make()
         over_classes = isinstance(metric, AUROCS) and metric.average in ("macro", "weighted")
         kind = RunningAUROC if over_classes or isinstance(metric, BINARY_AUROC) else Running
@@ -64,7 +64,7 @@ class Measure:
 
 
 class Running:
-    """A metric that is updated batch by batch.
+    """An accumulator of one torchmetrics metric, which is updated batch by batch.
 
     Args:
         name: Its name in the logs.
@@ -86,7 +86,7 @@ class Running:
             self._metric.to(predictions.device).update(predictions, targets)
 
     def value(self) -> float:
-        """Return the metric over all batches so far, NaN if it is undefined. For several outputs, return their mean.
+        """Return the metric over all batches added so far, averaged over outputs if it has several; NaN if undefined.
 
         Raises:
             ConfigError: The value is not a single number.
@@ -121,7 +121,7 @@ class RunningAUROC(Running):
         self._held, self._n = self._held + held, self._n + len(targets)
 
     def value(self) -> float:
-        """Return the mean AUROC over the classes for which it is defined, NaN if there are none."""
+        """Return the mean AUROC over the classes with both positive and negative samples; NaN without such classes."""
         assert isinstance(self._held, Tensor)
         with report_metric_errors(self.name):
             by_class = self._metric.compute().double()
@@ -137,7 +137,7 @@ def _fix_for(kind: str) -> str:
 
 @contextmanager
 def report_metric_errors(name: str) -> Iterator[None]:
-    """Context manager: name a metric in its errors, and suppress its warnings (about missing classes, for example)."""
+    """Context manager: convert a metric's exceptions to a `ConfigError` that names it, and suppress its warnings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -151,7 +151,7 @@ def report_metric_errors(name: str) -> Iterator[None]:
 def measures_of(
     specs: Sequence[str | Mapping[str, Any]], objective: Objective, outputs: int, positive_class: int = 1
 ) -> list[Measure]:
-    """Return the additional metrics that a config lists in `evaluation.metrics`.
+    """Return a `Measure` for each additional metric that a config lists in `evaluation.metrics`.
 
     Args:
         specs: Names, mappings of `class_path` and `init_args`, or mappings of a chosen name to either.
@@ -224,7 +224,7 @@ def _metric_class(path: str, objective: Objective, outputs: int) -> type[Metric]
 
 
 def _task(name: str) -> str:
-    """Return the task prefix of a torchmetrics class name, such as `Binary` or `Multiclass`, or an empty string."""
+    """Return the task prefix of a torchmetrics class name, such as `Binary` or `Multiclass`; empty if there is none."""
     return next((task for task in TASKS if name.startswith(task)), "")
 
 
@@ -239,7 +239,7 @@ def _imported(path: str) -> type[Metric]:
 
 
 def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
-    """Return a metric's name in the logs. From it `is_lower_better` tells whether lower is better."""
+    """Return the name under which a metric is logged; its ending shows whether lower values are better."""
     called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
     if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in RESERVED_NAMES:
         raise ConfigError(f"{KEY}: name: {called!r} is taken or has other characters than letters, digits and _")
@@ -257,7 +257,7 @@ def snake_case(name: str) -> str:
 
 
 def check_measures(measures: Sequence[Measure], objective: Objective, outputs: Tensor, targets: Tensor) -> None:
-    """Compute the additional metrics on one batch, to find errors early.
+    """Compute the additional metrics on one batch, to find errors before the run begins.
 
     Raises:
         ConfigError: A metric fails, or does not return a single number.

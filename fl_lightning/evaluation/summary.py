@@ -1,4 +1,4 @@
-"""Read the metrics of a run by round, and summarise them: best, last, R_acc, bytes."""
+"""Read a run's metrics by round, and summarise them: best and last values, rounds to an accuracy (R_acc), bytes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|gl
 
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
-# Ends of names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are refused
-# when a run begins, so reading a run folder needs no torch.
+# Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
+# refused when a run begins, so reading a run folder needs no torch.
 LOWER_BETTER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
 
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.
 COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")
 
-_WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float either
+_WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # longer numbers are read as floats
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a `metrics.csv` or `clients.csv`. A line truncated when the run was killed is an empty row.
+    """Yield the rows of a `metrics.csv` or `clients.csv` as numbers by column. An incomplete line is an empty row.
 
     Raises:
         ValueError: The file is not a CSV file, or has two columns of one name.
@@ -46,7 +46,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def parse_rows(content: bytes) -> list[Row]:
-    """Return the rows in the bytes of a `metrics.csv` or `clients.csv`, or of its header and some of its lines.
+    """Return the rows of a `metrics.csv` or `clients.csv`, given the bytes of its header and of some or all lines.
 
     Raises:
         ValueError: The content is not CSV, or has two columns of one name.
@@ -55,7 +55,7 @@ def parse_rows(content: bytes) -> list[Row]:
 
 
 def read_columns(path: Path) -> dict[str, array[float]]:
-    """Return the columns of a `clients.csv`, with NaN for blank cells. They need a tenth of the memory of its rows.
+    """Return the columns of a `clients.csv` as arrays, NaN for blank cells, in a tenth of the memory of `read_rows`.
 
     Raises:
         ValueError: The file is not a CSV file of numbers, has two columns of one name, or a line of another length.
@@ -72,9 +72,10 @@ def read_columns(path: Path) -> dict[str, array[float]]:
 
 
 def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
-    """Return `best`, `best_round`, `last` and `last10` of a metric over the rounds that have it, or an empty dict.
+    """Return `best`, `best_round`, `last` and `last10` of a metric over a run's rounds; empty if no round has it.
 
-    `last10` is the mean of the last ten of these rounds. With partial participation a single round is mostly noise.
+    `last10` is the mean over the last ten rounds that have the metric, since with partial participation the value of a
+    single round is noisy.
 
     Args:
         rows: The rounds.
@@ -91,7 +92,7 @@ def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[s
 
 
 def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the lowest value of each loss over the rounds, as `<loss>_best`."""
+    """Return the lowest value of each recorded loss over a run's rounds, as `<loss>_best`."""
     found = {name: best_and_last(rows, name, lower=True) for name in LOSSES}
     return {f"{name}_best": figures["best"] for name, figures in found.items() if figures}
 
@@ -109,7 +110,7 @@ def is_lower_better(name: str) -> bool:
 
 
 def better_goal(name: str) -> Literal["minimize", "maximize"] | None:
-    """Return whether to minimise or maximise a column of `metrics.csv` or `summary.json`; None if unknown."""
+    """Return the goal, `minimize` or `maximize`, for a metric of `metrics.csv` or `summary.json`; None if unknown."""
     column = re.sub(r"_(best|last|last10)$", "", name)
     if is_lower_better(column) or re.match("R_[0-9]", name):
         return "minimize"
@@ -117,7 +118,7 @@ def better_goal(name: str) -> Literal["minimize", "maximize"] | None:
 
 
 def model_metrics(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the models' metrics in a run's rows, without losses. `acc` comes first."""
+    """Return the names of the evaluation metrics in a run's rows, without losses; accuracy (`acc`) comes first."""
     names = dict.fromkeys(name for row in rows for name in row)
     found = [MODELS.fullmatch(name) for name in names]
     metrics = dict.fromkeys(next(filter(None, match.groups())) for match in found if match)
@@ -125,15 +126,18 @@ def model_metrics(rows: Sequence[Row]) -> list[str]:
 
 
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
-    """Return the first round in which a metric reached a target (R_acc), or None. `lower` means lower is better."""
+    """Return the first round in which a metric reached a target (R_acc); None without such a round.
+
+    A value reaches the target if it is at least the target or, with `lower`, at most the target.
+    """
     values = ((row["round"], row.get(name, math.nan)) for row in rows)
     return next((int(round) for round, value in values if (value <= target if lower else value >= target)), None)
 
 
 def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
-    """Return a run's figures: best, last and mean of the last ten of each metric, R_acc for each target, total bytes.
+    """Return the summary of a run: best, last and mean of the last ten values of each metric, R_acc, and total bytes.
 
-    R_acc is the global model's or, for methods without one, that of the clients' mean.
+    R_acc is the first round that reaches a target accuracy: of the global model or, without one, of the clients' mean.
     """
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
     for metric in model_metrics(rows):
@@ -149,7 +153,7 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
 
 
 def human_bytes(count: float) -> str:
-    """Format a number of bytes with a decimal unit."""
+    """Format a number of bytes with a decimal unit, such as `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"

@@ -1,1 +1,1 @@
-"""Metrics files and loggers of a run."""
+"""Loggers of a run, and its files of metrics and warnings."""

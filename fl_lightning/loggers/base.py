@@ -1,4 +1,4 @@
-"""Base class of loggers that know about federated runs."""
+"""Base class of loggers with hooks for federated runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning.pytorch.loggers import Logger
 
 
 class Labels(NamedTuple):
-    """Default name, group and tags of a run for loggers; config and environment variables take precedence.
+    """Default name, group and tags of a run in loggers. Options and environment variables of a logger override them.
 
     Attributes:
         name: Name of the run.
-        group: Name of the group; runs that differ only in the seed share it.
+        group: Name of the group, which runs that differ only in the seed share.
         tags: Names of the algorithm, the dataset and the partition.
     """
 
@@ -24,14 +24,14 @@ class Labels(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """The data that loggers get when a run begins or is resumed: run folder, config, names and last round.
+    """The argument of `RoundLogger.begin`: run folder, config, default names and last round of a run.
 
     Attributes:
         run_dir: The run folder.
         config: The resolved config; empty if there is none.
         labels: Default names of the run.
         round: The last finished round. Later rounds that were logged already will be logged again.
-        counts: Samples of each client and class, `(clients, C)`; None if there are many clients.
+        counts: Number of samples of each client and class, `(clients, C)`; None for more than 1,000 clients.
     """
 
     run_dir: Path
@@ -42,14 +42,14 @@ class Beginning(NamedTuple):
 
 
 class RoundLogger(Logger):
-    """A Lightning logger with hooks for the stages of a run. Subclasses override the hooks they need.
+    """Base class of Lightning loggers with hooks for the stages of a federated run.
 
     Unless a logger is given its own folder, it writes to the run folder, under a name listed in
     `runs.folder.WRITTEN_NAMES`.
     """
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Check the logger's options before anything is written.
+        """Check the logger's options before the run writes any file.
 
         Args:
             run_dir: The run folder, if it exists.
@@ -62,13 +62,13 @@ class RoundLogger(Logger):
         """Begin logging a run, or continue logging a resumed run.
 
         Raises:
-            Exception: The logger cannot begin. It has undone what it began.
+            Exception: The logger cannot begin. It has removed what it has written.
         """
         if run.config:
             self.log_hyperparams(dict(run.config))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Log the run's summary so far, with the names of `final/summary.json`. Called after each round."""
+        """Log the summary of the rounds so far, with the names of `final/summary.json`. Called after each round."""
 
     def log_files(self) -> None:
-        """Log files of the run, such as its final model. Called when the run folder is complete."""
+        """Log files of the run, such as the final model. Called when the run folder is complete."""

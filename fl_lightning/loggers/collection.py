@@ -30,11 +30,11 @@ from fl_lightning.loggers.wandb import WandbRoundLogger as WandbRoundLogger
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
 CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
 FEW_CLIENTS = 1000
-"""Largest number of clients whose metrics are logged by default, and that W&B's table of the partition shows."""
+"""Maximum number of clients for which each client's metrics, and the partition in W&B, are logged by default."""
 
 
 def has_few_clients(clients: int) -> bool:
-    """Whether a run has few enough clients to log each client's metrics by default; warn if not."""
+    """Return whether a run has few enough clients to log each client's metrics by default. Warn if it has too many."""
     if clients > FEW_CLIENTS:
         message = f"log_clients: metrics of single clients are not logged ({clients:,} clients)."
         warnings.warn(f"{message} Set log_clients: true to log them.", stacklevel=2)
@@ -42,7 +42,7 @@ def has_few_clients(clients: int) -> bool:
 
 
 def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
-    """Split a round's metrics into those of the run, and by client those of single clients (`client_<id>/<name>`)."""
+    """Split a round's metrics into those of the whole run and those of each client, named `client_<id>/<name>`."""
     shared: Row = {}
     by_client: dict[int, Row] = {}
     for key, value in row.items():
@@ -54,16 +54,17 @@ def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
 
 
 class MetricsCsv:
-    """The file `metrics.csv`: a row per round, a column per metric, blank if a round has no value.
+    """Writes the metrics of a run to `metrics.csv`, and the metrics of single clients to `clients.csv`.
 
-    Metrics of single clients, `client_<id>/<name>`, are written to `clients.csv` in the same folder.
+    `metrics.csv` has a row per round and a column per metric, blank if a round has no value. `clients.csv` is in the
+    same folder. Metrics of single clients are named `client_<id>/<name>`.
 
     Args:
         path: The file.
 
     Attributes:
         rows: All rows so far, without metrics of single clients.
-        clients: The file `clients.csv`.
+        clients: Writes `clients.csv`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,11 +76,11 @@ class MetricsCsv:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of the rows written so far, by file name."""
+        """SHA-256 digests of the rows written so far, by file name."""
         return {self.path.name: str(self._digest), self.clients.path.name: str(self.clients.digest)}
 
     def check(self, round: int, digests: Mapping[str, str]) -> None:
-        """Check that the files still have the rows that they had after a round.
+        """Check by digests that both files still contain the rows up to a round unchanged.
 
         Args:
             round: The round.
@@ -103,7 +104,7 @@ class MetricsCsv:
         """Remove the rows after a round from both files. A resumed run computes these rounds again.
 
         Raises:
-            Damaged: The file lacks a round up to that one.
+            Damaged: A round up to this one is missing in `metrics.csv`.
         """
         self.rows = self._rows_until(round)
         if len(self.rows) < round:
@@ -117,7 +118,7 @@ class MetricsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:
-        """Append one round to `clients.csv`, then to `metrics.csv`. It survives if the process is killed.
+        """Append a round's metrics to `clients.csv`, then to `metrics.csv`. The new rows survive a kill of the process.
 
         Raises:
             CheckpointError: Writing fails.
@@ -148,7 +149,7 @@ class MetricsCsv:
             raise CheckpointError(f"cannot write to {self.path.parent}: {error}") from error
 
     def _rows_until(self, round: int) -> list[Row]:
-        """Read the rows of rounds 1 to at most `round` from `metrics.csv`, up to the first missing one."""
+        """Return the rows of `metrics.csv` from round 1 to `round`, or to the round before the first missing one."""
         try:
             rows = [row for row in read_rows(self.path) if row] if self.path.exists() else []
         except ValueError as error:
@@ -166,7 +167,7 @@ class MetricsCsv:
 
 
 class ClientsCsv:
-    """The file `clients.csv`: a line per round and client with a value, a column per metric.
+    """Writes `clients.csv`: a line for each round and client with metrics, and a column per metric.
 
     Lines are appended. A new metric becomes the last column, for which the file is copied once. The content is not kept
     in memory.
@@ -183,12 +184,12 @@ class ClientsCsv:
         self._columns = list(self.keys)
 
     def rows(self, round: int) -> Iterator[dict[str, str]]:
-        """Return the complete lines up to a round, as mappings from column to cell."""
+        """Return an iterator over the complete lines up to a round, as mappings from column to cell."""
         header = self._header()
         return (dict(zip(header, cells, strict=False)) for cells in self._lines(round))
 
     def rewind(self, round: int) -> None:
-        """Remove the lines after a round, and the columns that only these lines filled."""
+        """Remove the lines after a round, and the columns that are then empty."""
         filled = max((i for cells in self._lines(round) for i, cell in enumerate(cells, 1) if cell), default=0)
         self._columns = self._header()[:filled] or list(self.keys)
         self.digest = Digest.over(self.rows(round))
@@ -198,7 +199,7 @@ class ClientsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, round: int, series: Mapping[int, Row]) -> None:
-        """Append one round's metrics of single clients, a line per client."""
+        """Append the clients' metrics of one round to the file, a line per client."""
         new = {name for row in series.values() for name in row}.difference(self._columns)
         if new:
             self._columns += sorted(new, key=_column_order)
@@ -238,11 +239,10 @@ class ClientsCsv:
 
 
 class WarningsTxt:
-    """The file `warnings.txt`: a line `round <n>: <text>` for each warning.
+    """Context that records warnings in `warnings.txt`: a line `round <n>: <text>` for each warning.
 
-    As a context manager, it records the warnings raised inside, which are also shown as usual. The file holds the
-    newest 1,000 to 2,000 warnings, each cut to 500 characters. Without warnings there is no file. Errors in writing it
-    are ignored.
+    Warnings are also shown as usual. The file keeps the newest 1,000 to 2,000 warnings, each cut to 500 characters.
+    Without warnings there is no file. Errors in writing the file are ignored.
 
     Args:
         path: The file.
@@ -270,22 +270,22 @@ class WarningsTxt:
 
     @property
     def digest(self) -> str:
-        """Digest of all warnings before the current round."""
+        """SHA-256 digest of all warnings before the current round."""
         return self._digest([line for line in self._lines if self._round_of(line) < self.round()])
 
     def check(self, round: int, digest: str) -> None:
-        """Warn if the file has changed since the end of a round. No result depends on it.
+        """Warn if the file has changed since the end of a round. Raises no error, since results do not depend on it.
 
         Args:
             round: The round.
             digest: The value of `digest` after that round.
         """
         lines = self._lines_until(round)
-        if len(lines) < self.most and self._digest(lines) != digest:  # a longer file drops old lines
+        if len(lines) < self.most and self._digest(lines) != digest:  # a longer file may have dropped old lines
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
     def rewind(self, round: int) -> None:
-        """Remove the warnings after a round, and add those raised before the run folder was locked."""
+        """Remove the file's warnings after a round, and append those raised before the run folder was locked."""
         waiting, self._waiting = self._waiting or [], None
         with suppress(OSError):
             before, kept = self._on_file(), self._lines_until(round)
@@ -302,7 +302,7 @@ class WarningsTxt:
 
     @staticmethod
     def _round_of(line: bytes) -> int:
-        """Return the round of a line of the file; -1 for an incomplete line."""
+        """Return the round that a line of the file begins with; -1 for an incomplete line."""
         match = re.match(rb"round ([0-9]{1,18}): .*\n$", line)
         return int(match[1]) if match else -1
 
@@ -337,7 +337,7 @@ class WarningsTxt:
 
 
 class Loggers:
-    """The loggers of a run. Each call is passed to all of them. Without loggers, it is empty and therefore false.
+    """The loggers of a run as one object, which passes each call to every logger. `len` is the number of loggers.
 
     Args:
         given: A logger, a list of loggers, or False or None for none.
@@ -364,11 +364,11 @@ class Loggers:
         return iter(self._all)
 
     def mute(self) -> None:
-        """Remove all loggers."""
+        """Remove all loggers, so that nothing is logged from here on."""
         self._all = []
 
     def check(self, run_dir: Path) -> None:
-        """Check the options of the loggers before anything is written.
+        """Check the options of all loggers before the run writes any file.
 
         Raises:
             ConfigError: An option is not valid.
@@ -386,7 +386,7 @@ class Loggers:
             run_dir: The run folder.
             config: The resolved config, if there is one.
             labels: Default names of the run.
-            counts: Samples of each client and class, `(clients, C)`.
+            counts: Number of samples of each client and class, `(clients, C)`.
             round: The last finished round.
 
         Raises:
@@ -407,18 +407,18 @@ class Loggers:
             raise
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of a round in all loggers."""
+        """Log metrics of a round, given as `step`, in all loggers."""
         for one in self._all:
             one.log_metrics(dict(metrics), step)
 
     def log_image(self, key: str, images: Sequence[str], **options: Any) -> None:
-        """Log images from files, with the loggers that support images."""
+        """Log image files in all loggers that support images."""
         for one in self._all:
             if log_image := getattr(one, "log_image", None):
                 log_image(key, list(images), **options)
 
     def end_round(self, rows: Sequence[Row], targets: Sequence[float]) -> None:
-        """Finish a round in all loggers and log the summary so far.
+        """Finish a round in all loggers, and log the summary of the rounds so far.
 
         Args:
             rows: The metrics of all rounds so far.
@@ -436,7 +436,7 @@ class Loggers:
                 one.log_files()
 
     def finalize(self, status: str) -> None:
-        """Close the loggers that have begun."""
+        """Close all loggers on which `begin` was called."""
         begun, self._begun = self._begun, []
         for one in begun:
             one.finalize(status)

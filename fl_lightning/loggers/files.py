@@ -22,21 +22,21 @@ from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.loggers.base import Beginning, RoundLogger
 
 TRACKING = "MLFLOW_TRACKING_URI"
-"""Environment variable with the location of MLflow's runs."""
+"""Environment variable with the database or server of MLflow's runs."""
 
 
 def require_package(package: str) -> None:
-    """Check that the package of a logger is installed.
+    """Check that the package that a logger needs is installed.
 
     Raises:
-        ConfigError: It is not installed; the message names the command that installs it.
+        ConfigError: The package is not installed; the message names the command that installs it.
     """
     if find_spec(package) is None:
         raise ConfigError(f"logger: {package} is not installed. Run: pip install 'fl-lightning[{package}]'")
 
 
 def writes_to_run_folder(save_dir: str | None, **subfolders: Any) -> bool:
-    """Whether a logger writes to the run folder, because `save_dir` is not given.
+    """Return whether a logger writes to the run folder, which is the case if `save_dir` is not given.
 
     Raises:
         ConfigError: A subfolder is given without `save_dir`, or an untrusted config gives a folder.
@@ -50,7 +50,7 @@ def writes_to_run_folder(save_dir: str | None, **subfolders: Any) -> bool:
 
 
 class CSVLogger(RoundLogger, lightnings.CSVLogger):
-    """Log metrics to Lightning's CSV file, a row per round, by default `csv_logs/metrics.csv` in the run folder.
+    """Log metrics to Lightning's CSV file, a row per round, by default in `csv_logs/` in the run folder.
 
     Args:
         save_dir: Another folder, in which Lightning creates `<name>/version_<n>` each time `fit` starts or resumes.
@@ -73,7 +73,7 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
         super().__init__(save_dir or "", name, version, prefix)
 
     def begin(self, run: Beginning) -> None:
-        """Begin a CSV file, or continue the one in the run folder after the last finished round."""
+        """Begin a CSV file; for a resumed run, continue the file in the run folder after the last finished round."""
         if self._in_run:
             self._save_dir, self._name, self._version = str(run.run_dir), "csv_logs", ""
             _truncate_csv(run.run_dir / "csv_logs" / "metrics.csv", run.round)
@@ -82,7 +82,7 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
 
 
 class _AppendingWriter(ExperimentWriter):
-    """Lightning's writer of a CSV file, which continues an existing file instead of removing it."""
+    """Lightning's CSV writer, changed to append to an existing file instead of removing it."""
 
     def _check_log_dir_exists(self) -> None:
         if os.path.exists(self.metrics_file_path):
@@ -91,7 +91,7 @@ class _AppendingWriter(ExperimentWriter):
 
 
 def _truncate_csv(path: Path, round: int) -> None:
-    """Cut a CSV file back to the complete rows whose column `step` is at most a round."""
+    """Remove the rows of a CSV file that are incomplete or have a `step` after a round."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -139,7 +139,7 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         )
 
     def begin(self, run: Beginning) -> None:
-        """Begin logging, or continue after the last finished round. TensorBoard hides steps of later rounds."""
+        """Begin logging, or continue a resumed run's log; TensorBoard then hides rounds after the last finished one."""
         if self._in_run:
             self._root_dir, self._name, self._version = str(run.run_dir), "tensorboard", ""
             self._kwargs["purge_step"] = run.round + 1
@@ -148,7 +148,7 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
     def log_image(
         self, key: str, images: Sequence[str], step: int | None = None, caption: Sequence[str] | None = None
     ) -> None:
-        """Log images from files to TensorBoard."""
+        """Log image files to TensorBoard."""
         for number, path in enumerate(images):
             name = f"{key}-{number + 1}" if number else key
             self.experiment.add_image(name, imread(path), step, dataformats="HWC")
@@ -194,12 +194,12 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         self._last_round = -1  # the last round in the MLflow run when the run was resumed
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Check that the file that names the MLflow run of a run folder is valid, if it exists."""
+        """Check that `mlflow/run_id` in the run folder, the id of the MLflow run, is valid if the file exists."""
         if run_dir:
             _run_id(run_dir)
 
     def begin(self, run: Beginning) -> None:
-        """Begin an MLflow run, or continue the one named in the run folder."""
+        """Begin an MLflow run; for a resumed run, continue its MLflow run."""
         place = run.run_dir.resolve() / "mlflow"
         place.mkdir(exist_ok=True)
         if not self._uri:
@@ -235,7 +235,7 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
 
 
 def _run_id(run_dir: Path) -> str | None:
-    """Return the id of the MLflow run that a run folder names; None if it names none."""
+    """Return the id of a run's MLflow run from `mlflow/run_id`; None if the file does not exist."""
     place = run_dir / "mlflow" / "run_id"
     if not place.is_file():
         return None

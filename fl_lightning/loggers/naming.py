@@ -1,4 +1,4 @@
-"""Names of runs for loggers: the config's name, the changes made on the command line, and the seed.
+"""Names of runs in loggers: the config's name, the changes made on the command line, and the seed.
 
 Runs of one *setting* differ only in the seed, and in options that do not affect results. They share a group:
 
@@ -22,7 +22,7 @@ LONGEST = 128
 
 
 def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the name of a run, and the name of its group, which it shares with runs of other seeds.
+    """Return the name of a run and the name of its group. Runs that differ only in the seed form a group.
 
     Args:
         config: The config's name.
@@ -39,7 +39,7 @@ def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mappin
 
 
 def changes(setting: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
-    """Return how a run's setting differs from the one in its config file, as text: `tau=0.1,local_test=0.3`.
+    """Return the settings of a run that differ from its config file, as text such as `tau=0.1,local_test=0.3`.
 
     Keys are shortened to their last parts where these are unique.
     """
@@ -54,7 +54,7 @@ def _last_part(key: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a short text for a setting's value: the name of a class, the elements of a list joined by `+`."""
+    """Return a short text for the value of a setting, such as a class name or the elements of a list joined by `+`."""
     if isinstance(value, list):
         return "+".join(map(_text, value))
     if isinstance(value, dict) and "class_path" in value:

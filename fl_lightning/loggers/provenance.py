@@ -10,20 +10,20 @@ import fl_lightning
 
 
 def source() -> dict[str, str]:
-    """Return the package's `version` and, in a git checkout, the `commit`."""
+    """Return this package's `version` and, if it is run from a git checkout, the `commit`."""
     commit = commit_of(Path(fl_lightning.__file__).resolve().parents[1])
     return {"version": fl_lightning.__version__} | ({"commit": commit} if commit else {})
 
 
 def commit_of(checkout: Path) -> str | None:
-    """Return the commit that is checked out in a folder, read from its `.git`; None if it is not a checkout.
+    """Return the commit that is checked out in a folder, read from `.git`; None if the folder is no git checkout.
 
     Parent folders are not searched, since a package that is installed inside of another project is not part of it. Git
     is not called.
     """
     with suppress(OSError, UnicodeDecodeError, IndexError):
         git = checkout / ".git"
-        if git.is_file():  # a further worktree, or a submodule
+        if git.is_file():  # a linked worktree, or a submodule
             git = checkout / git.read_text().split("gitdir:")[1].strip()
         common = git / "commondir"
         shared = git / common.read_text().strip() if common.is_file() else git
@@ -34,7 +34,7 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def _commit_of_ref(ref: str, git: Path) -> str | None:
-    """Return the commit that a git ref names, from the ref's file or from the packed refs."""
+    """Return the commit hash that a git ref points to, from the ref's file or from `packed-refs`."""
     if (git / ref).is_file():
         return (git / ref).read_text().strip()
     lines = (line.split(" ") for line in (git / "packed-refs").read_text().splitlines())

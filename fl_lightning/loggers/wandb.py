@@ -1,4 +1,4 @@
-"""Weights & Biases logger: a step per round, config keys to filter by, and one group for all seeds."""
+"""Weights & Biases logger: a step per round, config keys to filter runs by, and one group for runs of all seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
-from pydantic import ValidationError
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
@@ -26,10 +25,10 @@ from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.provenance import source
 
 OFFLINE = ("offline", "dryrun", "disabled")
-"""W&B's modes that send nothing."""
+"""W&B's modes that send nothing to a server."""
 
 RESUME_FILES = ("config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "checkpoints", "clients")
-"""Files of a run folder that testing or resuming the run needs."""
+"""Files and folders of a run folder that are needed to test or resume the run."""
 
 FIELDS = {
     "project": "project",
@@ -112,10 +111,10 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if self.mode in OFFLINE:
             self._wandb_init["settings"].silent = True
         self._last_round = -1  # the last round in the W&B run when the run was resumed
-        self._row_is_open = False  # whether a round's row is open
+        self._row_is_open = False  # whether values were logged since the last `save`
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Check the options as W&B does when a run begins, without a connection and without writing files.
+        """Check the options by W&B's own rules before the run begins, without a connection and without writing files.
 
         Args:
             run_dir: The run folder, if it exists. The file in it that names the W&B run is checked too.
@@ -160,7 +159,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         return self._experiment
 
     def begin(self, run: Beginning) -> None:
-        """Begin or continue the W&B run. A new one gets a table of the partition."""
+        """Begin the W&B run and log a table of the partition; for a resumed run, continue its W&B run."""
         if self.attach(run.run_dir, run.config, run.labels) and run.counts is not None:
             columns = ["client", *(f"class {j}" for j in range(len(run.counts[0])))]
             rows = [[client, *map(int, row)] for client, row in enumerate(run.counts)]
@@ -168,7 +167,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
             self.save()
 
     def attach(self, run_dir: Path, config: Mapping[str, Any], labels: Labels) -> bool:
-        """Begin the W&B run of a run folder, or continue the one that the folder names.
+        """Begin a W&B run for a run folder, or continue the W&B run that `wandb/run.json` in the folder names.
 
         The labels of a run that has been online may have been edited there. They are kept, unless the config or the
         environment sets them.
@@ -197,7 +196,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         options |= {key: options[key] or defaults.get(key) for key in keys}
         if options["tags"] or not online:
             options["tags"] = list(dict.fromkeys([*options["tags"], *(tag[:LONGEST_TAG] for tag in labels.tags)]))
-        rest = {key: value for key, value in config.items() if key != "logger"}  # W&B has fields for these
+        rest = {key: value for key, value in config.items() if key != "logger"}  # W&B has fields for its options
         options |= {"dir": str(run_dir), "config": {**group_config(rest), "fl_lightning": source()}}
         self._project, self._save_dir = options["project"], options["dir"]  # Lightning's `name` and `save_dir`
         if self.mode != "disabled":
@@ -211,7 +210,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
     @contextmanager
     def _undo_on_failure(self, folder: Path) -> Iterator[None]:
-        """Context in which an exception closes the W&B run and removes `folder` if it is new."""
+        """Context that after an exception closes the W&B run, and removes `folder` if it did not exist before."""
         new = not folder.exists()
         try:
             yield
@@ -224,13 +223,13 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
     @temporary_files()
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Add metrics, images or tables to a round's row of the W&B run, which `save` closes.
+        """Log metrics, images or tables of a round to the W&B run. `save` finishes the round.
 
         Rounds that W&B has already are not logged again by a resumed run.
 
         Args:
             metrics: Values by name.
-            step: The round. By default the round whose row is open, or the next one.
+            step: The round. By default the current round, or the next one after `save`.
         """
         run = self.experiment
         if step is None:
@@ -244,13 +243,13 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
     @temporary_files()
     def save(self) -> None:
-        """Close the current round's row of the W&B run."""
+        """Finish the current round in the W&B run: commit the values logged since the last call."""
         if self._row_is_open:
             self.experiment.log({}, commit=True)
             self._row_is_open = False
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Update the summary of the W&B run with the values of the summary so far that are not None.
+        """Update the summary of the W&B run with the summary of the rounds so far, without None values.
 
         `define_metric(summary="max")` is not used for best values: it turns the summary entry of `global/acc` into a
         mapping, which sweeps do not find, and forgets the rounds before an offline resume.
@@ -258,7 +257,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         self.experiment.summary.update({name: value for name, value in summary.items() if value is not None})
 
     def log_files(self) -> None:
-        """Log the final model and the files for resuming as W&B artifacts, as `log_model` says."""
+        """Log W&B artifacts: the final model if `log_model` is set, and with `log_model=all` the files for resuming."""
         run_dir = Path(self._wandb_init["dir"])
         if not self.log_model or self.mode == "disabled":
             return
@@ -282,19 +281,19 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
     @temporary_files()
     def finalize(self, status: str) -> None:
-        """Close the W&B run."""
+        """Close the W&B run with exit code 0 for the status `success`, otherwise 1."""
         if self._experiment is not None:
             self._experiment.finish(exit_code=0 if status == "success" else 1)
             self._experiment = None
 
 
 NOTE = Path("wandb", "run.json")
-"""File in a run folder that names its W&B run."""
+"""File in a run folder with the id, name, group, project and entity of its W&B run."""
 
 
 @contextmanager
 def _skip_launch() -> Iterator[None]:
-    """Context in which a W&B run starts without importing W&B Launch, which takes a second.
+    """Context in which a W&B run starts without importing W&B Launch, which saves a second.
 
     If Launch is imported already, its inputs are processed as usual.
     """
@@ -313,7 +312,7 @@ def _skip_launch() -> Iterator[None]:
 
 
 def read_note(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the file that names the W&B run of a run folder; empty if there is no file.
+    """Return the content of `wandb/run.json`, which names the W&B run of a run folder; empty if not found.
 
     Raises:
         ConfigError: The file is damaged, or `wandb` is not a folder.
@@ -341,14 +340,16 @@ def read_note(run_dir: Path) -> dict[str, Any]:
 
 
 def add_checksum(note: Mapping[str, Any]) -> str:
-    """Return the text of the file that names a W&B run, with its SHA-256, so that changes are detected."""
+    """Return the text of `wandb/run.json`: the given content and its SHA-256 digest, to detect changes."""
     digest = hashlib.sha256(json.dumps(note, indent=1).encode()).hexdigest()
     return json.dumps({**note, "sha256": digest}, indent=1) + "\n"
 
 
 @contextmanager
 def _name_key(key: str) -> Iterator[None]:
-    """Context in which an error of W&B becomes a `ConfigError` of one line that names the key."""
+    """Context in which any exception, such as W&B's, becomes a one-line `ConfigError` that names the config key."""
+    from pydantic import ValidationError  # not at the top: only runs with this logger need it
+
     try:
         yield
     except ValidationError as error:  # its text also refers to pydantic's manual
@@ -358,7 +359,7 @@ def _name_key(key: str) -> Iterator[None]:
 
 
 def group_config(value: Any) -> Any:
-    """Return a config with the keys that W&B filters by: `algorithm.name`, `algorithm.loss_terms.Proximal.mu`.
+    """Return a config in a form that W&B can filter runs by: `algorithm.name`, `algorithm.loss_terms.Proximal.mu`.
 
     W&B joins nested keys by dots. A class becomes a mapping of its `name` and its arguments, a list of classes a
     mapping by name. An argument called `name` stays in `init_args`.
@@ -387,5 +388,5 @@ def _unique_name(name: str, seen: Counter[str]) -> str:
 
 
 def _option_or_variable(option: str | None, variable: str) -> str | None:
-    """Return an option, or the value of its environment variable if the option is not given."""
+    """Return an option, or the value of the environment variable `WANDB_<variable>` if the option is None."""
     return option if option is not None else os.environ.get(f"WANDB_{variable}") or None

@@ -52,7 +52,7 @@ class Backbone(nn.Module):
 
 @contextmanager
 def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
-    """Record the inputs of named layers in this context. If a layer is called several times, its last input counts.
+    """Record the inputs of named layers inside a `with` block. If a layer is called again, its last input counts.
 
     Args:
         backbone: The network.
@@ -101,7 +101,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
     layers = [module.classifier] if isinstance(module, Backbone) else list(module.modules())
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     if not linear:
-        raise ConfigError("model: this method needs a linear classification layer, and the model ends with none")
+        raise ConfigError("model: this method needs a linear classification layer. Use a model with one.")
     return linear[-1]
 
 
@@ -123,12 +123,12 @@ def with_encoder(module: nn.Module | None) -> Backbone:
         ConfigError: It is not a backbone, or its encoder and head cannot be called separately.
     """
     backbone = with_features(module)
-    _ = backbone.encoder  # a `FromModule` that is kept whole raises here
+    _ = backbone.encoder  # raises for a `FromModule` that cannot be split
     return backbone
 
 
 def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Module:
-    """Return a copy of a model's encoder in eval mode, without gradients. Contrastive losses compare with it.
+    """Return a copy of a model's encoder in eval mode, without gradients, for contrastive losses to compare with.
 
     Args:
         module: The model, a `Backbone`. It is not changed.
@@ -144,7 +144,7 @@ def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Modu
 
 
 class ModelFactory(Protocol):
-    """A callable that builds a backbone for a dataset's input shape and classes, such as a config's `model`."""
+    """A callable, such as a config's `model`, that builds a backbone for an input shape and a number of classes."""
 
     def __call__(self, *, in_shape: tuple[int, ...], num_classes: int) -> Backbone:
         """Build the backbone for inputs of `in_shape` (without the batch) and `num_classes` classes."""

@@ -11,7 +11,7 @@ from fl_lightning.models.layers import image_shape
 
 
 class CNN(Backbone):
-    """The two-convolution network of McMahan et al. 2017: 5x5 convolutions of 32 and 64 channels, then 512 units.
+    """The CNN of McMahan et al. 2017: 5x5 convolutions of 32 and 64 channels, then 512 hidden units.
 
     Each convolution keeps the size, is followed by ReLU and halved by 2x2 max pooling; 1,663,370 parameters for
     28x28 grey images and 10 classes, as the paper counts.
@@ -46,11 +46,11 @@ class CNN(Backbone):
 
 
 class CNN4(Backbone):
-    """The 4-layer CNN of cwFedAVG and UA-PDFL: two unpadded 5x5 convolutions (32, 64), then 512 units in the head.
+    """The 4-layer CNN of cwFedAVG and UA-PDFL: two 5x5 convolutions (32, 64), then 512 units in the head.
 
-    Each convolution is followed by ReLU and 2x2 max pooling. The encoder ends with the convolutions, so that both
-    fully connected layers are the classifier `h` that UA-PDFL keeps personal. 582,026 parameters for 28x28 grey
-    images and 10 classes, 878,538 for 32x32 colour images.
+    Each convolution is unpadded, and followed by ReLU and 2x2 max pooling. The encoder ends with the convolutions, so
+    that both fully connected layers are the classifier `h` that UA-PDFL keeps personal. 582,026 parameters for 28x28
+    grey images and 10 classes, 878,538 for 32x32 colour images.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 16.
@@ -66,7 +66,7 @@ class CNN4(Backbone):
 
 
 class LeNet(Backbone):
-    """FedDW's LeNet-like CNN: two 5x5 convolutions, mapping layers of 256 and 128, a bias-free classification layer.
+    """FedDW's LeNet-like CNN: two 5x5 convolutions, mapping layers (256, 128), a last layer without bias.
 
     There is no ReLU between the mapping layers and the classification layer. FedDW uses it without pooling for MNIST
     and with 2x2 max pooling for CIFAR-10. Its published code for MNIST has 10 and 20 channels, and dropout 0.5, which

@@ -97,7 +97,7 @@ class Head:
 
 
 class CosineLinear(nn.Module):
-    """A linear layer whose logits are scaled cosines of features and class weights (Gidaris and Komodakis 2018).
+    """Linear layer with scaled cosines of features and class weights as logits (Gidaris, Komodakis 2018).
 
     Args:
         in_features: Size `d` of a feature.

@@ -12,7 +12,7 @@ from fl_lightning.models.layers import GlobalAveragePool, Norm, image_shape, ini
 
 
 class ShuffleNetV2(Backbone):
-    """torchvision's ShuffleNet V2 (Ma et al. 2018, width 1) with a stem that keeps the size of small images.
+    """torchvision's ShuffleNet V2 (Ma et al. 2018, width 1) with a stem that keeps small images' size.
 
     1,263,854 parameters for colour images and 10 classes.
 
@@ -35,9 +35,9 @@ class ShuffleNetV2(Backbone):
 
 
 class MobileNetV2(Backbone):
-    """torchvision's MobileNet V2 (Sandler et al. 2018, width 1) with strides of 1 in its stem and second stage.
+    """torchvision's MobileNet V2 (Sandler et al. 2018) with strides of 1 in its stem and second stage.
 
-    2,236,682 parameters for colour images and 10 classes.
+    Width 1; 2,236,682 parameters for colour images and 10 classes.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 8.

@@ -14,7 +14,7 @@ from fl_lightning.models.layers import GlobalAveragePool, Norm, image_shape, ini
 
 
 class ResNet8(Backbone):
-    """FedSKC's ResNet-8: a 3x3 stem, three stages of one BasicBlock (64, 128, 256 channels; strides 1, 2, 2).
+    """FedSKC's ResNet-8: a 3x3 stem and three BasicBlocks of 64, 128 and 256 channels, strides 1, 2, 2.
 
     BatchNorm, global average pooling, a linear head; He-normal convolutions (fan-out).
 

@@ -77,7 +77,7 @@ class TextCNN(Backbone):
 
 
 class BiLSTM(Backbone):
-    """One bidirectional LSTM layer, its outputs averaged over the text: FedDW's extractor for IMDB.
+    """One bidirectional LSTM layer with outputs averaged over the text; FedDW's encoder for IMDB.
 
     Args:
         in_shape: `(length,)` token ids.
@@ -120,7 +120,7 @@ class Words(NamedTuple):
 
 
 class WordVectors(nn.Embedding):
-    """An embedding of token ids `(B, length)`. It returns `Words`.
+    """An embedding of token ids `(B, length)`. It returns `Words`: vectors, and a mask of real words.
 
     Args:
         in_shape: `(length,)`.

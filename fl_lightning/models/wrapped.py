@@ -60,7 +60,7 @@ class FromModule(Backbone):
             raise ConfigError(f"model.head: {module} has no layer {head!r}; its layers are {names}") from None
         widths = [child.in_features for child in layer.modules() if isinstance(child, nn.Linear)]
         if not head or not widths:
-            raise ConfigError(f"model.head: {head!r} of {module} holds no linear layer, so it is no head")
+            raise ConfigError(f"model.head: {head!r} of {module} holds no linear layer. Name a head that has one.")
         if ends_with(network, head, in_shape, module):
             network.set_submodule(head, nn.Identity())
             super().__init__(network, layer, widths[0])
@@ -74,7 +74,7 @@ class FromModule(Backbone):
         if name in ("encoder", "head") and name not in self._modules:
             raise ConfigError(
                 f"model.head: {self.path} computes something after or around {self.cut!r}, so its encoder and head "
-                "cannot be taken apart, as this needs. Use a module whose forward ends with the head"
+                "cannot be used separately, as this method needs. Use a module whose forward ends with the head"
             )
         return super().__getattr__(name)
 
@@ -105,7 +105,7 @@ def original_of(backbone: nn.Module) -> nn.Module:
 
 
 def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str) -> bool:
-    """Return whether a module's output is that of its head, unchanged, so that the module can be split there.
+    """Return whether a module returns its head's output unchanged, so that it can be split before the head.
 
     It is called with two samples, in train mode and in eval mode. Equal numbers are not enough, because a `clamp` does
     not change small ones. The output must be the same tensor, not modified in place.
@@ -128,13 +128,13 @@ def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str
             outputs.clear()
             returned = module.train(training)(x)
             if not outputs:
-                raise ConfigError(f"model.head: {path} does not call {head!r}. Name the layer that makes its outputs")
+                raise ConfigError(f"model.head: {path} does not call {head!r}. Name the layer of the outputs")
             if any(returned is not output or version != output._version for output, version in outputs):
                 return False
         module.set_submodule(head, nn.Identity())
         try:
             return torch.equal(layer(module(x)), returned)
-        except Exception:  # the module does something with the layer's output that fails on its input
+        except Exception:  # the module transforms the layer's output in a way that fails on the layer's input
             return False
 
 
@@ -162,19 +162,19 @@ def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
 
 
 def build(path: str, arguments: dict[str, Any]) -> nn.Module:
-    """Import a class or function that builds an `nn.Module`, and return what it builds.
+    """Import a class or function by its path, and return the `nn.Module` that it builds.
 
     Raises:
         ConfigError: That fails, or the result is not an `nn.Module`.
     """
     if not re.search("[.:]", path):  # `find_object` would import it as a module
-        raise ConfigError(f"model.module: {path} names nothing in a module; give package.module.Class")
+        raise ConfigError(f"model.module: {path} is not an import path such as package.module.Class")
     try:
         builder = find_object(path)
         if not (issubclass(builder, nn.Module) if inspect.isclass(builder) else inspect.isroutine(builder)):
             raise TypeError("it is neither an nn.Module class nor a function")
         if inspect.isbuiltin(builder):  # such as os.system
-            raise TypeError("no function of Python's own makes an nn.Module")
+            raise TypeError("a built-in function does not build an nn.Module")
         for name in WEIGHTS & arguments.keys():
             require_trust(f"model.module_args.{name}", arguments[name])
         module = builder(**arguments)
@@ -183,5 +183,5 @@ def build(path: str, arguments: dict[str, Any]) -> nn.Module:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"model.module: {path} cannot be built: {error}; check module and module_args") from error
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"model.module: {path} makes a {type(module).__name__}, not an nn.Module")
+        raise ConfigError(f"model.module: {path} builds a {type(module).__name__}, not an nn.Module")
     return module

@@ -10,7 +10,7 @@ MAX_JOBS = 4  # each waiting job keeps its data in memory
 
 
 class Writer:
-    """A thread that runs jobs in the order in which they are submitted.
+    """A background thread that runs writing jobs in the order in which they are submitted.
 
     An exception in a job is raised in the caller's thread by the next call of any method.
     """
@@ -20,7 +20,7 @@ class Writer:
         self._jobs: deque[Future[object]] = deque()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Submit a job. Waits while too many jobs are pending."""
+        """Submit a job to the background thread. Waits while too many jobs are pending."""
         while len(self._jobs) >= MAX_JOBS:
             self._jobs.popleft().result()
         self.check()
@@ -28,17 +28,17 @@ class Writer:
         self._jobs.append(self._thread.submit(job))
 
     def check(self) -> None:
-        """Raise the exception of a finished job that failed."""
+        """Raise the exception of a job that has failed, if any."""
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
 
     def wait(self) -> None:
-        """Wait until all jobs are done."""
+        """Wait until all submitted jobs are done, and raise the exception of a job that failed."""
         while self._jobs:
             self._jobs.popleft().result()
 
     def close(self) -> None:
-        """Wait for all jobs, ignore their exceptions and end the thread. `submit` starts a new one."""
+        """Wait for all submitted jobs, ignore their exceptions, and end the thread. A later `submit` starts another."""
         if self._thread:
             self._thread.shutdown()
         self._thread = None

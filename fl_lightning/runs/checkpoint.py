@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,12 +26,12 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and verified.
+    """The content of a checkpoint that was read and verified.
 
     Args:
         round: The last finished round.
         state: Nested dicts and lists of tensors, numbers and strings.
-        files: The client-state files that belong to it, and their checksums.
+        files: The client-state files that belong to the checkpoint, and their checksums.
         fingerprint: The run's fingerprint.
     """
 
@@ -45,8 +45,8 @@ class CheckpointFolder:
     """The checkpoints of one run, a folder per round: `round-000012/{state.pt, manifest.json}`.
 
     A checkpoint is written to a temporary folder, flushed to disk and renamed, so it is either complete or absent. The
-    manifest's checksums, including one of itself, detect later damage. Client state is in other files,
-    which are written once and never changed; the manifest names them.
+    manifest's checksums, including one of itself, detect later damage. Client states are in other files, which the
+    manifest names. They are written once and never changed.
 
     Args:
         path: The folder of the checkpoints; created when the first one is written.
@@ -64,14 +64,14 @@ class CheckpointFolder:
         fingerprint: Fingerprint | None = None,
         flushed: bool = True,
     ) -> Path:
-        """Write the checkpoint of a round. An earlier checkpoint of the round is replaced.
+        """Write the checkpoint of a round. An earlier checkpoint of the same round is replaced.
 
         Args:
             round: The last finished round.
             state: Nested dicts and lists of tensors, numbers and strings.
-            files: Client-state files that belong to it: paths relative to the run folder, and their checksums.
+            files: Client-state files that belong to the checkpoint: paths relative to the run folder, with checksums.
             fingerprint: The run's fingerprint.
-            flushed: Whether it is on disk when this returns. Otherwise a power failure can still damage it.
+            flushed: Flush the checkpoint to disk before returning. Otherwise a power failure can still damage it.
 
         Raises:
             CheckpointError: Writing fails.
@@ -89,7 +89,7 @@ class CheckpointFolder:
                     "round": round,
                     "files": inside,
                     "outside": dict(files or {}),
-                    "seal": asdict(fingerprint or Fingerprint()),
+                    "seal": vars(fingerprint or Fingerprint()),
                 }
                 (partial / MANIFEST).write_text(_to_json(manifest))
                 if flushed:
@@ -130,18 +130,18 @@ class CheckpointFolder:
         """
         path = self._folder(round) / MANIFEST
         try:
-            write_atomically(path, _to_json(self._manifest(round) | {"seal": asdict(fingerprint)}))
+            write_atomically(path, _to_json(self._manifest(round) | {"seal": vars(fingerprint)}))
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {one_line(error)}") from error
 
     def rounds(self) -> list[int]:
-        """Return the rounds that have a checkpoint, newest first, without those that were found damaged."""
+        """Return the numbers of the rounds with a checkpoint, newest first, except checkpoints found damaged."""
         names = (path.name for path in self.path.glob("round-*") if path.is_dir() and not path.is_symlink())
         rounds = {int(name.removeprefix("round-")) for name in names if re.fullmatch("round-[0-9]{6,18}", name)}
         return sorted((r for r in rounds - self._damaged if self._folder(r).exists()), reverse=True)
 
     def read(self, round: int) -> Checkpoint:
-        """Load and verify the checkpoint of a round. No code is executed.
+        """Load and verify the checkpoint of a round. No code in the file is executed.
 
         Raises:
             CheckpointError: The checkpoint is missing or damaged.
@@ -163,7 +163,7 @@ class CheckpointFolder:
     def read_newest(
         self, report: Callable[[str], None], check: Callable[[Checkpoint], None] = lambda _: None
     ) -> Checkpoint | None:
-        """Load the newest valid checkpoint; None if there are no checkpoints.
+        """Load and return the newest valid checkpoint; None if there are no checkpoints.
 
         Damaged checkpoints that are skipped are removed once newer ones exist.
 
@@ -193,7 +193,7 @@ class CheckpointFolder:
         return None
 
     def prune(self, keep: set[int]) -> None:
-        """Remove the partial files of killed processes, and all checkpoints except those of the given rounds."""
+        """Remove all checkpoints except those of the given rounds, and partial files that killed processes left."""
         for round in {*self.rounds(), *self._damaged} - keep:
             with suppress(FileNotFoundError):  # renaming is atomic: a kill leaves no partial checkpoint
                 self._folder(round).rename(self.path / f".writing-pruned-{round}")
@@ -202,11 +202,11 @@ class CheckpointFolder:
             shutil.rmtree(leftover)
 
     def files(self, round: int) -> dict[str, str]:
-        """Return the client-state files that a round's checkpoint names, and their checksums."""
+        """Return the checksums of the client-state files that belong to a round's checkpoint, by path."""
         return dict(self._manifest(round)["outside"])
 
     def named_files(self) -> set[str]:
-        """Return the client-state files that any checkpoint names. Unreadable manifests are skipped."""
+        """Return the paths of the client-state files that belong to any checkpoint with a readable manifest."""
         names: set[str] = set()
         for round in self.rounds():
             with suppress(Exception):  # a damaged file can fail in as many ways as there are bytes
@@ -214,7 +214,7 @@ class CheckpointFolder:
         return names
 
     def _manifest(self, round: int) -> dict[str, Any]:
-        """Return the manifest of a round's checkpoint, after its checksum was verified."""
+        """Return the manifest of a round's checkpoint (its files and checksums) after verifying its own checksum."""
         content = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
         if "seal" not in content:
             raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")
@@ -228,7 +228,7 @@ class CheckpointFolder:
 
 
 def _verify(base: Path, files: Mapping[str, str]) -> None:
-    """Check that files match their checksums and lie within the folder `base`."""
+    """Check that files match their checksums and that their paths are within the folder `base`."""
     for name, checksum in files.items():
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts or any((base / part).is_symlink() for part in place.parents[:-1]):
@@ -245,7 +245,7 @@ def _checksum(path: Path) -> str:
 
 
 def _to_json(manifest: Mapping[str, Any]) -> str:
-    return json.dumps({**manifest, "checksum": _own_checksum(manifest)}, indent=1) + "\n"
+    return json.dumps({**manifest, "checksum": _own_checksum(manifest)}) + "\n"
 
 
 def _own_checksum(manifest: Mapping[str, Any]) -> str:

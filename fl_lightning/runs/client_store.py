@@ -1,4 +1,4 @@
-"""Storage of the clients' states between rounds, in memory or on disk."""
+"""Storage of the tensors that clients keep between rounds (client states), in memory or on disk."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OPEN_FILES = 16  # clients whose files stay open between reads
 
 @dataclass
 class StoredState:
-    """The state of one client after one round: in memory, in a file, or both.
+    """A client's state after one round, held in memory, in a file, or both.
 
     Args:
-        file: Path of its file, relative to the run folder.
+        file: Path of the file, relative to the run folder.
         memory: The state; None if it has to be read from the file.
         checksum: Checksum of the file; None until it is written.
     """
@@ -40,7 +40,7 @@ class StoredState:
 
 
 class ClientStore(Mapping[int, State]):
-    """The states that clients keep between rounds, by client id. Clients without a state are left out.
+    """The states that clients keep between rounds, by client id. Clients without a state have no entry.
 
     Each client has a safetensors file in `clients/` for each round it took part in, which is written once and never
     changed. With `disk`, the file is written when the client has finished, and memory-mapped when read. With `memory`,
@@ -70,7 +70,7 @@ class ClientStore(Mapping[int, State]):
         return len(self._stored)
 
     def put(self, client: int, round: int, state: State) -> None:
-        """Store a copy of a client's state after a round. It becomes visible with `end_round`.
+        """Store a copy of a client's state after a round. Readers see the old state until `end_round`.
 
         Raises:
             CheckpointError: This client's file or an earlier one cannot be written.
@@ -85,7 +85,7 @@ class ClientStore(Mapping[int, State]):
             self.writer.submit(partial(self._write, stored))
 
     def end_round(self) -> None:
-        """Make the client states that were stored during the round visible to readers."""
+        """Replace the clients' old states by those that `put` stored during the round."""
         for client, stored in self._pending.items():
             if stored.memory == {}:
                 self._stored.pop(client, None)
@@ -94,7 +94,7 @@ class ClientStore(Mapping[int, State]):
         self._pending = {}
 
     def with_peers(self, state: State, section: str | None) -> State:
-        """Return the shared state with one section of each client k's state added as `peer_<k>`, read on access.
+        """Return the shared state, extended by keys `peer_<k>` that load one section of client k's state on access.
 
         Other sections are not accessible. Without a section name, return the shared state itself.
         """
@@ -103,11 +103,11 @@ class ClientStore(Mapping[int, State]):
     # --- Checkpoints ---
 
     def snapshot(self) -> list[StoredState]:
-        """Return the current states of all clients, to be passed to `write`."""
+        """Return the current states of all clients, for `write` to save while the next round changes them."""
         return list(self._stored.values())
 
     def write(self, snapshot: Iterable[StoredState]) -> dict[str, str]:
-        """Write client states without a file yet, and return the checksums of all files. Runs in the writer's thread.
+        """Write the client states that have no file yet, and return all files' checksums. Called in the background.
 
         Raises:
             CheckpointError: Writing fails.
@@ -118,17 +118,23 @@ class ClientStore(Mapping[int, State]):
         return files
 
     def load(self, files: Mapping[str, str]) -> None:
-        """Replace all client states by those in the files that a checkpoint names."""
+        """Replace all client states by those in the given files, which belong to a checkpoint."""
         self._mapped.cache_clear()
         self._stored, self._pending = {}, {}
         for file, checksum in files.items():
             memory = None if self.on_disk else copy_to_cpu(self._read(file))
             self._stored[client_id(file)] = StoredState(file, memory, checksum)
 
-    def prune(self, named: set[str]) -> None:
-        """Remove client-state files that no checkpoint names, and the partial files of killed processes."""
-        for pattern in ("client-*.safetensors", ".client-*.writing"):
-            for path in (self.run_dir / FOLDER).glob(pattern):
+    def prune(self, named_files: Callable[[], set[str]]) -> None:
+        """Remove client-state files that belong to no checkpoint, and partial files that killed processes left.
+
+        Args:
+            named_files: Returns the files that checkpoints name. It is only called if there are files.
+        """
+        patterns = "client-*.safetensors", ".client-*.writing"
+        if files := [path for pattern in patterns for path in (self.run_dir / FOLDER).glob(pattern)]:
+            named = named_files()
+            for path in files:
                 if f"{FOLDER}/{path.name}" not in named:
                     path.unlink()
 
@@ -159,7 +165,7 @@ class ClientStore(Mapping[int, State]):
 
 
 class WithPeers(dict[str, Tensors]):
-    """A shared state that reads `peer_<k>` from client k's state on access; see `ClientStore.with_peers`."""
+    """A shared state with additional keys `peer_<k>`, which load one section of client k's state on access."""
 
     def __init__(self, state: State, read_public: Callable[[int], Tensors]) -> None:
         super().__init__(state)
@@ -173,12 +179,12 @@ class WithPeers(dict[str, Tensors]):
 
 
 def client_id(file: str) -> int:
-    """Return the client id in the name of a client-state file."""
+    """Return the client id that the name of a client-state file contains."""
     return int(Path(file).name.split("-")[1])
 
 
 def copy_to_cpu(state: State) -> State:
-    """Return a copy of a client state on the CPU, contiguous and sorted, as if it were read from a file."""
+    """Return a copy of a client state on the CPU, contiguous and sorted by name, like a state read from a file."""
     return {
         section: {
             name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

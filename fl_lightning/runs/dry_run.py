@@ -1,4 +1,4 @@
-"""Limits of a dry run (`fit --fast`), which tries every part of a run in a temporary folder."""
+"""Limits of a dry run (`fit --fast`), which runs every step of a run on few samples, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fl_lightning.engines import Worker
 from fl_lightning.evaluation.evaluation import Evaluation
 
 ROUNDS, CLIENTS, BATCHES = 2, 2, 2
-"""Number of rounds, of clients in each round, and largest number of training batches of a client.
+"""Number of rounds, number of clients in each round, and maximum number of training batches of a client.
 
-Shared knowledge and client state are used from the second round on.
+Two rounds are needed because clients use shared knowledge and client state from the second round on.
 """
 
 
 @contextmanager
 def temporary_run_dir(resume: bool) -> Iterator[Path]:
-    """Context with a temporary run folder for a dry run. The folder is removed at the end.
+    """Context that yields a temporary run folder for a dry run, and removes the folder at its end.
 
     Raises:
-        ConfigError: The run is to be resumed.
+        ConfigError: `resume` is true.
     """
     if resume:
         raise ConfigError("fast: a dry run cannot resume. Leave out either fast or resume.")
@@ -36,23 +36,23 @@ def temporary_run_dir(resume: bool) -> Iterator[Path]:
 
 
 def reduce_evaluation(evaluation: Evaluation) -> Evaluation:
-    """Return evaluation options for a dry run, in which few clients are evaluated."""
+    """Return evaluation options changed for a dry run: few clients are evaluated."""
     return replace(evaluation, max_clients=min(evaluation.max_clients or CLIENTS, CLIENTS))
 
 
 def reduce_worker(worker: Worker) -> Worker:
-    """Return a worker for a dry run, in which clients have few samples and few training steps."""
+    """Return a worker changed for a dry run: clients have few samples and few training steps."""
     samples = train_samples(worker.batch_size, worker.algorithm.validation)
     return replace(worker, data=truncate_dataset(worker.data, samples), trainer=shorten_fit(worker.trainer))
 
 
 def train_samples(batch_size: int, validation: float) -> int:
-    """Return the number of training samples that a client needs in a dry run, with its validation split."""
+    """Return the number of training samples of a client in a dry run, including its validation split."""
     return math.ceil(BATCHES * batch_size / (1 - validation))
 
 
 def shorten_fit(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Trainer options for a dry run, with few steps. Epochs stay, because methods depend on their number."""
+    """Return Trainer options changed for a dry run: few steps. `max_epochs` stays, because methods depend on it."""
     steps, epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
     limits = {"max_steps": BATCHES if steps == -1 else min(steps, BATCHES), "limit_train_batches": BATCHES}
     return {**trainer, **limits, "max_epochs": 1 if epochs is None and steps == -1 else epochs}

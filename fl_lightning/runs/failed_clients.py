@@ -1,4 +1,4 @@
-"""Decide what happens when clients of a round fail: raise, or continue with the others."""
+"""Handle clients that fail in a round: raise the error, or continue with the other clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_lightning.core.task import Result
 
 
 def has_upload(result: Result, on_client_failure: Literal["raise", "drop"]) -> bool:
-    """Return whether a client's result has an upload to aggregate. Warn if a failed client is dropped.
+    """Return whether a client succeeded, so that its upload is aggregated. Warn if a failed client is dropped.
 
     Raises:
         ClientFailure: The client failed and `on_client_failure` is `raise`.
@@ -24,7 +24,7 @@ def has_upload(result: Result, on_client_failure: Literal["raise", "drop"]) -> b
 
 
 def require_uploads(round: int, uploads: int, participants: int, min_clients: int) -> None:
-    """Check that at least `min_clients` clients of a round have an upload.
+    """Check that at least `min_clients` clients of a round sent an upload.
 
     Raises:
         TooFewClients: There are fewer uploads than `min_clients`.

@@ -1,7 +1,7 @@
 """Fingerprint of a run: its config, data, metrics and environment, written to each checkpoint and compared on resume.
 
-It detects a changed learning rate, a replaced dataset or an edited line of `metrics.csv`. It has no key: it detects
-accidents, not attackers.
+A fingerprint detects a changed learning rate, a replaced dataset or an edited line of `metrics.csv`. It is not signed,
+so it detects accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The config, the environment, and digests of the data and the metrics of a run at a checkpoint.
+    """A run's config and environment, and digests of its data and metrics, at the time of a checkpoint.
 
     Args:
         config: The resolved config with dotted keys. Empty for a run that was started from Python without a config.
@@ -45,7 +45,7 @@ class Fingerprint:
     made_with: dict[str, str] = field(default_factory=dict)
 
     def check_config(self, config: Mapping[str, Any] | None) -> None:
-        """Refuse to resume a run with another experiment's config.
+        """Raise an error if a run is resumed with a config that would change its results.
 
         Raises:
             ConfigError: A key that affects results has changed; the message names each such key.
@@ -63,7 +63,7 @@ class Fingerprint:
             raise ConfigError(f"the config differs from the run's: {', '.join(refused)}. {fix}")
 
     def check_data(self, data: Mapping[str, str]) -> None:
-        """Refuse to resume a run with other data than it began with.
+        """Raise an error if a run is resumed with a dataset or partition that has changed since it began.
 
         Raises:
             ConfigError: The data differ; the message names the parts that changed.
@@ -74,7 +74,7 @@ class Fingerprint:
             raise ConfigError(f"{where}: changed since the run began: {', '.join(sorted(parts))}. {fix}")
 
     def warn_of_environment(self, now: Mapping[str, str]) -> None:
-        """Warn of changes of the environment since the checkpoint, and of their effect on results."""
+        """Warn if versions, device or threads have changed since the checkpoint, and say how results may change."""
         changed = [f"{name} {was} -> {now.get(name)}" for name, was in self.made_with.items() if now.get(name) != was]
         if changed:
             means = "the partition and random numbers stay the same, but sums may be rounded differently"
@@ -83,13 +83,13 @@ class Fingerprint:
             warnings.warn(f"the run is resumed with {', '.join(changed)}: {means}", stacklevel=2)
 
     def warn_of_edits(self, path: Path, now: Mapping[str, Any]) -> None:
-        """Warn of settings that come from an edit of the run's `config.yaml` since the last checkpoint.
+        """Warn if a run is resumed with settings that were edited in its `config.yaml` after the checkpoint.
 
         Args:
-            path: The file.
+            path: The path of `config.yaml`.
             now: The settings of the resumed run.
         """
-        with suppress(ConfigError):  # a missing or unreadable file was not used
+        with suppress(ConfigError):  # settings do not come from a missing or unreadable file
             saved, before = settings(update_config(read_config(path))), update_settings(self.config)
             edited = {key: value for key, value in saved.items() if update_settings(now).get(key) == value}
             if changed := _changes({**edited, **before}, {**before, **edited}):
@@ -97,12 +97,12 @@ class Fingerprint:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with dotted keys, and with values as JSON stores them."""
+    """Return a config with dotted keys, and with values converted to what JSON can store."""
     return json.loads(json.dumps(flatten(dict(config)), default=str))
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return a text for each setting that differs between two configs, with its old and new value."""
+    """Return the settings that differ between two configs: a text with old and new value, by key."""
     changed = [key for key in sorted(before.keys() | now.keys()) if not _are_equal(before.get(key), now.get(key))]
     outermost = [key for key in changed if not is_below(key, changed)]
     return {key: f"{key} ({before.get(key)} -> {now.get(key)})" for key in outermost}
@@ -113,7 +113,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return the properties of the environment that affect results: versions, device and threads."""
+    """Return the properties of the environment that affect results: versions, device and number of threads."""
     return {
         "fl-lightning": fl_lightning.__version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Locks and checks of the folder that a run writes to."""
+"""Lock and check the folder that a run writes to."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ WRITTEN_NAMES = (*RUN_FILES, "checkpoints", "wandb", "csv_logs", "tensorboard", 
 
 
 def new_run_dir(name: str) -> Path:
-    """Return a path for a new run, `runs/<name>/<time>-<id>`. The folder is not created."""
+    """Return the path `runs/<name>/<time>-<id>` for the folder of a new run. The folder is not created."""
     return Path("runs") / name / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"
 
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
-    """Lock a run folder, so that only one process writes to it. It is created if it does not exist.
+    """Context that locks a run folder, so that only one process writes to it. The folder is created if necessary.
 
     The operating system releases the lock when the process ends, also if it is killed.
 
@@ -55,8 +55,8 @@ def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
         The folders that were created: the folder and its parents, or none.
 
     Raises:
-        ConfigError: Another process holds the lock (the message names its id and its machine), or the folder cannot be
-            written to.
+        ConfigError: Another process holds the lock (the message names its process id and machine), or the folder cannot
+            be written to.
     """
     lock = FileLock(folder / LOCK)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -82,9 +82,9 @@ def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove the partial files of killed processes from a run folder. The caller holds its lock.
+    """Remove the partial files that killed processes left in a run folder. The caller holds the folder's lock.
 
-    Runs in subfolders have locks of their own and are not touched.
+    Runs in subfolders have their own locks and are not touched.
     """
     for place in (".", "clients", "final", "wandb", "figures/*", "checkpoints/*"):
         for file in folder.glob(f"{place}/{UNFINISHED}"):
@@ -94,7 +94,7 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def lock_owner(folder: Path) -> str:
-    """Return the owner of a folder's lock: `process <id> on <machine>`, or `another process` if unknown."""
+    """Return the process that holds a folder's lock: `process <id> on <machine>`, or `another process` if unknown."""
     for _ in range(10):  # the process that has just locked it may not have written its id yet
         with suppress(OSError, UnicodeDecodeError):
             if not _has_ended(owner := (folder / OWNER).read_text()):
@@ -104,7 +104,7 @@ def lock_owner(folder: Path) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Return whether the text about a lock's owner is invalid, or names a process of this machine that has ended."""
+    """Return whether the text in a lock's owner file is invalid, or names a process of this machine that has ended."""
     match = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", owner)
     if not match:
         return True
@@ -113,16 +113,16 @@ def _has_ended(owner: str) -> bool:
             os.kill(int(match[1]), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it runs, as another user
+    except PermissionError:  # the process runs as another user
         return False
     return False
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Refuse a run folder with links, pipes or devices among the files that a run reads or writes.
+    """Raise an error if files that a run reads or writes in its folder are links, pipes or devices.
 
     Raises:
-        ConfigError: The folder holds one; the message names it.
+        ConfigError: The folder contains such a file; the message names it.
     """
     places = [folder, *(folder / name for name in WRITTEN_NAMES if name != "wandb")]  # W&B makes links of its own
     for place in filter(Path.is_dir, places):
@@ -141,10 +141,10 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def refuse_existing_run(folder: Path) -> None:
-    """Refuse a folder for a new run if it already holds a run or part of one.
+    """Raise an error if the folder for a new run already contains a run or part of one.
 
     Raises:
-        ConfigError: It holds a file of a run; the message names the first one.
+        ConfigError: The folder contains files of a run; the message names the first one.
     """
     paths = [*map(folder.joinpath, RUN_FILES), *sorted((folder / "checkpoints").glob("round-*[1-9]*"))]
     if existing := [path for path in paths if os.path.lexists(path)]:
@@ -153,7 +153,7 @@ def refuse_existing_run(folder: Path) -> None:
 
 
 def refuse_lost_checkpoints(folder: Path) -> None:
-    """Refuse to resume in a folder without checkpoints if it holds a run. Every run has one from its start.
+    """Raise an error if a folder contains files of a run but no checkpoint, since every run starts by writing one.
 
     Raises:
         CheckpointError: The folder holds files of a run.
@@ -165,13 +165,13 @@ def refuse_lost_checkpoints(folder: Path) -> None:
 
 @contextmanager
 def remove_on_failure(created: Sequence[Path]) -> Iterator[None]:
-    """Context in which a failure removes the run folder that `lock_run_dir` created, and its new parents if empty."""
+    """Context that after an exception removes the run folder that `lock_run_dir` created, and its new empty parents."""
     try:
         yield
     except BaseException:
         for folder in created[:1]:
             shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # another run is in it by now
+        with suppress(OSError):  # another run uses the folder by now
             for folder in created[1:]:
                 folder.rmdir()
         raise

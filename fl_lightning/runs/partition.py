@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 MAX_COLUMNS = 200
-"""Number of clients that a figure of the partition shows one by one."""
+"""Maximum number of clients that a figure of the partition shows individually."""
 
 
 def group_clients(counts: np.ndarray) -> np.ndarray:
-    """Return the mean samples per class of 200 groups of similar clients, `(C, 200)`.
+    """Return the mean number of samples of each class in 200 groups of similar clients, `(C, 200)`.
 
     Clients are sorted by their largest class and its size, and cut into groups.
     """
@@ -30,7 +30,7 @@ def group_clients(counts: np.ndarray) -> np.ndarray:
 
 
 def write_counts(path: Path, data: FederatedData) -> None:
-    """Write `partition.csv`: a row per split and client with samples per class (or in total) and its name, if any."""
+    """Write `partition.csv`: for each split and client a row with the number of samples per class, or in total."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]
@@ -43,7 +43,7 @@ def write_counts(path: Path, data: FederatedData) -> None:
 
 
 def read_counts(path: Path, split: str = "train") -> np.ndarray:
-    """Return the number of samples of each client and class, `(clients, C)`, in one split of `partition.csv`.
+    """Read `partition.csv`, and return the number of samples of each client and class in one split, `(clients, C)`.
 
     Raises:
         ValueError: The file has another format.

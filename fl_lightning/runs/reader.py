@@ -35,17 +35,17 @@ Figures = dict[str, float | int | None]
 
 
 class DamagedRun(FLError):
-    """A folder is not a run or cannot be read."""
+    """A folder is not a run folder, or one of its files cannot be read."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run:
-    """A run, returned by `fit` or read from its folder.
+    """The config and metrics of a run, returned by `fit` or read from its folder.
 
     Args:
         run_dir: The run folder.
-        config: Its resolved config; empty if it was started from Python without one.
-        rounds: Its metrics, a row per round.
+        config: The resolved config; empty if the run was started from Python without a config.
+        rounds: The metrics, a row per round.
         final: The figures in `final/summary.json`; None if the run has not finished.
     """
 
@@ -56,7 +56,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config with dotted keys, as on the command line. Classes are names, or paths if they are your own."""
+        """The config with dotted keys, as on the command line. Your own classes are import paths, others are names."""
         return flatten(self.config, name=_class_name)
 
     @property
@@ -66,7 +66,7 @@ class Run:
 
     @cached_property
     def summary(self) -> Figures:
-        """Summary figures, as in `final/summary.json`. If the run has not finished, those of its rounds so far."""
+        """Summary figures such as the best accuracy, as in `final/summary.json`; of the rounds so far if unfinished."""
         if self.final is not None:
             return self.final
         targets = self.settings.get("evaluation.target_accuracies")
@@ -75,14 +75,14 @@ class Run:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """Metrics as a table with a row per round, indexed by the round; NaN where a round has no value."""
+        """Metrics as a DataFrame with a row per round, indexed by the round; NaN if a round has no value."""
         import pandas as pd
 
         rounds = pd.DataFrame(self.rounds, columns=None if self.rounds else ["round"])
         return rounds.astype({"round": "int64"}).set_index("round")
 
     def __repr__(self) -> str:
-        """Return the folder, the number of rounds and the accuracies, as a notebook shows them."""
+        """Return the run folder, the number of rounds and the last and best metrics as text for notebooks."""
         rounds = f"{len(self.rounds)} round{'s' if len(self.rounds) != 1 else ''}"
         lines = [f"run {self.run_dir}: {rounds}{'' if self.finished else ', not ended'}"]
         for name in (key.removesuffix("_best_round") for key in self.summary if key.endswith("_best_round")):
@@ -92,7 +92,7 @@ class Run:
         return "\n".join(lines)
 
     def key(self, name: str) -> str:
-        """Return the full key of a setting, given the key or its end: `alpha` for `scenario.partition.alpha`.
+        """Return the full key of a setting, given the end of the key: `scenario.partition.alpha` for `alpha`.
 
         Raises:
             ConfigError: Several keys have this end; the message names them.
@@ -108,11 +108,11 @@ class Run:
 
 
 class Tables(NamedTuple):
-    """Runs as tables. The column `run` of each table holds the path of the run folder.
+    """Several runs as tables of settings, rounds and clients. The column `run` of each is the path of the run folder.
 
     Attributes:
-        runs: A row per run: `run`, `finished`, its settings by their full keys (lists as JSON) and its summary figures,
-            among them `rounds`, the number of rounds.
+        runs: A row per run: `run`, `finished`, the settings by full key (lists as JSON) and the summary figures,
+            including `rounds`, the number of rounds.
         rounds: A row per run and round: `run`, `round` and the round's metrics.
         clients: A row per run, round and client with a value: `run`, `round`, `client` and the client's metrics.
     """
@@ -123,7 +123,7 @@ class Tables(NamedTuple):
 
 
 def load(paths: Paths, where: Where = ()) -> Tables:
-    """Read all runs in these folders as tables. Runs that cannot be read are left out with a warning.
+    """Read all runs in these folders as tables. A run that cannot be read is left out with a warning.
 
     Args:
         paths: Run folders, or folders of such.
@@ -143,7 +143,7 @@ def load(paths: Paths, where: Where = ()) -> Tables:
 
 
 def open_run_folder(folder: str | Path) -> Run:
-    """Read a run from its folder.
+    """Read the config and metrics of a run from its folder.
 
     Raises:
         DamagedRun: The folder is not a run, or a file cannot be read; the message says which and why.
@@ -163,7 +163,7 @@ def open_run_folder(folder: str | Path) -> Run:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a run's resolved config; empty if it has none.
+    """Read a run's resolved config from `config.yaml`; empty if the file does not exist.
 
     Raises:
         DamagedRun: The file cannot be read or is not a config.
@@ -172,7 +172,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_final(folder: Path) -> Figures | None:
-    """Return the figures in `final/summary.json`; None if there is no such file.
+    """Read a run's summary figures from `final/summary.json`; None if the file does not exist.
 
     Raises:
         DamagedRun: The file cannot be read.
@@ -181,10 +181,10 @@ def read_final(folder: Path) -> Figures | None:
 
 
 def complete_rounds(rows: Iterable[Row]) -> list[Row]:
-    """Return the metrics of a run's complete rounds. A killed run may leave an incomplete line.
+    """Return the rows of a run's complete rounds. A row is empty if a kill left its line incomplete.
 
     Raises:
-        ValueError: They are not rounds 1 to n in order.
+        ValueError: The rows are not rounds 1 to n in order.
     """
     rounds: list[Row] = []
     for row in filter(None, rows):
@@ -195,7 +195,7 @@ def complete_rounds(rows: Iterable[Row]) -> list[Row]:
 
 
 def find(paths: Paths) -> list[Path]:
-    """Return the run folders in these folders, each once, in the order of the paths and then by name.
+    """Return all run folders below these folders without duplicates, in the order of the paths and then by name.
 
     A run folder holds a `metrics.csv` or a `config.yaml`. Links to folders are not followed, except the paths
     themselves.
@@ -213,7 +213,7 @@ def find(paths: Paths) -> list[Path]:
 
 
 def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
-    """Read all runs in these folders. Runs that cannot be read are left out with a warning.
+    """Read all runs in these folders. A run that cannot be read is left out with a warning.
 
     Args:
         paths: Run folders, or folders of such.
@@ -243,12 +243,12 @@ def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
 
 
 def known_key(name: str, runs: Iterable[Run], option: str) -> str:
-    """Return the full key of a setting that some of these runs have, given the key or its end.
+    """Return the full key of a setting of some of these runs, given the key or the end of the key.
 
     Args:
         name: The key or its end.
         runs: The runs.
-        option: The option that named it, for the message.
+        option: The option that contains the name, for the message.
 
     Raises:
         ConfigError: No run has the setting, or the end fits several keys.
@@ -264,7 +264,7 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
 
 
 def conditions(where: Where) -> dict[str, Any]:
-    """Return the conditions `where` as a mapping from settings to values. Values in words are parsed as YAML.
+    """Convert conditions on settings, such as the words `alpha=0.1`, to a mapping from key to value.
 
     Raises:
         ConfigError: A word is not of the form KEY=VALUE, or a key occurs twice.
@@ -286,7 +286,7 @@ def conditions(where: Where) -> dict[str, Any]:
 
 
 def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
-    """Read one file of a run; return `missing` if it does not exist."""
+    """Read one file of a run with the function `how`; return `missing` if the file does not exist."""
     path = folder / name
     try:
         return how(path)
@@ -314,7 +314,7 @@ def _parse_summary(path: Path) -> Figures:
 
 
 def _clients(run: Run) -> pd.DataFrame:
-    """Read `clients.csv` as a table; empty if the file is missing or, with a warning, if it cannot be read."""
+    """Read a run's `clients.csv` as a table; empty if the file is missing or, with a warning, unreadable."""
     import pandas as pd
 
     columns: dict[str, Any] = {"round": [], "client": []}
@@ -341,7 +341,7 @@ def _client_columns(path: Path) -> dict[str, np.ndarray]:
 
 
 def _matching_keys(name: str, keys: Collection[str]) -> list[str]:
-    """Return the keys that a name may stand for: itself, or those that end with it."""
+    """Return the keys that a name may abbreviate: the key of this name, or else all keys that end with the name."""
     return [name] if name in keys else [key for key in keys if key.endswith(f".{name}")]
 
 
@@ -355,7 +355,7 @@ def _run_row(run: Run) -> dict[str, Any]:
 
 
 def _class_name(path: Any) -> str:
-    """Return a class as on the command line: shipped and torch classes by name, others by import path."""
+    """Return the name of a class of this package, torch or Lightning; any other class's import path, unchanged."""
     package, _, rest = str(path).partition(".")
     return rest.rpartition(".")[2] if rest and package in ("fl_lightning", "torch", "lightning") else str(path)
 
@@ -371,7 +371,7 @@ def _parse_value(text: str) -> Any:
 
 
 def has_value(setting: Any, wanted: Any) -> bool:
-    """Whether a setting has a value or, given a list, one of its values."""
+    """Return whether a setting equals the wanted value or, if a list is wanted, one of the list's values."""
     if isinstance(wanted, list | tuple | set) and not isinstance(setting, list):
         return any(has_value(setting, each) for each in wanted)
     wanted = _class_name(wanted) if isinstance(wanted, str) else wanted
@@ -385,7 +385,7 @@ def _path_list(paths: Paths) -> list[Path]:
 def _find_run_folders(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder, onerror=_warn_unreadable):
         if "metrics.csv" in names:
-            folders.clear()  # a run holds no runs
+            folders.clear()  # runs are not nested
         if "metrics.csv" in names or "config.yaml" in names:
             yield Path(place)
         folders.sort()

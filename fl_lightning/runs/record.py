@@ -1,4 +1,4 @@
-"""Write a run folder and call the loggers, in an order that survives a kill at any point."""
+"""Write a run folder and call the loggers, in an order that allows resuming after a kill at any point."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from fl_lightning.runs.reader import Figures
 from fl_lightning.runs.trust import sign
 
 FLUSH_SECONDS = 1.0
-"""Checkpoints of rounds that follow each other faster are not flushed one by one. A kill does not need that."""
+"""Minimum seconds between flushes of checkpoints to disk. Only a power failure can damage unflushed checkpoints."""
 
 Keep = Callable[[list[int]], set[int]]
-"""A function that is given the rounds that have a checkpoint, newest first, and returns those to keep."""
+"""A function that takes the rounds that have a checkpoint, newest first, and returns the rounds to keep."""
 
 
 class RecordedRun(Protocol):
-    """The interface of a run that `Record` reads: its last finished round and the content of its checkpoints.
+    """Protocol of a run that `Record` writes: its last finished round and the content of its checkpoints.
 
     Attributes:
         round: The last finished round.
@@ -55,11 +55,11 @@ class RecordedRun(Protocol):
     round: int
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return the content of a checkpoint: numbers, strings, and tensors that are never modified."""
+        """Return the run's state for a checkpoint: numbers, strings, and tensors that are never modified."""
 
 
 class Record:
-    """Write everything that a run leaves: config, partition, metrics, warnings, checkpoints and final results.
+    """Writes a run's files: config, partition, metrics, warnings, checkpoints and final results. Calls the loggers.
 
     Args:
         run: The run.
@@ -96,14 +96,14 @@ class Record:
         self._restored_from: Fingerprint | None = None
         self._contexts = ExitStack()
         self._flushed_round, self._next_flush = -1, 0.0
-        self._kept: set[int] | None = None  # what callbacks keep; the round that was flushed last is kept in addition
+        self._kept: set[int] | None = None  # rounds that callbacks keep; the round that was flushed last is also kept
         self._created_folders: list[Path] | None = None  # by the lock; None before the folder is locked
 
     # --- Start or resume ---
 
     @contextmanager
     def open(self, resume: bool) -> Iterator[None]:
-        """Context of a run: record its warnings, and unlock its folder at the end.
+        """Context around a whole run that records its warnings, and unlocks the run folder at its end.
 
         Args:
             resume: Lock the folder at once. For a new run, `begin` locks it after all checks.
@@ -124,11 +124,11 @@ class Record:
         return self._created_folders
 
     def set_data(self, data: FederatedData, device: torch.device) -> None:
-        """Set the data and the device of the run."""
+        """Set the data and the training device of the run, which fingerprints contain."""
         self._data, self._digest, self._device = data, data.digest(), device
 
     def find_checkpoint(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:
-        """Return the checkpoint to resume from; None if no run has begun.
+        """Return the checkpoint to resume from; None if the folder contains no run.
 
         Args:
             round: The checkpoint's round; by default the newest valid one.
@@ -151,7 +151,7 @@ class Record:
         self.csv.check(saved.round, saved.fingerprint.rows)
 
     def restore(self, saved: Checkpoint) -> None:
-        """Restore the clients' states from a checkpoint.
+        """Restore the clients' states from a checkpoint, after checking that the data are the same.
 
         Raises:
             ConfigError: The data changed since the run began.
@@ -163,13 +163,13 @@ class Record:
     # --- During the run ---
 
     def begin(self, config: dict[str, Any] | None, labels: Labels) -> None:
-        """Lock the folder, start the loggers, and write the files that a run folder has from the start.
+        """Begin or resume writing: lock the run folder, start the loggers, and write the config and the partition.
 
         Metrics and warnings after the last finished round are removed. For a resumed run, warn of changes since its
         checkpoint. If a new run cannot begin, remove its folder.
 
         Args:
-            config: The resolved config, if there is one. A resumed run's own by default.
+            config: The resolved config, if there is one. By default that of the resumed run.
             labels: Names of the run for loggers.
 
         Raises:
@@ -219,7 +219,7 @@ class Record:
             write_atomically(self.run_dir / "schema.json", schema.to_json())
 
     def log(self, metrics: Row) -> None:
-        """Append a round's metrics to the files, then pass them to the loggers.
+        """Append a round's metrics to `metrics.csv` and `clients.csv`, then pass them to the loggers.
 
         Raises:
             CheckpointError: Writing fails.
@@ -258,10 +258,10 @@ class Record:
 
     def _prune(self, kept: set[int]) -> None:
         self.checkpoints.prune(kept)
-        self.memory.prune(self.checkpoints.named_files())
+        self.memory.prune(self.checkpoints.named_files)
 
     def ensure_checkpoint(self) -> None:
-        """Write a checkpoint of the last finished round if its metrics are on disk and it has none.
+        """Write a checkpoint of the last finished round if the round has none and its metrics are written.
 
         Raises:
             CheckpointError: This checkpoint or an earlier one could not be written.
@@ -274,10 +274,10 @@ class Record:
 
     @contextmanager
     def close_at_end(self, release: Callable[[], None]) -> Iterator[None]:
-        """Context of a run's rounds. At its end the loggers are closed; after an error a missing checkpoint is written.
+        """Context around a run's rounds that closes the loggers at its end. After an error it first saves a checkpoint.
 
         Args:
-            release: Called when the checkpoint is on disk, before the loggers are closed.
+            release: Called after the checkpoint is on disk and before the loggers are closed.
         """
         status = "failed"
         try:
@@ -293,7 +293,7 @@ class Record:
             self.logger.finalize(status)
 
     def _flush_newest(self) -> None:
-        """Flush the newest checkpoint to disk if necessary, and remove the older one that was kept until then."""
+        """Flush the newest checkpoint to disk, then remove the previously flushed one unless callbacks keep it."""
         with suppress(CheckpointError):  # the file system has failed, and the error of the run says so
             rounds = self.checkpoints.rounds()
             if rounds and rounds[0] != self._flushed_round:
@@ -304,7 +304,7 @@ class Record:
                 self._flushed_round = rounds[0]
 
     def finish(self, targets: Sequence[float], model: Tensors | None) -> Figures:
-        """Write the summary and the global model when everything else is on disk, and call the loggers.
+        """Write `final/`, the summary and the global model, after everything else is on disk, and log the run's files.
 
         Args:
             targets: The target accuracies of R_acc.

@@ -11,10 +11,10 @@ from fl_lightning.core.interrupt import DeferredSignals
 
 
 class RunSignals(DeferredSignals):
-    """Context of a run's rounds: a signal ends the run at the next call of `check`, between two clients.
+    """Context around a run's rounds: SIGINT or SIGTERM ends the run at the next call of `check`, between two clients.
 
     Args:
-        progress: Returns how far the run came, for the error message.
+        progress: Returns the progress of the run, for the error message.
     """
 
     def __init__(self, progress: Callable[[], str]) -> None:
@@ -34,7 +34,7 @@ class RunSignals(DeferredSignals):
             self.check()
 
     def check(self) -> None:
-        """Raise an error if SIGINT or SIGTERM has arrived.
+        """End the run with an error if SIGINT or SIGTERM has arrived.
 
         Raises:
             Interrupted: SIGINT or SIGTERM has arrived.

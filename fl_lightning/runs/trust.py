@@ -1,6 +1,6 @@
-"""Load the config of a run folder. Signatures distinguish the user's own runs from others.
+"""Load the config of a run folder. A signature tells the user's own runs from those of other users.
 
-A config that the user signed, or passes with `--trust`, is trusted. `core.trusted_imports` checks any other.
+A config that the user signed, or passes with `--trust`, is trusted. `core.trusted_imports` restricts any other config.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fl_lightning.runs.folder import SIGNATURE
 
 TO_TRUST = "If you trust its author, use --trust (in Python trust=True)"
 NO_PATH = f"#{' ' * 256}\n"
-"""Prefix of text that jsonargparse must not read as a file path: no file has so long a name."""
+"""Prefix of text that jsonargparse must not read as a file path: file names cannot be that long."""
 
 KEY_BYTES = 32
 PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
@@ -49,12 +49,12 @@ def run_config(
 ) -> str:
     """Return the config of a run folder as text for jsonargparse's option `--config`.
 
-    Unless it is trusted, the gate applies from here on in the calling context. The file is read once, so what is parsed
-    is what was verified.
+    If the config is not trusted, imports and writes are restricted from here on in the calling context. The file is
+    read once, so the parsed text is the verified text.
 
     Args:
         run_dir: The run's folder.
-        keys: The keys that a run's config can hold.
+        keys: The keys that a run's config can have.
         allowed: Returns the objects that an untrusted config may name, by import path.
         trust: Trust the config without a signature.
         without: Keys to leave out.
@@ -80,9 +80,9 @@ def run_config(
 
 
 def allow_local_modules(value: Any) -> None:
-    """Allow imports from the working folder if the user's own config names a module there.
+    """Add the working folder to `sys.path` if a config that the user trusts names a module there.
 
-    Until then the working folder is not searched: it may hold a stranger's `torch_xla.py`, which Lightning tries to
+    Otherwise the working folder is not searched: it may contain another user's `torch_xla.py`, which Lightning tries to
     import.
 
     Args:
@@ -94,14 +94,14 @@ def allow_local_modules(value: Any) -> None:
 
 
 def local_modules(value: Any) -> list[str]:
-    """Return the files of the modules in the working folder that a config names."""
+    """Return the paths of the modules in the working folder that a config names by import path."""
     here = os.getcwd()
     files = ((_module_file(path, [here]), _module_file(path)) for path in _import_paths(value))
     return sorted({os.path.realpath(file) for file, installed in files if file and installed in (None, file)})
 
 
 def _import_paths(value: Any) -> Iterator[str]:
-    """Yield the texts of a config that look like import paths."""
+    """Yield all parts of a config's texts that look like import paths."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _import_paths(each)
@@ -110,7 +110,7 @@ def _import_paths(value: Any) -> Iterator[str]:
 
 
 def _module_file(path: str, places: list[str] | None = None) -> str | None:
-    """Return the file of the package or module that an import path names, without importing it."""
+    """Return the path of the package or module at an import path, without importing it; None if not found."""
     root, *parts = re.split("[.:]", path)
     spec = PathFinder.find_spec(root, places)
     while spec and spec.origin is None and parts:  # a namespace package
@@ -122,14 +122,15 @@ def _module_file(path: str, places: list[str] | None = None) -> str | None:
 
 
 def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
-    """Sign the config of a run that the user starts or resumes, unless it is untrusted.
+    """Sign the config of a run that the user starts or resumes, unless the config is untrusted.
 
-    The signature covers every byte of the config and the locations of the user's own modules. It moves with the folder.
+    The signature covers every byte of the config and the locations of the user's own modules. It stays valid if the
+    folder is moved.
 
     Args:
         run_dir: The run's folder.
         content: Content of `config.yaml`.
-        config: The same as a mapping.
+        config: The content as a mapping.
     """
     if is_untrusted():
         return
@@ -141,11 +142,11 @@ def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
 
 
 def _reason_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) -> str | None:
-    """Return why a run does not count as the user's own; None if it does."""
+    """Return the reason if a run folder's signature does not show that the run is the user's own, else None."""
     try:
         signature, _ = _read_small_file(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
         valid = hmac.compare_digest(signature.strip(), _signature(content, config, _load_key(make=False)).encode())
-        return None if valid else "The run was signed by somebody else, its config was edited or its modules moved"
+        return None if valid else "The run was signed by another user, its config was edited or its modules moved"
     except FileNotFoundError:
         return "The run is not signed as yours"
     except (OSError, ValueError, RuntimeError) as error:
@@ -157,7 +158,7 @@ def _signature(content: bytes, config: Mapping[str, Any], key: bytes) -> str:
 
 
 def _load_key(make: bool) -> bytes:
-    """Return the user's secret key for signing run configs. With `make`, create it if it does not exist."""
+    """Return the user's secret key for signing run configs. With `make`, create the key if it does not exist."""
     configs = os.environ.get("XDG_CONFIG_HOME", "")
     path = (Path(configs) if os.path.isabs(configs) else Path.home() / ".config") / "fl-lightning" / "key"
     if make and not path.exists():
@@ -171,7 +172,7 @@ def _load_key(make: bool) -> bytes:
 
 
 def _create_key(path: Path) -> None:
-    """Create the user's signing key atomically. If several processes do so at once, the first one's key stays."""
+    """Create the user's signing key atomically. If several processes create one at once, the first key stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".key-{secrets.token_hex(8)}")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -187,6 +188,6 @@ def _create_key(path: Path) -> None:
 
 
 def _read_small_file(path: Path, most: int) -> tuple[bytes, os.stat_result]:
-    """Return the content and the status of a small file, without following links."""
+    """Return the content and the `os.stat_result` of a small file, without following links."""
     with open_file(path, links=False) as file:
         return file.read(most + 1), os.fstat(file.fileno())

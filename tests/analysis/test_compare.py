@@ -453,7 +453,8 @@ def test_across_refuses_an_ambiguous_key(tmp_path):
         write(tmp_path, "FedAMP", alpha=alpha, arguments={"alpha": own})
     code, out, err = run("compare", tmp_path, "--across", "alpha")
     assert (code, out) == (2, "")
-    assert "--across: alpha is no key that tells these groups apart: algorithm.alpha, scenario.partition.alpha" in err
+    keys = "algorithm.alpha, scenario.partition.alpha"
+    assert f"--across: alpha is no key in which these groups differ. Available: {keys}" in err
 
 
 def test_csv_has_full_keys_and_unrounded_values(study):
@@ -548,7 +549,7 @@ def test_text_of_settings():
         (["--by", "seed"], "--by: seed cannot group runs"),
         (["--by", "data_dir"], "--by: scenario.dataset.data_dir cannot group runs"),
         (["--metric", "globl/acc"], "--metric: no run has 'globl/acc'. Available: comm/down_bytes, comm/up_bytes"),
-        (["--across", "seed"], "--across: seed is no key that tells these groups apart: algorithm"),
+        (["--across", "seed"], "--across: seed is no key in which these groups differ. Available: algorithm"),
         (["--reference", "FedSCK"], "--reference: no group has FedSCK. Available: FedAvg, FedSKC"),
         (["--format", "html"], "format: got 'html', expected table | csv | latex | markdown"),
         (["--mode", "up"], "mode: got 'up', expected max | min"),

@@ -138,7 +138,7 @@ def test_jobs_have_the_results_of_separate_runs(here):
 def test_a_full_disk_ends_all_jobs(here, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(here))
     jobs = [job(name, "--algorithm.loss_terms+=witness.NoRoom", f"--seed={name}") for name in ("0", "1")]
-    words = r"^points/0: No space left on device\. Free disk space; the same command goes on from here\.$"
+    words = r"^points/0: No space left on device\. Free disk space, then run the same command to continue\.$"
     with pytest.raises(DiskFull, match=words):
         list(run_jobs(jobs, FIT, threads=1))
     assert not list(here.rglob("failed.txt"))
@@ -327,7 +327,7 @@ def test_jobs_end_with_the_calling_process(here, how):
         assert gone(pids)
     else:
         assert process.returncode == 128 + number
-        assert message == f"stopped by {number.name}; the same command goes on from here\n"
+        assert message == f"stopped by {number.name}. Run the same command to continue\n"
         assert gone(pids, 2)
         for k in range(2):
             log = (here / f"led/{k}/log.txt").read_text()

@@ -266,7 +266,7 @@ def test_partitions_beyond_the_limit_of_a_page_are_left_out_with_a_line(tmp_path
         write_counts(write_run(tmp_path / str(i), CONFIG, METRICS), np.full((5, 3), i))
     data = contents(tmp_path)
     assert [each["runs"] for each in data["partitions"]] == [[0], [1]]
-    assert data["left_out"] == ["2/partition.csv: the page is full of earlier partitions"]
+    assert data["left_out"] == ["2/partition.csv: earlier partitions fill the page"]
 
 
 @pytest.mark.parametrize("text", ["", "client,split,class_0\n0,train,-1\n", "client,split,class_0\n0,train,x\n"])
@@ -326,7 +326,7 @@ def test_images_beyond_the_limit_of_a_page_are_left_out_with_a_line_each(folder,
     monkeypatch.setattr(page, "IMAGES_BYTES", 45_000)
     data = contents(folder)
     assert [each["name"] for each in data["images"]] == ["a", "c"]
-    assert data["left_out"] == ["a/figures/b/round-1.png: the page is full of earlier images"]
+    assert data["left_out"] == ["a/figures/b/round-1.png: earlier images fill the page"]
 
 
 def png(width, height):

@@ -582,12 +582,12 @@ def test_only_missing_runs_are_started(here, at_once):
     assert code == 0
     ((job, workers, threads),) = at_once
     assert (job.folder.parent, workers, threads) == (Path("runs/reproduce/table/tiny/Uniform"), 2, 1)
-    assert err.splitlines()[0] == "1 of 1 runs are missing; they lie in runs/reproduce/table"
+    assert err.splitlines()[0] == "1 of 1 runs are missing; the folder is runs/reproduce/table"
     assert err.splitlines()[1] == f"1 of 1, {job.folder.relative_to('runs/reproduce/table')}: done"
     at_once.clear()
     code, out, err = run(*words)
     assert [p.words[-1] for p, *_ in at_once] == ["0"]
-    assert err.splitlines()[0] == "1 of 2 runs are missing; they lie in runs/reproduce/table"
+    assert err.splitlines()[0] == "1 of 2 runs are missing; the folder is runs/reproduce/table"
     at_once.clear()
     assert (run(*words).out, at_once) == (out, [])
     shown = run(*words, "--show", "--format", "csv")

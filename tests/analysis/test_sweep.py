@@ -776,7 +776,7 @@ def test_a_sweep_with_a_full_disk_ends_and_can_continue(swept, monkeypatch):
         patch.setattr(sweeps, "storage_at", full)
         outcome = run("sweep", "small.yaml", "--count", "60")
     assert (outcome.code, outcome.err.count("\n")) == (1, 1)
-    fix = "Once that is fixed, the same command goes on from here."
+    fix = "Fix this, then run the same command to continue."
     reason = "runs/sweeps/small/study.db: database or disk is full"
     assert outcome.err == f"fl-lightning: error: {reason}. {fix}\n"
     assert run("sweep", "small.yaml", "--count", "60").code == 0

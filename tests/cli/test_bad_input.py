@@ -56,7 +56,7 @@ LINES = {
     f"{FIT} --evaluation.metrics null": ["evaluation.metrics: got", "Leave it out"],
     f"{FIT} --scenario.dataset.size 1": ["Digits has no key 'size'. Available: none."],
     f"{FIT} --optimizer.momentun 1": ["optimizer: SGD", "Did you mean momentum?"],
-    "fit --config beside.yaml": ["scenario.partition", "stand under init_args"],
+    "fit --config beside.yaml": ["scenario.partition", "belong under init_args"],
     f"{FIT} --scenario.dataset Arrays": ["scenario.dataset: path must be given"],
     # Types
     f"{FIT} --rounds many": ["rounds: got 'many', expected int"],

@@ -252,11 +252,11 @@ def test_the_header_of_an_idx_file_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     content = path.read_bytes()
     for damaged, why in (
-        (content[:-1], "its size is 47,055 bytes, by its header it is 47,056"),
-        (content + b"\0", "its size is 47,057 bytes, by its header it is 47,056"),
-        (struct.pack(">3sB3I", b"\0\0\x08", 3, 2**31, 2**31, 2**31), "by its header it is"),
-        (b"\0\0\x0d" + content[3:], "it does not begin as one of unsigned bytes does"),
-        (content[:3] + b"\1" + content[4:], "its dimensions are 1, not 3"),
+        (content[:-1], "its size is 47,055 bytes, but its header says 47,056"),
+        (content + b"\0", "its size is 47,057 bytes, but its header says 47,056"),
+        (struct.pack(">3sB3I", b"\0\0\x08", 3, 2**31, 2**31, 2**31), "but its header says"),
+        (b"\0\0\x0d" + content[3:], "it does not hold unsigned bytes"),
+        (content[:3] + b"\1" + content[4:], "its number of dimensions is 1, not 3"),
         (content[:9], "not a readable idx file"),
     ):
         path.write_bytes(damaged)

@@ -40,7 +40,7 @@ DAMAGE = {
     "PostScript": (lambda path: path.write_bytes(POSTSCRIPT), "not a"),
     "16 bits": (lambda path: Image.new("I;16", (6, 8)).save(path), "an image of mode I"),
     "a pipe": NO_FILES["a pipe"],
-    "a link to nothing": (replace_by(lambda path: path.symlink_to("nothing")), "is a link to nothing"),
+    "a link to nothing": (replace_by(lambda path: path.symlink_to("nothing")), "is a broken link"),
 }
 
 
@@ -90,12 +90,12 @@ FOLDERS = {
     "no test": (
         lambda root: (root / "mine" / "test").rename(root / "away"),
         "mine",
-        "mine: has a folder train but no test. Add it, or set it to mine/train, of which a share is then held out",
+        "mine: has a folder train but no test. Add it, or set it to mine/train to hold out a share of it",
     ),
     "an empty test": (
         lambda root: empty_folder(root / "mine" / "test"),
         "mine",
-        "mine/test: has no class folders. Add one per class, or set it to mine/train, of which a share is then",
+        "mine/test: has no class folders. Add one per class, or set it to mine/train to hold out a share of it",
     ),
     "another class": (
         lambda root: (root / "mine" / "test" / "cat").rename(root / "mine" / "test" / "Cat"),

@@ -271,7 +271,7 @@ BAD = {
     "no clients": ([], "has no clients"),
     "no lists": (7, "it holds int. It needs one list per client"),
     "not JSON": ("[[1], [2", "not a readable JSON file (Expecting"),
-    "duplicate name": ('{"ann": [1], "bert": [2], "ann": [3]}', "'ann' is in it twice"),
+    "duplicate name": ('{"ann": [1], "bert": [2], "ann": [3]}', "'ann' occurs twice"),
     "deep": ("[" * 100_000, "not a readable JSON file (maximum recursion depth"),
     "not text": (b"\xff\xfe\x00", "not a readable JSON file"),
 }

@@ -34,7 +34,7 @@ def test_the_fastest_is_taken_and_told(tmp_path, timed):
     run = experiment(tmp_path / "auto", engine="auto", callbacks=[RoundProgress(Console(file=screen))])
     run.fit()
     assert run.engine.choice == "stacked"
-    assert run.engine.note == "engine: stacked, by milliseconds a fit: sequential 10.0, stacked 2.0"
+    assert run.engine.note == "engine: stacked, by milliseconds per fit: sequential 10.0, stacked 2.0"
     assert screen.getvalue().count(run.engine.note) == 1
     stacked = experiment(tmp_path / "stacked", engine="stacked")
     stacked.fit()
@@ -54,7 +54,7 @@ def test_nothing_is_tried_for_a_short_run(tmp_path, timed, monkeypatch):
     run = experiment(tmp_path, engine="auto")
     run.fit()
     assert run.engine.choice == "sequential"
-    assert run.engine.note == "engine: sequential, for the run has but 12 fits of 10.0 ms"
+    assert run.engine.note == "engine: sequential, because the run has only 12 fits of 10.0 ms"
     assert {engine for engine, _ in timed[1]} == {SequentialEngine}
 
 

@@ -141,7 +141,7 @@ KINDS = [
     kind([*FIT, "--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: -1", "is below 0; 0 clips nothing"),
     kind([*FIT, "--trainer.limit_train_batches", "1.5"], "trainer.limit_train_batches: 1.5 is outside [0, 1]"),
     kind([*FIT, "--trainer.limit_train_batches", "0.001"], "trainer.limit_train_batches: 0.001 of", "is none"),
-    kind([*FIT, "--trainer.precision", "16-mixed"], "trainer.precision: 16-mixed is not to be had on the cpu"),
+    kind([*FIT, "--trainer.precision", "16-mixed"], "trainer.precision: 16-mixed is not available on the cpu"),
     kind([*FIT, "--algorithm.tau", ".nan"], "algorithm.tau: nan is no finite number; the paper uses 0.08"),
     kind([*FIT, "--algorithm.loss_terms+", "{class_path: Proximal, init_args: {mu: .inf}}"], "algorithm.mu: inf"),
     kind([*FIT, "--engine", "ProcessesEngine", "--engine.threads", "100000"], "engine.threads: 100000 is outside"),

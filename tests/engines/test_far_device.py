@@ -196,7 +196,7 @@ def test_weights_are_copied_once_a_round_for_any_number_of_clients(tmp_path: Pat
         assert 0 <= there.fetched["state_dicts.mean"] - 2 * size <= GAPS  # the mean
         assert 0 <= there.sent["device.there"] - 2 * size <= GAPS  # what all are sent
         assert there.sent["weights.load_weights"] == 2 * size  # the model that is scored, and the final one
-        del there.sent["loaders.indices"]  # which samples are in each batch
+        del there.sent["loaders._order"]  # which samples are in each batch
         crossed.append(there.fetched.total() + there.sent.total())
     assert crossed[1] - crossed[0] < size / 2  # losses and knowledge of three more clients, in two rounds
 
@@ -209,7 +209,7 @@ def test_a_step_copies_nothing(tmp_path: Path, engine: str) -> None:
         options = {"trainer": {"max_epochs": epochs}, "engine": ENGINES[engine], "rounds": 1}
         _, there = transfers(tmp_path / str(epochs), FedDW, **options)
         losses = there.fetched.pop("loss_record.settle")  # all of an epoch's at its end
-        assert there.sent.pop("loaders.indices")  # the order of an epoch
+        assert there.sent.pop("loaders._order")  # the order of an epoch
         counts.append((losses / epochs, there.fetched, there.sent))
     assert counts[0] == counts[1]
 

@@ -304,7 +304,7 @@ def test_a_client_at_which_three_workers_are_lost_has_failed(tmp_path):
         tmp_path, engine=LocalPool(2, [3, 3, 3]), clients_per_round=None, rounds=1, on_client_failure="drop"
     )
     with pytest.warns(
-        UserWarning, match="client 3, round 1: 3 worker processes died at it, the last of them by a test; dropped"
+        UserWarning, match="client 3, round 1: 3 worker processes died running it, the last of them by a test; dropped"
     ):
         run.fit()
     assert run.csv.rows[0]["client/failed"] == 1

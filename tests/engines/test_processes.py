@@ -152,7 +152,7 @@ def test_a_client_that_always_kills_its_process_fails_by_name(tmp_path, engine):
     run._build()
     victim = max(range(6), key=lambda client: len(run.data.shards[client].train))
     run.algorithm = FedAvg(loss_terms=[Deadly(tmp_path, 9, len(run.data.shards[victim].train))])
-    words = rf"client {victim}, round 2: 3 worker processes died at it, the last of them by SIGKILL \(likely out of mem"
+    words = rf"client {victim}, round 2: 3 worker processes died running it, the last of them by SIGKILL \(likely out"
     with pytest.raises(ClientFailure, match=words):
         run.fit()
     assert len(list(tmp_path.glob("kill-*"))) == 3
@@ -369,7 +369,7 @@ def test_a_class_that_a_process_cannot_find_is_named(tmp_path, engine, monkeypat
     ghost = types.ModuleType("ghost")
     exec("from fl_lightning.algorithms import FedAvg\nclass Mine(FedAvg): pass", ghost.__dict__)
     monkeypatch.setitem(sys.modules, "ghost", ghost)
-    words = r"engine: a worker process could not take in the experiment: ModuleNotFoundError: .*'ghost'; define what"
+    words = r"engine: a worker process could not load the experiment: ModuleNotFoundError: .*'ghost'; define its"
     with pytest.raises(ConfigError, match=words):
         experiment(tmp_path / "ghost", ghost.Mine(), engine=engine).fit()
     experiment(tmp_path / "next", engine=engine, rounds=1).fit()  # nobody's answer to that is taken for one to this

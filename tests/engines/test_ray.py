@@ -106,7 +106,7 @@ def test_a_worker_killed_in_mid_round_changes_nothing(tmp_path, engine):
 @pytest.mark.slow
 def test_a_client_that_always_kills_its_worker_fails_by_name(tmp_path, engine):
     run = experiment(tmp_path, FedAvg(loss_terms=[Deadly(tmp_path, 99)]), engine=engine, clients_per_round=1)
-    words = r"client \d, round 2: 3 worker processes died at it, the last of them with ActorDiedError"
+    words = r"client \d, round 2: 3 worker processes died running it, the last of them with ActorDiedError"
     with pytest.raises(ClientFailure, match=words):
         run.fit()
     assert run.checkpoints.rounds() == [1, 0]

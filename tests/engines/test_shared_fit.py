@@ -206,9 +206,9 @@ def test_a_sigterm_ends_a_fit_after_its_step(tmp_path, shared):
 # --- How many fits ---
 
 
-def test_the_clients_of_a_round_share_a_fit(tmp_path, fits):
+def test_the_clients_of_a_run_share_a_fit(tmp_path, fits):
     experiment(tmp_path, rounds=2).fit()
-    assert [type(module) for module in fits] == [shared_fit.SharedFit] * 2
+    assert [type(module) for module in fits] == [shared_fit.SharedFit]
 
 
 def test_a_client_outside_of_a_round_has_its_own_fit(tmp_path, fits):

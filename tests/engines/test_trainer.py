@@ -147,7 +147,7 @@ def test_no_environment_variable_is_a_trainers_option(tmp_path, monkeypatch):
     again, told = steps()
     assert torch.equal(weights, again)
     assert sorted(told) == [
-        f"PL_TRAINER_{name} is set, and not heeded: a run is what its config says"
+        f"PL_TRAINER_{name} is set but ignored: a run depends on its config only"
         for name in ("FAST_DEV_RUN", "MAX_STEPS")
     ]
 

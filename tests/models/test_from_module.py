@@ -140,7 +140,7 @@ def test_a_head_that_is_never_called_is_refused():
         wrapped(UsesWeights)
 
 
-REFUSED = r"^model.head: .*Softmax computes something after or around 'fc', so .* apart"
+REFUSED = r"^model.head: .*Softmax computes something after or around 'fc', so .* separately"
 
 
 @pytest.mark.parametrize("method", [FedPer(), FedRep(), FedBABU()])

@@ -415,9 +415,9 @@ def test_prune_removes_only_unnamed_client_files(tmp_path):
     names = sorted(write_all(kept))
     for stray in ("notes.txt", ".client-000009-round-000001.safetensors.writing", ".client-000002-round.writing"):
         (tmp_path / "clients" / stray).touch()
-    kept.prune(set(names[1:3]))
+    kept.prune(lambda: set(names[1:3]))
     assert sorted(os.listdir(tmp_path / "clients")) == [*(Path(name).name for name in names[1:3]), "notes.txt"]
-    new_store(tmp_path / "none", "disk").prune(set())
+    new_store(tmp_path / "none", "disk").prune(set)
 
 
 # --- A full disk ---
@@ -487,7 +487,7 @@ def save(store, checkpoints, round, clients):
     store.end_round()
     checkpoints.write(round, {"round": round}, store.write(store.snapshot()))
     checkpoints.prune({round, round - 1})
-    store.prune(checkpoints.named_files())
+    store.prune(checkpoints.named_files)
 
 def survives(folder, where, step):
     global armed, left
@@ -530,7 +530,7 @@ def test_kill_at_each_step_leaves_a_complete_checkpoint(tmp_path):
                 checkpoints.read(other)
             littered += any(name.startswith(".") for name in os.listdir(folder / "clients"))
             checkpoints.prune({2, 3})
-            kept.prune(checkpoints.named_files())
+            kept.prune(checkpoints.named_files)
             assert {f"clients/{name}" for name in os.listdir(folder / "clients")} == checkpoints.named_files()
             assert {"round-000002"} <= set(os.listdir(folder / "checkpoints")) <= {"round-000002", "round-000003"}
         assert seen == {2, 3}

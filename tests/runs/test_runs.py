@@ -110,12 +110,12 @@ CONFIGS = {
     "no mapping": ("- a\n- b\n", "it is not a mapping of settings"),
     "empty": ("", "it is not a mapping of settings"),
     "no YAML": ("a: [", "line 1: while parsing"),
-    "aliases": (BOMB, "unfolds to more"),
-    "wide aliases": (WIDE, "unfolds to more"),
-    "recursive alias": ("a: &a [*a]", r"\*a leads nowhere, or into itself"),
-    "deep lists": ("[" * 500_000, "unfolds to more|nesting depth"),  # PyYAML 6.0.4 has a reason of its own
-    "deep lines": ("- " * 100_000, "unfolds to more"),
-    "many settings": ("".join(f"a{i}: 1\n" for i in range(101_000)), "unfolds to more"),
+    "aliases": (BOMB, "expands to more"),
+    "wide aliases": (WIDE, "expands to more"),
+    "recursive alias": ("a: &a [*a]", r"\*a refers to no anchor, or to itself"),
+    "deep lists": ("[" * 500_000, "expands to more|nesting depth"),  # PyYAML 6.0.4 has a reason of its own
+    "deep lines": ("- " * 100_000, "expands to more"),
+    "many settings": ("".join(f"a{i}: 1\n" for i in range(101_000)), "expands to more"),
     "huge number": (f"a: {NUMBER}", "a number of 5,000 digits"),
     "huge number to base 60": ("a: " + "1:" * 200_000 + "1", "a number of 400,001 digits"),
     "no UTF-8": (b"a: \xff\xfe", "line 1: byte 0xff is no UTF-8"),

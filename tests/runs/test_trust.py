@@ -352,7 +352,7 @@ def test_resumed_run_of_another_user_is_not_signed(theirs):
     assert run("fit", "--resume", "theirs", "--rounds", "4").code == 0
     trust._load_key(make=True)
     content = (theirs / "config.yaml").read_bytes()
-    assert "The run was signed by somebody else" in str(trust._reason_not_own(theirs, content, yaml.safe_load(content)))
+    assert "The run was signed by another user" in str(trust._reason_not_own(theirs, content, yaml.safe_load(content)))
 
 
 @pytest.mark.fast_cases(1)
@@ -367,7 +367,7 @@ def test_resumed_run_of_another_user_is_not_signed(theirs):
 def test_signature_is_invalid_after_an_edit(change, own, here):
     forget_modules(here)
     change_config(own, change)
-    assert "The run was signed by somebody else, its config was edited or its modules moved. " in run_refused(
+    assert "The run was signed by another user, its config was edited or its modules moved. " in run_refused(
         "test", "run"
     )
     assert "own" not in sys.modules
@@ -380,7 +380,7 @@ def test_signature_is_invalid_for_another_user(own, here, tmp_path, monkeypatch)
     assert "run/config.yaml: model: own.Net is not allowed" in line
     assert "The run is not signed as yours" in line
     trust._load_key(make=True)
-    assert "signed by somebody else" in run_refused("test", "run")
+    assert "signed by another user" in run_refused("test", "run")
     (own / ".signature").unlink()
     assert "The run is not signed as yours" in run_refused("test", "run")
     assert "own" not in sys.modules
@@ -600,10 +600,10 @@ def test_worker_processes_find_own_modules(tmp_path):
     ("module", "message"),
     [
         ("subprocess.Popen", "neither an nn.Module class nor a function"),
-        ("os.system", "no function of Python's own"),
-        ("builtins.exec", "no function of Python's own"),
+        ("os.system", "a built-in function does not build"),
+        ("builtins.exec", "a built-in function does not build"),
         ("os.environ", "neither an nn.Module class nor a function"),
-        ("os", "os names nothing in a module; give package.module.Class"),
+        ("os", "os is not an import path such as package.module.Class"),
     ],
 )
 def test_objects_that_build_no_module_are_not_called(module, message, tmp_path):
@@ -617,7 +617,7 @@ def test_objects_that_build_no_module_are_not_called(module, message, tmp_path):
 def test_path_without_a_class_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "looked_at.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="looked_at names nothing in a module"):
+    with pytest.raises(ConfigError, match="looked_at is not an import path"):
         FromModule((1, 8, 8), 10, "looked_at", "fc")
 
 

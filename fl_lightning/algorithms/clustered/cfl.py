@@ -24,7 +24,7 @@ START = "start"
 """The section of a module's notes with the received weights."""
 
 LAST = "last_update"
-"""The section of the client state with its last update, which the server has received too."""
+"""The section of the client state with the client's last update, which the server has received too."""
 
 
 def update(start: Tensors, end: Tensors) -> Tensor:
@@ -39,7 +39,7 @@ def cosines(one: Tensor, other: Tensor) -> Tensor:
 
 
 def bipartition(similarity: Tensor) -> Tensor:
-    """Split clients into two groups by complete linkage.
+    """Split clients into two groups by complete-linkage clustering of their updates' cosine similarities.
 
     Args:
         similarity: `S`, `(m, m)`, m at least 2.
@@ -69,7 +69,7 @@ def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 
 
 class Splits(Aggregator):
-    """Average the uploads of each cluster, and split clusters whose mean update is small but some client's is large.
+    """Average uploads by cluster, and split a cluster with a small mean update but a large client update.
 
     The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has ever uploaded
     (`heard`) and the `round`. The section `norms` holds, for each cluster before it was split, the norm of the `mean`
@@ -99,7 +99,7 @@ class Splits(Aggregator):
         return state[section(int(state["assignment"]["cluster"][client]))]
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Collect all uploads of the round, because clusters are split only after the last has arrived."""
+        """Return the list of all uploads of the round, because clusters are split after the last has arrived."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
@@ -125,7 +125,7 @@ class Splits(Aggregator):
         }
 
     def weights(self, members: Sequence[Upload]) -> list[float]:
-        """Return the weight of each member's upload in the cluster's mean: its samples, or 1."""
+        """Return the weight of each member's upload in the cluster's mean: its number of samples, or 1."""
         return [float(upload.n_samples) if self.weighting == "samples" else 1.0 for upload in members]
 
     def mean(self, members: Sequence[Upload]) -> Tensors:
@@ -133,17 +133,17 @@ class Splits(Aggregator):
         return weighted_mean((upload.message.section("model") for upload in members), self.weights(members))
 
     def norms(self, updates: Tensor, members: Sequence[Upload]) -> Tensor:
-        """Return two norms of a cluster's updates `(m, P)`: that of their mean, and the largest of a single update."""
+        """Return the norm of the weighted mean of a cluster's updates `(m, P)`, and the largest norm of one update."""
         weights = torch.tensor(self.weights(members), dtype=torch.float64)
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
     def should_split(self, mean: float, largest: float) -> bool:
-        """Return whether a cluster is split: its mean update's norm is below ε1, its largest update's above ε2."""
+        """Return whether a cluster is split: the norm of its mean update is below ε1, and its largest norm above ε2."""
         return mean < self.eps1 and largest > self.eps2
 
 
 def group_by_cluster(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list[Upload]]]:
-    """Group uploads by their clients' clusters, and return `(cluster, uploads)` pairs in ascending order."""
+    """Group uploads by their client's cluster, and return `(cluster, uploads)` pairs in ascending order of clusters."""
     groups: dict[int, list[Upload]] = {}
     for upload in uploads:
         groups.setdefault(int(clusters[upload.client]), []).append(upload)
@@ -169,7 +169,7 @@ def leaving_clients(state: State, cluster: int, members: Sequence[Upload], updat
 
 
 class CFL(Algorithm):
-    """Clustered training that splits a cluster if the updates of its clients point in different directions.
+    """Clustered training that splits a cluster if its clients' updates point in different directions.
 
     All clients start in one cluster. If the norm of a cluster's mean update is below `eps1` and a member's norm is
     above `eps2`, complete linkage splits the cluster in two. Each part continues from the mean of its own members.
@@ -212,11 +212,11 @@ class CFL(Algorithm):
         return state | {section(0): state["model"], "assignment": assignment}
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the cluster's model, and note its weights to compute the client's update after training."""
+        """Load the cluster's model, and keep its weights to compute the client's update after training."""
         super().receive(module, download, memory)
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state, including the latest update, which places the client if its cluster splits later."""
+        """Return the client state, with the latest update to choose the client's cluster if it is absent at a split."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

@@ -33,12 +33,12 @@ def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
 
 
 def best_cluster(losses: Tensor) -> int:
-    """Return the index of the smallest of the clusters' losses `(k,)` (line 9). A NaN is never chosen."""
+    """Return the index of the cluster with the smallest loss, given all losses `(k,)`. NaN is never chosen (line 9)."""
     return int(losses.nan_to_num(nan=torch.inf).argmin())
 
 
 def section(cluster: int) -> str:
-    """Return the name under which the server's state and downloads store a cluster's model."""
+    """Return the key of a cluster's model in the server's state and in downloads."""
     return f"cluster_{cluster}"
 
 
@@ -46,18 +46,18 @@ class ClusterFold(NamedTuple):
     """Running means of a round's uploads: over all participants and over those of each cluster.
 
     Attributes:
-        everybody: The mean of all uploads.
+        overall: The mean of all uploads.
         members: The mean of each cluster that was chosen.
         choices: Each participant and the cluster that it chose.
     """
 
-    everybody: RunningMean
+    overall: RunningMean
     members: dict[int, RunningMean]
     choices: list[tuple[int, int]]
 
 
 class ClusterMeans(Aggregator):
-    """Average, for each cluster, the uploads of the clients that chose it. An unchosen cluster keeps its model.
+    """Average the uploads of the clients that chose each cluster. Clusters without clients do not change.
 
     The state's `model` is the mean of all uploads. The section `choices` holds the cluster of each participant.
 
@@ -80,16 +80,16 @@ class ClusterMeans(Aggregator):
         for upload in uploads:
             weight = upload.n_samples if self.weighting == "samples" else 1
             model, cluster = upload.message.section("model"), int(upload.message.numbers["cluster"])
-            folded.everybody.add(model, weight)
+            folded.overall.add(model, weight)
             folded.members.setdefault(cluster, RunningMean()).add(self.without_shared_layers(model), weight)
             folded.choices.append((upload.client, cluster))
         return folded
 
     def finish(self, folded: ClusterFold, before: State, knowledge: State) -> State:
-        """Return the mean model of each chosen cluster, the mean over all participants, and their choices."""
+        """Return the mean model of each chosen cluster, the mean over all participants, and each client's choice."""
         clients, clusters = torch.tensor(folded.choices).T
         means = {section(cluster): mean.value() for cluster, mean in folded.members.items()}
-        return {"model": folded.everybody.value(), "choices": {"client": clients, "cluster": clusters}} | means
+        return {"model": folded.overall.value(), "choices": {"client": clients, "cluster": clusters}} | means
 
 
 class IFCA(Algorithm):
@@ -154,7 +154,7 @@ class IFCA(Algorithm):
         load_cluster(module, 0)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Choose the cluster whose model has the lowest loss on the client's training data (line 9), and load it."""
+        """Choose the cluster whose model has the lowest loss on the client's training data, and load its model."""
         losses = []
         with torch.no_grad():
             for cluster in range(self.clusters):
@@ -165,7 +165,7 @@ class IFCA(Algorithm):
         module.notes = {CHOICE: {"cluster": torch.tensor(chosen)}}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the trained weights and the number of the cluster that the client chose."""
+        """Return the trained weights and the index of the cluster that the client chose."""
         message = super().upload(module, batches, n_samples, num_classes)
         return Message(message.tensors, message.numbers | {"cluster": int(module.notes[CHOICE]["cluster"])})
 

@@ -1,4 +1,4 @@
-"""CriticalFL without a server: each client sets its number of peers from its own and their gradient norms.
+"""CriticalFL without a server: each client sets its number of peers from its own and its peers' gradient norms.
 
 Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection Framework for Efficient
 Federated Learning", KDD 2023, between peers as in the tables of Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for
@@ -31,14 +31,14 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import State, pack_mask, parameter_names, unpack_mask
 
 CHANGED = "changed"
-"""The section of a publication with the mask of the entries that changed most, one bit each."""
+"""The section of a published message with the mask of the entries that changed most, one bit each."""
 
 PEER_NORMS = "peer_norms"
-"""The section of a module's notes with the gradient norms of its peers."""
+"""The section of a module's notes with the gradient norms of the client's peers."""
 
 
 class PeerCriticalFL(PeerAlgorithm):
-    """CriticalFL between peers: while gradient norms grow, clients collect from more peers, but only large changes.
+    """CriticalFL between peers: while gradient norms grow, collect the largest changes, from more peers.
 
     Each client has its own detector. It receives the mean of the client's gradient norm and the last norms of the peers
     that the client collected from. From a peer in a critical period, a client collects only the entries that changed
@@ -84,7 +84,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return int(own.numbers["peers"])
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return what a client collects of each peer: whole models or the largest changes, and gradient norms."""
+        """Return the peers' messages for a client: whole models or their largest changes, and gradient norms."""
         return {j: collected_part(message) for j, message in peers.items()}
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
@@ -96,7 +96,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Average the client's model with the collected ones, and note the peers' gradient norms."""
+        """Average the client's model with the collected models, and store the peers' gradient norms."""
         super().receive(module, download, memory)
         assert isinstance(module, MeasuredModule)
         norms = [upload.message.numbers["gradient_norm"] for upload in unbundle(download)]
@@ -107,7 +107,7 @@ class PeerCriticalFL(PeerAlgorithm):
         module.received = {name: value.clone() for name, value in self._shared(module.backbone).items()}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return what the client publishes: its model, largest changes, gradient norm and next number of peers."""
+        """Return the message to publish: model, mask of its largest changes, gradient norm and next number of peers."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         if not module.round:
@@ -131,7 +131,7 @@ class PeerCriticalFL(PeerAlgorithm):
 
 
 def collected_part(publication: Message) -> Message:
-    """Return what peers collect of a published model: all of it, or in a critical period its largest changes."""
+    """Return the part of a published model that peers collect: all or, in a critical period, its largest changes."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
     changed = publication.section(CHANGED)
     if not changed:
@@ -145,7 +145,7 @@ def collected_part(publication: Message) -> Message:
 
 
 def mask_message(message: Message) -> Message:
-    """Convert a message's model to a mask of entries and their values; a whole model gets a full mask."""
+    """Convert a message's model to a mask and the values of the masked entries. A whole model gets a mask of ones."""
     model = message.section("model")
     if MASK in model:
         return message

@@ -34,7 +34,7 @@ def metropolis_weights(links: Tensor) -> Tensor:
 
 
 class DFedAvgM(PeerAlgorithm):
-    """Local SGD with momentum, then x_i = Σ_j w_ij z_j over the neighbours, with Metropolis weights from the graph.
+    """Local SGD with momentum, then averaging with the neighbours in a graph, with Metropolis weights.
 
     The momentum is that of the clients' optimizer (`optimizer: SGD` with `momentum`) and starts from zero in every
     round. In the paper a client mixes at the end of its round; here it mixes at the start of its next round, which is
@@ -72,7 +72,10 @@ class DFedAvgM(PeerAlgorithm):
         return Message(collected.tensors, collected.numbers | {f"{section(j)}/weight": w for j, w in weights.items()})
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return `x_i = Σ_j w_ij z_j`, the mean of the client's and its peers' models; `w_ii` is 1 minus the others."""
+        """Return the weighted mean `x_i = Σ_j w_ij z_j` of the client's and its peers' models.
+
+        `w_ii` is 1 minus the weights of the peers.
+        """
         weights = [upload.message.numbers["weight"] for upload in received]
         models = [own.section("model"), *(upload.message.section("model") for upload in received)]
         return weighted_mean(models, [1 - sum(weights), *weights])

@@ -1,4 +1,4 @@
-"""DisPFL: peers with sparse personalised models, each with a mask that is searched during training.
+"""DisPFL: peers with sparse personalised models. Each model has a mask that changes during training.
 
 Dai, Shen, He, Tian, Tao: "DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized
 Sparse Training", ICML 2022, Algorithms 1 and 2. Densities of layers by ERK: Evci, Gale, Menick, Castro, Elsen:
@@ -25,7 +25,7 @@ from fl_lightning.core.state_dicts import State, pack_mask, unpack_mask, weighte
 Regrow = Literal["gradient", "random", "none"]
 
 NEXT = "next_masks"
-"""The section of the client state with the mask of its next round."""
+"""The section of the client state with the mask of the client's next round."""
 
 # --- Masks -------------------------------------------------------------------------------------------------------
 
@@ -57,12 +57,12 @@ def random_mask(shape: torch.Size, density: float) -> Tensor:
 
 
 def search_rate(round: int, prune_rate: float, rounds: int) -> float:
-    """Return the share of a mask's entries that is replaced in round t, `α_t = a/2 (1 + cos(π t / T))`; 0 from T on."""
+    """Return the share of mask entries that are replaced in round t, `α_t = a/2 (1 + cos(π t / T))`; 0 from T on."""
     return prune_rate / 2 * (1 + math.cos(math.pi * min(round, rounds) / rounds))
 
 
 def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
-    """Return a mask whose `⌈α nnz⌉` smallest weights are replaced by the entries of highest score (Algorithm 2).
+    """Return a mask with its `⌈α nnz⌉` smallest weights removed and as many of highest score added (Algorithm 2).
 
     An entry that was just dropped can come back. The number of entries in the mask does not change.
 
@@ -85,7 +85,7 @@ def scatter_values(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """Return the mean of each entry over the clients whose mask contains it (Eq. 4); 0 where no mask does.
+    """Return the mean of each weight over the clients whose mask contains it (Eq. 4); 0 if no mask contains it.
 
     Args:
         weights: The weights of each client, zero outside its mask.
@@ -138,7 +138,7 @@ def apply_masks(backbone: nn.Module, masks: Tensors) -> None:
 
 
 class DisPFL(PeerAlgorithm):
-    """Peers with sparse personalised models, averaged where masks overlap. Masks are searched again every round.
+    """Peers with sparse personalised models, averaged where their masks overlap. Masks change every round.
 
     In each round a client averages every entry of its mask over itself and the peers that have it. It trains within the
     mask, drops the smallest weights and adds other entries for the next round. The layers' densities are those of ERK.
@@ -178,9 +178,10 @@ class DisPFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the mean of the models, inside the client's new mask (lines 5-6). Before round 1, draw a random mask.
+        """Load the mean of the client's and its peers' models, inside its new mask. Before round 1, draw a mask.
 
-        If nothing was collected, the trained weights stay unmasked until the next fit begins.
+        These are lines 5-6 of Algorithm 1. If nothing was collected, the trained weights stay unmasked until the next
+        fit begins.
         """
         assert isinstance(module, MaskedModule)
         super().receive(module, download, memory)
@@ -195,7 +196,7 @@ class DisPFL(PeerAlgorithm):
             apply_masks(module.backbone, module.masks)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return each weight's mean over the masks that contain it (Eq. 4), and the mean of BatchNorm's statistics."""
+        """Return each weight's mean over the clients whose mask contains it, and the mean BatchNorm statistics."""
         messages = [own, *(upload.message for upload in received)]
         shapes = {name: value.shape for name, value in own.section("model").items()}
         masks = [message.section("masks") for message in messages]
@@ -211,7 +212,7 @@ class DisPFL(PeerAlgorithm):
         return mixed | weighted_mean(statistics, [1.0] * len(messages))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the weights inside the client's mask and the mask, then search the mask of its next round."""
+        """Return the client's mask and the weights inside it, and compute the mask of its next round."""
         assert isinstance(module, MaskedModule)
         message = super().upload(module, batches, n_samples, num_classes)
         model = message.section("model")
@@ -231,7 +232,7 @@ class DisPFL(PeerAlgorithm):
         return super().remember(module, upload) | {NEXT: masks}
 
     def search_mask(self, module: MaskedModule, batches: Batches) -> Tensors:
-        """Return the masks of the client's next round. Before round 1 they do not change."""
+        """Return the masks of the client's next round. Before round 1, the masks do not change."""
         rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
         if not module.round or not rate or self.regrow == "none":
             return module.masks
@@ -247,7 +248,7 @@ class DisPFL(PeerAlgorithm):
 
 
 def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
-    """Return `|g|` of the summed loss over a client's data, for every weight inside and outside the mask."""
+    """Return the absolute gradient of the loss summed over a client's data, for weights inside and outside the mask."""
     parameters = dict(module.backbone.named_parameters())
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

@@ -17,7 +17,7 @@ from fl_lightning.client.weights import beginnings
 
 
 class PeerFedPer(PeerAlgorithm):
-    """FedPer between peers: gossip averaging of all but the head, which never leaves its client.
+    """FedPer between peers: gossip averaging of all layers except the head, which never leaves its client.
 
     With `personal` empty this is `PeerAlgorithm`, bit for bit.
 

@@ -1,8 +1,8 @@
-"""The base class of methods without a server, and gossip averaging.
+"""Base class of methods without a server. It averages models between peers (gossip averaging).
 
 Every client publishes its trained model (`upload`). At the start of a round it collects what its peers published in
-earlier rounds. All clients of a round see the same publications, so results do not depend on their order. Only
-collected publications count as communication.
+earlier rounds. All clients of a round see the same published messages, so results do not depend on their order. Only
+collected messages count as communication.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import ExchangedMean, State, weighted_mean
 
 LAID_OUT = "laid_out"
-"""The section of the client state with its own last publication."""
+"""The section of the client state with the message that the client last published."""
 
 
 class PeerAlgorithm(Algorithm):
     """Gossip averaging, FedAvg between peers: each client averages its model with its peers', then trains.
 
-    This is the base of peer-to-peer methods. They override `collect` (which parts of the peers' publications a client
+    This is the base of peer-to-peer methods. They override `collect` (which parts of the peers' messages a client
     collects) and `mix` (how it combines them). Each client merges the shared knowledge of its peers and its own. The
     state's `model` is the mean of all clients' models, which no client has. It is only evaluated.
 
@@ -63,12 +63,14 @@ class PeerAlgorithm(Algorithm):
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and the graph of the peers that clients can collect from."""
         if self.n_com is not None and self.n_com >= clients:
-            raise ConfigError(f"algorithm.n_com: {self.n_com} peers, but a client has only {clients - 1} others")
+            raise ConfigError(
+                f"algorithm.n_com: {self.n_com} peers, but a client has only {clients - 1} others. Decrease it."
+            )
         links = torch.from_numpy(self.graph.links(clients, rng))
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return what a client collects in a round: its peers' published models, joined into one message."""
+        """Return one message with everything that a client collects in a round: its peers' published models."""
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
         own = publication(state, client)
         limit = self.peer_count(own)
@@ -78,15 +80,15 @@ class PeerAlgorithm(Algorithm):
         return bundle(self.collect(own, published, rng))
 
     def peer_count(self, own: Message) -> int | None:
-        """Return the number of peers that a client collects from in a round; None means all linked ones."""
+        """Return the number of peers that a client collects from in a round; None means all linked peers."""
         return self.n_com
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
         """Return the parts of the peers' published messages that a client collects; by default everything.
 
         Args:
-            own: The client's own publication.
-            peers: The peers' publications by id, ascending.
+            own: The client's own published message.
+            peers: The peers' published messages by id, ascending.
             rng: Random numbers of this client and round.
         """
         return dict(peers)
@@ -98,7 +100,7 @@ class PeerAlgorithm(Algorithm):
         return weighted_mean(models, map(self.weight, messages))
 
     def weight(self, publication: Message) -> float:
-        """Return the weight of a published model in a mean: its client's samples, or 1."""
+        """Return the weight of a published model in a mean: its client's number of samples, or 1."""
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
@@ -118,7 +120,7 @@ class PeerAlgorithm(Algorithm):
         recall(module, memory)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the published message and, after training, the merged knowledge and terms' state.
+        """Return the client state: its published message and, after training, merged knowledge and loss-term states.
 
         The initial model is not part of it: the shared state holds it once.
         """
@@ -128,7 +130,7 @@ class PeerAlgorithm(Algorithm):
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the mean of all clients' latest models, for evaluation; absent clients keep their earlier ones."""
+        """Return the mean of all clients' latest models, including absent clients' earlier models, for evaluation."""
         first, model = "sums" not in state, state["model"]
         mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
         for client, message in uploads:
@@ -143,12 +145,12 @@ class PeerAlgorithm(Algorithm):
 
 
 def section(peer: int) -> str:
-    """Return the name under which the state and messages store what a peer published."""
+    """Return the key of a peer's published message in the state and in collected messages."""
     return f"peer_{peer}"
 
 
 def message_to_tensors(message: Message) -> Tensors:
-    """Convert a message to tensors only; a number of it becomes the tensor `number/<name>`."""
+    """Convert a message to a dict of tensors; each of its numbers becomes a tensor `number/<name>`."""
     return message.tensors | {
         f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
     }
@@ -161,19 +163,22 @@ def tensors_to_message(tensors: Tensors) -> Message:
 
 
 def publication(state: State, peer: int) -> Message:
-    """Return the message that a peer last published; before the peer has trained, with the initial model."""
+    """Return the message that a peer last published; it holds the initial model until the peer has trained."""
     return tensors_to_message(Message.pack({"model": state["untrained"]}).tensors | state[section(peer)])
 
 
 def bundle(messages: Mapping[int, Message]) -> Message:
-    """Join the messages of several peers into one message, with the prefix `peer_<id>/`."""
+    """Join several peers' messages into one message, in which their entries have the prefix `peer_<id>/`."""
     tensors = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.tensors.items()}
     numbers = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.numbers.items()}
     return Message(tensors, numbers)
 
 
 def unbundle(message: Message) -> list[Upload]:
-    """Split a message from `bundle` into the peers' messages, in ascending order. Each needs a number of samples."""
+    """Split a message made by `bundle` into the messages of the peers, in ascending order of their ids.
+
+    Every message needs a number, such as `n_samples`.
+    """
     peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
     uploads = []
     for peer in dict.fromkeys(peers):

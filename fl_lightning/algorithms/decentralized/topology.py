@@ -68,7 +68,9 @@ class Torus(Graph):
         """Return the adjacency matrix with links to the clients above, below, left and right on the grid."""
         rows = self.rows or max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
         if clients % rows:
-            raise ConfigError(f"algorithm.graph.rows: {clients} clients do not fill {rows} rows of equal length")
+            raise ConfigError(
+                f"algorithm.graph.rows: {clients} clients do not fill {rows} rows of equal length. Use a divisor."
+            )
         grid = np.arange(clients).reshape(rows, -1)
         links = np.zeros((clients, clients), dtype=bool)
         for axis in (0, 1):
@@ -78,7 +80,7 @@ class Torus(Graph):
 
 
 class ErdosRenyi(Graph):
-    """A random graph: each pair of clients is linked with the same probability, drawn once per run from its seed.
+    """A random graph: each pair of clients is linked with the same probability. It is drawn once per run.
 
     A client without links trains alone.
 
@@ -91,7 +93,7 @@ class ErdosRenyi(Graph):
         self.p = p
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return a random adjacency matrix drawn from `rng`, symmetric."""
+        """Return a random symmetric adjacency matrix, drawn from `rng`."""
         above = np.triu(rng.random((clients, clients)) < self.p, k=1)
         return above | above.T
 
@@ -110,7 +112,7 @@ class Adjacency(Graph):
         self.path = path
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the adjacency matrix in the file, without its diagonal."""
+        """Return the adjacency matrix from the file, with its diagonal cleared."""
         try:
             matrix = np.asarray(read_matrix(Path(self.path)))
         except (OSError, EOFError, ValueError) as error:

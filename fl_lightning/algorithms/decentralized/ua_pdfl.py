@@ -45,18 +45,18 @@ def unit_input(inputs: Tensor, value: float = 1.0) -> Tensor:
 
 
 def unit_representation(logits: Tensor) -> Tensor:
-    """Return a model's unit representation `I = softmax(f(X_unit))` (Eq. 5), `(C,)`, from its logits `(1, C)`."""
+    """Return a model's class probabilities for the unit input, `I = softmax(f(X_unit))` (Eq. 5), from its logits."""
     return at_least_float32(logits).softmax(dim=1)[0]
 
 
 def symmetric_kl(one: Tensor, other: Tensor) -> float:
-    """Return the symmetric KL divergence of two representations (Eq. 6), `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`."""
+    """Return the symmetric KL divergence of two class distributions, `½ KL(I_i || I_j) + ½ KL(I_j || I_i)` (Eq. 6)."""
     p, q = clamp_probabilities(one), clamp_probabilities(other)
     return float(((p - q) * (p / q).log()).sum() / 2)
 
 
 def jensen_shannon(one: Tensor, other: Tensor) -> float:
-    """Return the Jensen-Shannon divergence of two clients' representations, in nats. It is at most ln 2."""
+    """Return the Jensen-Shannon divergence of two class distributions `(C,)`, in nats. It is at most ln 2."""
     p, q = clamp_probabilities(one), clamp_probabilities(other)
     log_mixture = ((p + q) / 2).log()
     value = ((p * (p.log() - log_mixture)).sum() + (q * (q.log() - log_mixture)).sum()) / 2
@@ -64,7 +64,7 @@ def jensen_shannon(one: Tensor, other: Tensor) -> float:
 
 
 def clamp_probabilities(distribution: Tensor) -> Tensor:
-    """Return probabilities of at least 1e-8, in float64."""
+    """Return a class distribution in float64, with probabilities below 1e-8 raised to 1e-8."""
     return distribution.double().clamp(min=1e-8)
 
 
@@ -72,9 +72,9 @@ DIVERGENCES = {"jensen_shannon": jensen_shannon, "symmetric_kl": symmetric_kl}
 
 
 class UnitRepresentation(SharedKnowledge):
-    """Outputs of each client's model on the unit input: probabilities `I` (Eq. 5) and features `I^Aux` (Eq. 11).
+    """Outputs of each client's model for the unit input: probabilities `I` and features `I^Aux`.
 
-    A client sends `I`, `(C,)`, and `I^Aux = g(X_unit)`, `(d,)`.
+    A client sends `I` (Eq. 5), `(C,)`, and `I^Aux = g(X_unit)` (Eq. 11), `(d,)`.
 
     Args:
         value: The constant in `X_unit`.
@@ -96,13 +96,16 @@ class UnitRepresentation(SharedKnowledge):
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's probabilities `I` and features `I^Aux` on the unit input."""
+        """Return the probabilities `I` and the features `I^Aux` of the client's model for the unit input."""
         unit = unit_input(next(iter(batches))[0], self.value)
         features = with_encoder(module.backbone).encoder(unit)
         return {"distribution": unit_representation(module.backbone(unit)), "features": at_least_float32(features[0])}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the mean of the uploaded features, `I^Aux_avg`. Between peers the first upload is the client's own."""
+        """Return the mean of the clients' features, `I^Aux_avg`.
+
+        Between peers, the first upload is the client's own.
+        """
         counted = [upload for upload in uploads if upload.client >= 0 or not self.reference]
         if not counted:
             return previous
@@ -120,7 +123,7 @@ def alignment_loss(features: Tensor, average: Tensor) -> Tensor:
 
 
 class UnitAlignment(LossTerm):
-    """`μ ||I^Aux_i - I^Aux_avg||²` keeps the feature extractors' outputs on the unit input close to their mean.
+    """`μ ||I^Aux_i - I^Aux_avg||²` keeps a client's features of the unit input close to all clients' mean.
 
     `I^Aux_i` is computed in each step, with the encoder in eval mode. The average does not change during the fit.
 
@@ -150,7 +153,7 @@ class UnitAlignment(LossTerm):
         with_encoder(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times the squared distance of Eq. 12, or zero before average features are known."""
+        """Return `μ ||I^Aux_i - I^Aux_avg||²` (Eq. 12), or zero before average features are known."""
         average = self.unit.average
         if average is None or step.inputs is None:
             return step.logits.new_zeros(())
@@ -162,7 +165,7 @@ class UnitAlignment(LossTerm):
 
 
 def run_in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Return a module's output in eval mode, with gradients, then restore the mode of each of its parts."""
+    """Return a module's output in eval mode, with gradients, then restore the modes of its submodules."""
     training = [part for part in module.modules() if part.training]
     recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
     module.eval()
@@ -179,7 +182,7 @@ def run_in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 class UAPDFL(PeerAlgorithm):
-    """Peers that share whole models, feature extractors or classifiers, depending on how similar their models are.
+    """Peers that share whole models, feature extractors or classifiers, depending on their similarity.
 
     In each round a client collects unit representations from `n_com` peers. If all divergences are within `th_i`, it
     continues from the model of one random peer (client-wise dropout). Otherwise its feature extractor becomes the mean,
@@ -225,7 +228,7 @@ class UAPDFL(PeerAlgorithm):
         super().__init__(n_com, graph, [term, *(loss_terms or [])], buffers)
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return what is collected: representations, and one model, or all extractors and heads of similar peers."""
+        """Return the peers' messages for a client: one whole model, or all extractors and the similar peers' heads."""
         gaps = self.divergences(own, peers.values())
         if self.drops_out(gaps):
             chosen = int(rng.choice(list(peers)))
@@ -247,12 +250,12 @@ class UAPDFL(PeerAlgorithm):
         return extractor | weighted_mean(*zip(*heads, strict=True))
 
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
-        """Return the divergence `Div(i, j)` between the unit representations of a client and of each peer."""
+        """Return the divergence `Div(i, j)` of a client's output for the unit input from that of each peer."""
         mine = own.section("unit")["distribution"]
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 
     def drops_out(self, gaps: Sequence[float]) -> bool:
-        """Return whether a client takes over the model of one random peer, because all peers' models are similar."""
+        """Return whether all peers' models are so similar that the client takes over the model of a random peer."""
         if not self.dropout or not gaps or self.th_i == 0:
             return False
         return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)

@@ -113,7 +113,7 @@ class CriticalPeriods:
 
 
 def largest_changes(changes: Tensor, keep: float) -> Tensor:
-    """Return the mask `(P,)` of the model entries that changed most in training: the share `keep` of them.
+    """Return a mask `(P,)` of the share `keep` of a model's entries that changed most in training.
 
     Args:
         changes: `θ_i - θ^t`, `(P,)`.
@@ -141,7 +141,7 @@ def mask_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
 
 
 class EntryMean(Aggregator):
-    """Average each single entry of the model over the clients that sent it; an entry that no client sent is kept.
+    """Average each model entry over the clients that sent it. Entries that no client sent do not change.
 
     In a round, either all clients send whole models, or all send the result of `mask_entries`.
     """
@@ -162,7 +162,7 @@ class EntryMean(Aggregator):
         return mean, sums
 
     def finish(self, folded: tuple[RunningMean, Tensor | None], before: State, knowledge: State) -> State:
-        """Return the model of which each entry is the mean over the clients that sent it, weighted by samples."""
+        """Return the next model: each entry is its mean over the clients that sent it, weighted by samples."""
         mean, sums = folded
         model = mean.value()
         if sums is None:
@@ -206,7 +206,7 @@ class MeasuredModule(ClientModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients, and add their squared norm to the fit's sum, on the device."""
+        """Clip the gradients, and add their squared norm to the sum over the steps of the fit."""
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         squares = [at_least_float32(p.grad).square().sum() for p in self.backbone.parameters() if p.grad is not None]
         total = torch.stack(squares).sum()
@@ -263,7 +263,7 @@ class CriticalFL(Algorithm):
         return state | {DETECTOR: self.periods.initial() | {"most": most}}
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
-        """Return the number of the next round's participants: the detector's, at least the experiment's."""
+        """Return the next round's number of participants: the detector's number, but at least `clients_per_round`."""
         return max(participants, int(state[DETECTOR]["participants"]))
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:

@@ -43,13 +43,13 @@ def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
         counts: Samples per class, `(C,)`.
 
     Returns:
-        `(C, C)`; rows of classes the client does not hold are zero.
+        `(C, C)`; rows of classes without samples on the client are zero.
     """
     return sums / counts.clamp(min=1)[:, None]
 
 
 def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor:
-    """Return the participants' merged SL matrix `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` (Eq. 7).
+    """Return the clients' merged soft-label matrix, `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` (Eq. 7).
 
     Args:
         local: `(K, C, C)` SL matrices.
@@ -84,16 +84,16 @@ class SoftLabels(SharedKnowledge):
         self.register_buffer("values", None, persistent=False)
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return the SL matrix before round 1, the identity, with class counts of zero."""
+        """Return the soft-label matrix before round 1, the identity, with class counts of zero."""
         return {"values": torch.eye(num_classes), "counts": torch.zeros(num_classes)}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's SL matrix (Eq. 4) and its number of samples of each class."""
+        """Return the client's soft-label matrix (Eq. 4) and its number of samples of each class."""
         sums, counts = class_sums_over(batches, lambda x: at_least_float32(module(x)).softmax(dim=1), num_classes)
         return {"values": soft_label_matrix(sums, counts), "counts": counts}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the mean of the clients' SL matrices, weighted by their class counts (Eq. 7)."""
+        """Return the mean of the clients' soft-label matrices, weighted by their class counts (Eq. 7)."""
         sections = [upload.message.section(self.name) for upload in uploads]
         local, counts = (torch.stack([section[name] for section in sections]) for name in ("values", "counts"))
         if self.reference:
@@ -135,9 +135,9 @@ def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Ten
 
 
 class DistillingWeights(LossTerm):
-    """DW: pulls the class relations of the classification layer `ω` towards the soft labels (Eq. 11), times `μ`.
+    """DW: pulls the class relations `ω ωᵀ` of the classification layer towards the average soft labels.
 
-    Only `ω` gets a gradient.
+    The term is `μ` times the regulariser of Eq. 11. Only `ω` gets a gradient.
 
     Args:
         mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100,
@@ -177,11 +177,11 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def load(self, values: Tensor) -> None:
-        """Store the received SL matrix, `(C, C)`."""
+        """Store the received soft-label matrix, `(C, C)`."""
         self.soft_labels.load({"values": values})
 
     def begin(self, module: ClientModule) -> None:
-        """Check the classification layer, and set μ and the linearisation of this round."""
+        """Check that the classification layer has no bias, and set μ and the linearisation for this round."""
         if classification_layer(module.backbone).bias is not None and not self.allow_bias:
             raise ConfigError(
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
@@ -191,7 +191,10 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times the regulariser (Eq. 11) or its linearised form, or zero before there is an SL matrix."""
+        """Return μ times the regulariser (Eq. 11) or, with `linearize_every`, its linearised form.
+
+        Zero if no soft labels are known.
+        """
         soft_labels = self.soft_labels.values
         if soft_labels is None or step.backbone is None:
             return step.logits.new_zeros(())
@@ -213,7 +216,7 @@ class DistillingWeights(LossTerm):
 
 
 class FedDW(Algorithm):
-    """FedAvg with clients that regularise their classification layer towards the average soft labels of the classes.
+    """FedAvg with a classification layer that is regularised towards all clients' average soft labels.
 
     With `mu` 0 this is FedAvg with a bias-free classification layer, bit for bit.
 
@@ -250,7 +253,11 @@ class FedDW(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Build a client's module. Drop or refuse the bias of the classification layer, unless it is kept."""
+        """Build a client's module whose classification layer has no bias, unless the preset keeps the bias.
+
+        Raises:
+            ConfigError: The layer has a bias, and `drop_bias` does not allow its removal.
+        """
         layer = classification_layer(backbone)
         if layer.bias is not None and not self.keeps_bias:
             if not self.drop_bias:

@@ -1,4 +1,4 @@
-"""FedNH: a classification layer of class prototypes on the unit sphere, which only the server updates.
+"""FedNH: the classification layer consists of class prototypes on the unit sphere. Only the server updates them.
 
 Dai, Chen, Li, Heinecke, Sun, Xu: "Tackling Data Heterogeneity in Federated Learning with Class Prototypes", AAAI 2023,
 Algorithm 1.
@@ -78,7 +78,7 @@ class RoundSums(NamedTuple):
 
 
 class PrototypeAveraging(Aggregator):
-    """Average the trained weights equally, and move the server's class prototypes towards the clients'.
+    """Average the trained weights uniformly, and move the server's class prototypes towards the clients' prototypes.
 
     The prototypes are the only entry of the shared model that clients do not send. Instead they send `values` `(C, d)`
     and `counts` `(C,)` in the section `prototypes`.
@@ -112,7 +112,7 @@ class PrototypeAveraging(Aggregator):
 
 
 class FedNH(Algorithm):
-    """FedAvg with class prototypes as its classification layer, which only the server updates.
+    """FedAvg with class prototypes as the classification layer. Only the server updates the prototypes.
 
     The model's classification layer is replaced by one of scaled cosines. With `rho` 1 this is FedAvg with
     `weighting: uniform` and a fixed random layer, bit for bit.

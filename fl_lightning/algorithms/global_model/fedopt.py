@@ -1,4 +1,4 @@
-"""FedAdagrad, FedAdam and FedYogi: adaptive server optimizers, with the mean update of a round as gradient.
+"""FedAdagrad, FedAdam and FedYogi: adaptive server optimizers with the round's mean client update as gradient.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: "Adaptive Federated Optimization", ICLR 2021,
 Algorithm 2.
@@ -40,7 +40,9 @@ RULES: dict[Rule, Callable[[Tensor, Tensor, float], Tensor]] = {"adagrad": adagr
 
 
 class AdaptiveServer(ServerStep):
-    """The server of FedOpt. Its step is `m / (√v + τ)`, with moments of the mean update and without bias correction.
+    """FedOpt's server optimizer: a step of `m / (√v + τ)`, with moments `m` and `v` of the mean update.
+
+    There is no bias correction.
 
     Args:
         rule: Update of the second moment: `adagrad`, `adam` or `yogi`.
@@ -79,7 +81,7 @@ class AdaptiveServer(ServerStep):
 
 
 class FedAdagrad(Algorithm):
-    """FedAvg with Adagrad as server optimizer. Its gradient is the mean update of a round.
+    """FedAvg with Adagrad as server optimizer and the round's mean client update as its gradient.
 
     With `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg up to rounding.
 
@@ -108,7 +110,7 @@ class FedAdagrad(Algorithm):
 
 
 class FedAdam(Algorithm):
-    """FedAvg with Adam as server optimizer. Its gradient is the mean update of a round.
+    """FedAvg with Adam as server optimizer and the round's mean client update as its gradient.
 
     With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg up to rounding.
 

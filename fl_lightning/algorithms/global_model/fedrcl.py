@@ -70,7 +70,7 @@ def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: flo
 
 
 def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[str, ...]:
-    """Return the name of the last ReLU of each level of a network. Its input is the level's features.
+    """Return the names of the last ReLU in each level (stage) of a network; their inputs are the levels' features.
 
     Args:
         backbone: The network.
@@ -106,7 +106,9 @@ def relu_names(modules: dict[str, nn.Module], part: str) -> list[str]:
 
 
 class RelaxedContrastive(LossTerm):
-    """Relaxed contrastive loss, `w_s · SCL + w_p · PEN`, averaged over the levels of the network, in float32.
+    """Relaxed contrastive loss, `w_s · SCL + w_p · PEN`, averaged over the levels (stages) of the network.
+
+    It is computed in float32 under mixed precision.
 
     Args:
         w_s: Weight of the contrastive loss, 0 or more.
@@ -145,7 +147,7 @@ class RelaxedContrastive(LossTerm):
             self.taps = level_taps(module.backbone, self.levels)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the loss on a batch from the features of each level, in `Step.taps`."""
+        """Return the relaxed contrastive loss on a batch, from the features of each level in `Step.taps`."""
         losses = [self._level(step.taps[name], step.targets) for name in self.taps]
         return torch.stack(losses).mean()
 
@@ -161,7 +163,7 @@ class RelaxedContrastive(LossTerm):
 
 
 class FedRCL(Algorithm):
-    """FedAvg with relaxed contrastive learning on every level of the network, and equal weights of clients.
+    """FedAvg with relaxed contrastive learning on every network level and, by default, uniform weights.
 
     With `w_s` and `w_p` 0 this is FedAvg of the same weighting, bit for bit.
 

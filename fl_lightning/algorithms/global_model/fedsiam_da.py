@@ -44,7 +44,7 @@ def negative_similarity(one: Tensor, other: Tensor) -> Tensor:
 
 
 def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
-    """Return one half of the siamese loss, `½ D-(p, sg(z))` (Eq. 6).
+    """Return one model's half of the siamese loss, `½ D-(p, sg(z))`, with a stop-gradient `sg` on `z` (Eq. 6).
 
     Eq. 7 is the sum of both halves, for the global model and for the client's model.
 
@@ -56,9 +56,9 @@ def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
 
 
 class SiameseAlignment(LossTerm):
-    """`μ L_stop`: the client's model and a trainable copy of the received one predict each other's outputs.
+    """`μ L_stop`: the client's model and a trained copy of the global one predict each other's features.
 
-    Each step first updates the copy with its half of Eq. 7 (Eq. 8), with its own optimizer of the client's kind. Then
+    Each step first updates the copy with its half of Eq. 7 (Eq. 8), with its own optimizer, of the client's type. Then
     it returns the client's half with the updated copy (Eq. 9). The copy starts from the received weights in each fit.
     Without the stop-gradient this is Eq. 5's `μ ½ D-(z_global, z)`, and the received model is not trained.
 
@@ -80,7 +80,7 @@ class SiameseAlignment(LossTerm):
         self._optimizer: torch.optim.Optimizer | None = None
 
     def begin(self, module: ClientModule) -> None:
-        """Copy the received global model, to be trained alongside the client's."""
+        """Copy the received global model, which is trained alongside the client's model."""
         if not self.active:
             return
         backbone = copy.deepcopy(with_encoder(module.backbone))
@@ -137,14 +137,14 @@ class HistoryContrast(LossTerm):
         self._earlier: list[nn.Module] = []  # a list keeps it out of the client's module
 
     def begin(self, module: ClientModule) -> None:
-        """Build the encoder of the client's model at the end of its last round, to compare with."""
+        """Build the earlier encoder to compare with: the client's encoder at the end of its last round."""
         self._earlier = []
         if self.active:
-            earlier = frozen_encoder(module.backbone, self._kept)  # refuse a model without encoder before round 1
+            earlier = frozen_encoder(module.backbone, self._kept)  # raises before round 1 if there is no encoder
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """Copy the client's encoder at the start of each epoch after the first, to compare with."""
+        """From the second epoch on, take a copy of the client's current encoder as the earlier encoder."""
         if self.active and module.current_epoch > 0:
             self._earlier = [frozen_encoder(module.backbone)]
 
@@ -157,7 +157,7 @@ class HistoryContrast(LossTerm):
         self._kept = kept
 
     def forward(self, step: Step) -> Tensor:
-        """Return the contrast to the earlier model (Eq. 10) on a batch, or zero without an earlier model."""
+        """Return `μ L_hist` (Eq. 10), the mean cosine to the earlier model's features, or zero without this model."""
         if not self._earlier or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)
@@ -185,20 +185,20 @@ def dual_weights(models: Tensor) -> Tensor:
 
 
 class DualAggregation(Aggregator):
-    """Dual aggregation: weight clients by the cosine of their parameters with the unweighted mean (Eq. 13-16).
+    """Dual aggregation: weight clients by the cosine of their parameters with the unweighted mean.
 
-    BatchNorm's statistics are averaged with the same weights but do not enter the cosine. All uploads of a round are in
-    memory at once.
+    The weights are those of Eq. 13-16. BatchNorm's statistics are averaged with the same weights but do not enter the
+    cosine. All uploads of a round are in memory at once.
     """
 
     leaves = ("weights",)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Collect all uploads of the round, because the aggregation weights depend on their mean."""
+        """Return the list of all uploads of the round, because the aggregation weights depend on their mean."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return the mean of the clients' models by their weights, `w = Σ ξ_k w_k` (Eq. 16), and these weights."""
+        """Return the weighted mean of the clients' models, `w = Σ ξ_k w_k` (Eq. 16), and the weights `ξ_k`."""
         models = [upload.message.section("model") for upload in folded]
         weights = dual_weights(flatten(models))
         clients = torch.tensor([upload.client for upload in folded])
@@ -212,7 +212,7 @@ class DualAggregation(Aggregator):
 
 
 class FedSiamDA(Algorithm):
-    """Siamese training with a copy of the global model, away from the past model, and dual aggregation.
+    """Siamese training with a copy of the global model, contrast to the past model, and dual aggregation.
 
     With `mu` 0 and `aggregation: uniform` this is FedAvg with `weighting: uniform`, bit for bit. The model needs a
     projection and a predictor: `model.head.projection: 256`, `model.head.prediction: 256`.

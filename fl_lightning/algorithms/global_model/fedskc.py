@@ -1,4 +1,4 @@
-"""FedSKC: clients share class-wise structural knowledge, which steers local training, aggregation and review.
+"""FedSKC: clients share class-wise mean logits, which steer local training, aggregation and the server's review.
 
 Wang, Li, Chen, Yan, Wang, Shi, Chen, Shen: "FedSKC: Federated Learning with Non-IID Data via Structural Knowledge
 Collaboration", 2025. The sections and equations below are the paper's.
@@ -35,7 +35,7 @@ Review = Literal["interpolation", "literal"]
 
 
 def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
-    """Return a client's knowledge `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of class j (Section III-A).
+    """Return a client's structural knowledge `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of class j.
 
     Args:
         sums: `(C, C)`; row j is the sum of the logits of the client's samples of class j.
@@ -43,24 +43,25 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
         silu: Whether to multiply by the sigmoid. The authors' code does not.
 
     Returns:
-        `(C, C)`; rows of classes the client does not hold are zero.
+        `(C, C)`; rows of classes without samples on the client are zero.
     """
     means = sums / counts.clamp(min=1)[:, None]
     return F.silu(means) if silu else means
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Return the global knowledge (Eq. 1): average each client's with similar clients', then over all clients.
+    """Return the global knowledge (Eq. 1): each client's knowledge, averaged with similar clients, then over clients.
 
-    Only the clients that hold a class take part in it. With h holders, `min(M, h - 1)` neighbours are used.
+    The knowledge of a class is averaged over the clients with samples of it. For h such clients, `min(M, h - 1)`
+    neighbours are used.
 
     Args:
         local: `(K, C, C)` knowledge of the participants.
-        held: `(K, C)` bool, the classes that each client holds.
+        held: `(K, C)` bool, the classes that each client has samples of.
         similar_clients: M, the number of nearest clients that are averaged with each client.
 
     Returns:
-        Global knowledge `(C, C)` and the `(C,)` mask of classes that any client holds; other rows are zero.
+        Global knowledge `(C, C)` and the `(C,)` mask of classes with samples on any client; other rows are zero.
     """
     merged = torch.zeros_like(local[0])
     for j in range(held.shape[1]):
@@ -73,7 +74,7 @@ def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple
 
 
 class StructuralKnowledge(SharedKnowledge):
-    """Class-wise mean logits of the clients, merged by Eq. 1: `(C, C)` values, `(C,)` mask of known classes.
+    """Class-wise mean logits of the clients, merged (Eq. 1) to `(C, C)` values and a mask of known classes.
 
     Args:
         similar_clients: M of Eq. 1, 0 or more.
@@ -92,28 +93,28 @@ class StructuralKnowledge(SharedKnowledge):
         self.register_buffer("known", None, persistent=False)
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return the knowledge before round 1, in which no class is known."""
+        """Return the global knowledge before round 1: all zeros, with no class marked as known."""
         return {
             "values": torch.zeros(num_classes, num_classes),
             "known": torch.zeros(num_classes, dtype=torch.bool),
         }
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's knowledge `c_k` and the mask of the classes that it has samples of."""
+        """Return the client's class-wise knowledge `c_k`, and the mask of the classes that it has samples of."""
         sums, counts = class_sums_over(batches, module, num_classes)
         return {"values": local_knowledge(sums, counts), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the global knowledge (Eq. 1); a class that no participant has keeps its last knowledge."""
+        """Return the global knowledge (Eq. 1); a class without samples in this round keeps its last values."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         values = torch.where(known[:, None], values, previous["values"])
         return {"values": values, "known": known | previous["known"]}
 
 
 class ReferenceKnowledge(StructuralKnowledge):
-    """Knowledge by the authors' code: class-wise mean logits of the last local epoch, without the sigmoid.
+    """Class-wise mean logits as in the authors' code: from the last local epoch, without the sigmoid.
 
-    The logits are observed during training. A class that no participant of the round holds becomes unknown.
+    The logits are summed during training. A class without samples among the round's participants becomes unknown.
 
     Args:
         similar_clients: M of Eq. 1.
@@ -126,7 +127,7 @@ class ReferenceKnowledge(StructuralKnowledge):
         self._observed: tuple[int, Tensor, Tensor] | None = None
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Add a training batch's logits to the epoch's sums by class."""
+        """Add the logits of a training batch to the epoch's sum for each class."""
         sums, counts = class_sums(step.logits.detach(), step.targets, step.logits.shape[1])
         if self._observed and self._observed[0] == epoch:
             sums, counts = sums + self._observed[1], counts + self._observed[2]
@@ -138,13 +139,13 @@ class ReferenceKnowledge(StructuralKnowledge):
         return {"values": local_knowledge(sums, counts, silu=False), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the global knowledge (Eq. 1); a class that no participant has becomes unknown."""
+        """Return the global knowledge (Eq. 1); a class without samples in this round becomes unknown."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         return {"values": values, "known": known}
 
 
 def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
-    """Return the class that computes structural knowledge: the paper's, or that of the authors' code."""
+    """Return the class that computes structural knowledge as in the paper, or as in the authors' code."""
     return ReferenceKnowledge if reference else StructuralKnowledge
 
 
@@ -206,7 +207,7 @@ def local_contrastive_loss(
 
 
 def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
-    """Return the contrastive loss (Eq. 3) of the authors' code: no `U_j`, the positive twice in the sum.
+    """Return the contrastive loss of the authors' code: Eq. 3 without `U_j`, and with the positive counted twice.
 
     For a sample of an unknown class, the positive is its own detached logits.
     """
@@ -250,7 +251,7 @@ class ReferenceContrast(NamedTuple):
 
 
 class LocalContrastive(LossTerm):
-    """LCL: pulls a sample's logits towards its class's global knowledge and away from the other classes'.
+    """LCL: pulls a sample's logits towards the global mean logits of its class, away from other classes'.
 
     It is computed in float32 under mixed precision. It is off before there is knowledge, as in round 1.
 
@@ -292,7 +293,7 @@ class LocalContrastive(LossTerm):
         self.all_known = bool(known.all())
 
     def begin(self, module: ClientModule) -> None:
-        """Switch the loss term off in this fit if the global knowledge knows no class yet."""
+        """Switch the loss term off for this fit if no class has global knowledge yet."""
         known = self.structural.known
         self.active = known is not None and bool(known.any())
         self.all_known = known is not None and bool(known.all())
@@ -319,7 +320,7 @@ def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale 
         local: `(K, C, C)` knowledge of the participants.
         held: `(K, C)` bool.
         knowledge: `(C, C)`, global.
-        scale: `share` uses the mean over the classes that a client holds, because the sum penalises clients with many.
+        scale: `share` uses the mean over a client's classes, because the sum penalises clients with many classes.
     """
     distances = (local.double() - knowledge.double()).norm(dim=2)
     total = (distances * held).sum(dim=1)
@@ -350,7 +351,7 @@ def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale 
 
 
 class GlobalDiscrepancy(Aggregator):
-    """GDA: give less weight to clients whose knowledge is far from the global knowledge.
+    """GDA: give less weight to clients whose class-wise mean logits are far from the global ones.
 
     The weights depend on every client's knowledge, so all uploads of a round are in memory at once.
 
@@ -377,11 +378,11 @@ class GlobalDiscrepancy(Aggregator):
         return (self.structural,)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Collect all uploads of the round, because the weights (Eq. 4) need every client's knowledge."""
+        """Return the list of all uploads of the round, because the weights (Eq. 4) need every client's knowledge."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return the mean of the clients' models by their weights, `w_g = Σ e_k w_k`, and these weights."""
+        """Return the weighted mean of the clients' models, `w_g = Σ e_k w_k`, and the weights `e_k` (Eq. 4)."""
         local, held = stacked_knowledge(folded)
         distances = discrepancy(local, held, knowledge[self.structural.name]["values"], self.gda_scale)
         samples = torch.tensor([upload.n_samples for upload in folded])
@@ -396,7 +397,7 @@ class GlobalDiscrepancy(Aggregator):
 
 
 def review_ratio(now: Tensor, before: Tensor) -> float:
-    """Return how much the variance of the global class knowledge grew since the round before, relative to it (Eq. 5).
+    """Return the relative growth of the variance of the global knowledge since the previous round (Eq. 5).
 
     That is `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`.
 
@@ -424,12 +425,12 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes over which the authors' code sums variances: for each round, those known in it."""
+    """Return the classes over which the authors' code sums variances: in each round, those known in that round."""
     return now, before
 
 
 class GlobalPeriodReview(Aggregator):
-    """GPR: after another aggregator, correct this round's model `w_r` by the previous one, from round 2 on.
+    """GPR: from round 2 on, correct another aggregator's model by the previous round's model.
 
     Eq. 5 as printed, `review="literal"`, is `β w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Its first term shrinks every
     weight by `1 - β` per round, including BatchNorm's statistics. This explains its whole loss of accuracy compared
@@ -500,7 +501,7 @@ class GlobalPeriodReview(Aggregator):
 
 
 class FedSKC(Algorithm):
-    """Contrastive local training, aggregation and review steered by class-wise structural knowledge.
+    """Contrastive training, aggregation and review of the model, steered by class-wise mean logits.
 
     With `lcl`, `gda` and `gpr` all off this is FedAvg, bit for bit.
 

@@ -57,7 +57,7 @@ def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
 
 
 def median_of_positive(values: Tensor) -> Tensor:
-    """Return the lower median of those values `(n,)` that are above 0, or 1 if there are none.
+    """Return the lower median of the positive values in `(n,)`, or 1 if no value is positive.
 
     As in `torch.median`, all values equal to the median share the gradient. No branch depends on the values, so that
     `vmap` works.
@@ -71,7 +71,7 @@ def median_of_positive(values: Tensor) -> Tensor:
 
 
 class ClassifierVariance(LossTerm):
-    """`λ V` makes class probabilities vary over a batch, as much as one-hot predictions on balanced data do.
+    """`λ V` makes class probabilities vary over a batch as much as one-hot predictions on balanced data.
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.
@@ -113,7 +113,7 @@ class HypersphericalUniformity(LossTerm):
         self.normalize_z, self.detach_sigma = normalize_z, detach_sigma
 
     def begin(self, module: ClientModule) -> None:
-        """Check that the backbone has an encoder."""
+        """Check that the model is a `Backbone`, which returns features."""
         if self.active:
             with_features(module.backbone)
 

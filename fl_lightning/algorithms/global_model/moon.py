@@ -1,4 +1,4 @@
-"""MOON: pull representations towards the global model's and away from those of the client's last model.
+"""MOON: pull features towards those of the global model, and away from those of the client's last model.
 
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021, Section 3.3.
 
@@ -36,10 +36,11 @@ def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], 
 
 
 class ModelContrast(LossTerm):
-    """Model-contrastive loss (Eq. 3), times `μ`: pulls features to the received model's, away from earlier models'.
+    """Model-contrastive loss: pulls features towards those of the received model, away from earlier models.
 
-    The client keeps the encoders from the end of its last rounds, which never leave it. In its first round the received
-    encoder takes their place: the term is then `μ log 2` and has no gradient. All kept encoders are in eval mode.
+    The loss is Eq. 3, times `μ`. The client keeps the encoders from the end of its last rounds, which never leave it.
+    In its first round the received encoder takes their place: the term is then `μ log 2` and has no gradient. All kept
+    encoders are in eval mode.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
@@ -67,7 +68,7 @@ class ModelContrast(LossTerm):
             self._previous = [frozen_encoder(module.backbone, kept) for kept in self._kept or [{}]]
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the encoders at the end of the client's last fits, as `<rounds ago>/<name>`."""
+        """Return the encoders at the end of the client's last fits, with names `<rounds ago>/<name>`."""
         if not self.active:
             return {}
         newest = with_encoder(module.backbone).encoder.state_dict()
@@ -92,7 +93,7 @@ class ModelContrast(LossTerm):
 
 
 class MOON(Algorithm):
-    """FedAvg that pulls features towards the global model's and away from those of the client's last model.
+    """FedAvg that pulls features towards those of the global model, away from the client's last model.
 
     With `mu` 0 this is FedAvg, bit for bit, and so is the first round of every client. The paper's network has a
     projection before the classification layer: `model.head.projection: 256`. Without it, features are compared

@@ -16,10 +16,11 @@ from fl_lightning.data.few_shot import prototype_logits
 
 
 class Prototypical(LossTerm):
-    """Cross-entropy of an episode's queries, classified by the class means of its support set (Algorithm 1).
+    """Cross-entropy of an episode's queries, classified by the class means of its support set.
 
-    Every batch is an episode: for each class, the first `shots` samples are the support and the others are queries. The
-    term is zero for a batch without queries. It is added to the cross-entropy of the classification layer.
+    This is Algorithm 1. Every batch is an episode: for each class, the first `shots` samples are the support and the
+    others are queries. The term is zero for a batch without queries. It is added to the cross-entropy of the
+    classification layer.
 
     Args:
         shots: Number of support samples per class, 1 or more.
@@ -40,7 +41,7 @@ class Prototypical(LossTerm):
         self.shots, self.weight = shots, weight
 
     def forward(self, step: Step) -> Tensor:
-        """Return the mean cross-entropy of a batch's query samples."""
+        """Return the mean cross-entropy of a batch's query samples, times `weight`."""
         assert step.features is not None
         classes, labels = torch.unique(step.targets, return_inverse=True)
         members = F.one_hot(labels, len(classes))

@@ -24,7 +24,7 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import RunningMean, State
 
 CONTROL = "control"
-"""The section of the state with `c`, and of an upload with `Δc`."""
+"""The section of the state with the server's control variate `c`, and of an upload with the change `Δc`."""
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class ControlVariates(LossTerm):
         self._corrections: Tensors = {}
 
     def load(self, server: Tensors) -> None:
-        """Store the received server's control variate `c`. Missing entries are zero."""
+        """Store the server's control variate `c` as received. Missing entries are zero."""
         self._server = server
 
     def recall(self, kept: Tensors) -> None:
@@ -103,7 +103,10 @@ class ControlVariates(LossTerm):
         return sum(parts[1:], start=parts[0])
 
     def controls(self, module: ClientModule) -> tuple[Tensors, Tensors]:
-        """Return the client's next control variate `c_i⁺` and its change `Δc`; without steps it stays `c_i`."""
+        """Return the client's next control variate `c_i⁺` and its change `Δc`.
+
+        After a fit without steps, `c_i⁺` is `c_i`, and `Δc` is zero.
+        """
         if not module.steps * self.lr:
             return self._own, {name: torch.zeros_like(value) for name, value in self._own.items()}
         new = {
@@ -118,7 +121,7 @@ class ControlVariates(LossTerm):
 
 
 def trainable_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return a module's parameters that are trained, by name. Each has a control variate."""
+    """Return a module's trainable parameters by name. Each has a control variate."""
     return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
 
 
@@ -165,7 +168,7 @@ def learning_rate(module: ClientModule) -> float:
 
 
 class SCAFFOLD(Algorithm):
-    """FedAvg that corrects each local step by the difference of the server's and the client's control variate.
+    """FedAvg that corrects each local step by the server's control variate minus the client's.
 
     In round 1, and with one local step of all clients in every round, this is FedAvg with `weighting: uniform`. It
     needs plain SGD. BatchNorm's statistics have no control variate.

@@ -55,12 +55,12 @@ def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: 
 
 
 def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
-    """Return the factor `λ(r)` of the ratios' penalty: `ε^(r/L)` or `(cos(π r/L) + 1) / 2`; 0 from round L on.
+    """Return the weight `λ(r)` of the penalty on the mixing ratios, which decreases, and is 0 from round L on.
 
     Args:
         round: r, from 0.
         length: L.
-        schedule: `epsilon` or `cosine`.
+        schedule: Before round L, λ is `ε^(r/L)` with `epsilon`, and `(cos(π r/L) + 1) / 2` with `cosine`.
     """
     if round >= length:
         return 0.0
@@ -68,12 +68,12 @@ def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
 
 
 def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a backbone's parameters that are mixed from all clients' cores, by name: those not frozen."""
+    """Return a backbone's trainable parameters by name. They are mixed from all clients' cores."""
     return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
 
 
 class MixedModule(ClientModule):
-    """A client whose network is a mixture of core models. It trains its own core and the mixing ratios.
+    """A client's module whose network mixes core models. It trains the client's core and mixing ratios.
 
     The backbone holds the mixture, which is updated after each step. The gradients of the backbone's weights are passed
     on to the core and the ratios. Without other clients' cores it trains like a `ClientModule`.
@@ -179,7 +179,7 @@ class Cores(Aggregator):
 
 
 class APPLE(Algorithm):
-    """Clients train a core model each. A personalised model mixes all cores in ratios that the client learns.
+    """Each client trains a core model and learns the ratios in which its own model mixes all cores.
 
     The server keeps the last core of each client and does not average. The core of a client that has not trained yet is
     the initial model. With constant ratios of 1 for the own core and 0 otherwise, this is `Local`, bit for bit.

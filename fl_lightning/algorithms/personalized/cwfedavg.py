@@ -63,7 +63,7 @@ def distribution_gap(shares: Tensor, weight: Tensor) -> Tensor:
 
 
 class WeightDistribution(LossTerm):
-    """WDR: `λ ||p_i - p̃_i||_2` pulls the row norms of the classification layer towards the client's class shares.
+    """WDR: `λ ||p_i - p̃_i||_2` pulls the row norms of the last layer towards the client's class shares.
 
     The true shares stay on the client: they come from the module's `class_counts`.
 
@@ -101,7 +101,7 @@ class WeightDistribution(LossTerm):
         self.shares = class_shares(module.class_counts).to(module.device)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the regularizer at the current weights, or zero outside a fit."""
+        """Return the regularizer `λ ||p_i - p̃_i||_2` at the current weights, or zero outside a fit."""
         if self.shares is None or step.backbone is None:
             return step.logits.new_zeros(())
         weight = classification_layer(step.backbone).weight
@@ -127,7 +127,7 @@ def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
 
 
 def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
-    """Return the uploads' coefficients `(K,)` in client i's initial model `Σ_m (Σ_j p̃_ij q_mj) w_m` (Eq. 3 and 7).
+    """Return each upload's weight `(K,)` in client i's initial model `Σ_m (Σ_j p̃_ij q_mj) w_m` (Eq. 3 and 7).
 
     Args:
         distribution: `p̃_i`, `(C,)`, or `(n, C)` for n clients, which gives `(n, K)`.
@@ -137,12 +137,12 @@ def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
 
 
 def class_models(state: State) -> Tensors:
-    """Return the class models `w_j^G = Σ_i q_ij w_i` (Eq. 3), computed from the state; each entry is `(C, ...)`."""
+    """Return the class models `w_j^G = Σ_i q_ij w_i` (Eq. 3) from the server's state; each entry is `(C, ...)`."""
     return combine(state["weights"]["value"].T, state["sources"])
 
 
 class ClassShares(SharedKnowledge):
-    """True class shares of the clients, uploaded for the ablation that weights by them, and not broadcast."""
+    """The clients' true class shares, uploaded only in the ablation that uses them, and never broadcast."""
 
     needs_classes = True
     name = "class_shares"
@@ -189,9 +189,9 @@ class ClassWise(Aggregator):
         return (ClassShares(),) if self.distribution == "true" else ()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the entries of the state before round 1, in which every class model is the initial model."""
+        """Return the aggregator's state before round 1, in which every class model is the initial model."""
         if self.distribution == "weights":
-            class_layer_name(model)  # refuse a model without one before round 1
+            class_layer_name(model)  # before round 1, refuse a model without a classification layer
         q = torch.ones(1, num_classes, dtype=torch.float64)
         return {
             "sources": stack([model]),
@@ -205,7 +205,7 @@ class ClassWise(Aggregator):
         return state[name] if name in state else next(self.ahead(state, [client]))[name]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield, for each of these clients in turn, the state with the client's initial model, computed in blocks.
+        """Yield, for each client in turn, the state with that client's initial model, computed in blocks of clients.
 
         The product of a block always has the same shape, so its rounding does not depend on the number of clients. The
         models are mixed from class models or uploads, whichever are fewer, in float64.
@@ -225,11 +225,14 @@ class ClassWise(Aggregator):
                 yield state | {start_section(client): own}
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Collect all uploads of the round, because every class model is a mean of all of them."""
+        """Return the list of all uploads of the round, because every class model is a mean of all of them."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return the uploads and their weights in each class model (Eq. 4-5). A class of weight 0 keeps its model."""
+        """Return the uploads and their weights in each class model (Eq. 4-5).
+
+        A class of weight 0 keeps its model.
+        """
         models = [upload.message.section("model") for upload in folded]
         samples = torch.tensor([upload.n_samples for upload in folded])
         distributions = torch.stack([self._distribution(upload) for upload in folded])
@@ -256,12 +259,12 @@ class ClassWise(Aggregator):
 
 
 def start_section(client: int) -> str:
-    """Return the name under which `ahead` stores a client's initial model in the state."""
+    """Return the key of a client's initial model in the state that `ahead` yields."""
     return f"start_{client}"
 
 
 def block_rows(stacked: Tensors) -> int:
-    """Return how many clients' initial models are computed together; it depends only on the size of one model."""
+    """Return the number of clients whose initial models are computed together, given the size of one model."""
     numbers = sum(value[0].numel() for value in stacked.values())
     return max(1, min(16, BLOCK_BYTES // (8 * numbers)))
 
@@ -291,9 +294,7 @@ def class_layer_name(model: Tensors) -> str:
     """
     matrices = [name for name, value in model.items() if name.startswith("head.") and value.ndim == 2]
     if not matrices:
-        raise ConfigError(
-            "model: class-wise averaging needs a `head` that ends with a linear layer, and the model has none"
-        )
+        raise ConfigError("model: class-wise averaging needs a `head` that ends with a linear layer. Use such a model.")
     return matrices[-1]
 
 
@@ -301,7 +302,7 @@ def class_layer_name(model: Tensors) -> str:
 
 
 class CwFedAvg(Algorithm):
-    """Class-wise averaging with the weight distribution regularizer. Every client starts from a personal mixture.
+    """Class-wise averaging with the regularizer WDR. Every client starts from its own mix of class models.
 
     Variants of Table 1: `lam: 0` is "w/o WDR", and `distribution: true` with `lam: 0` is "w/ Dist.".
 

@@ -23,11 +23,11 @@ from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import State, first_non_finite
 
 PERSONAL_MODEL = "personal_model"
-"""The section of the client state with `v`."""
+"""The section of the client state with the personalised model `v`."""
 
 
 class TwoModels(ClientModule):
-    """A client that trains two models on the same batches: the shared one and a personalised one near it.
+    """A client's module that trains two models on the same batches: the shared and a personalised one.
 
     The personalised model `v` minimises `f(v) + λ/2 ||v - w^t||²`, where `w^t` are the received weights. Its optimizer,
     scheduler and gradient clipping are like those of the shared model. It uses the same random numbers and does not
@@ -64,7 +64,7 @@ class TwoModels(ClientModule):
         return loss + self.lam / 2 * proximal_distance(list(self.own.parameters()), self.received)
 
     def on_train_epoch_end(self) -> None:
-        """Step the personalised model's learning-rate scheduler, besides the shared model's."""
+        """Step the learning-rate schedulers of the shared and the personalised model."""
         super().on_train_epoch_end()
         if self.own_schedule:
             self.own_schedule.step()
@@ -77,7 +77,7 @@ def own_model(module: ClientModule) -> nn.Module:
 
 
 class Ditto(Algorithm):
-    """FedAvg, and a personalised model for each client that is kept near the global one and is evaluated.
+    """FedAvg, plus a personalised model for each client that is kept near the global model and evaluated.
 
     For every `lam`, the shared model is that of FedAvg with the same weighting, bit for bit. With `lam: 0` the
     personalised models are those of `Local`.
@@ -122,5 +122,5 @@ class Ditto(Algorithm):
         return super().remember(module, upload) | kept
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Replace the shared model by the client's personalised one."""
+        """Load the client's personalised model in place of the shared model, for evaluation."""
         module.backbone.load_state_dict(own_model(module).state_dict())

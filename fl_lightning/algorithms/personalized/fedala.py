@@ -21,10 +21,10 @@ from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.state_dicts import State
 
 LOCAL, WEIGHTS = "ala_local", "ala_weights"
-"""The sections of the client state with the top layers of its last model and the mixing weights."""
+"""The sections of the client state with the top layers of the client's last model and the mixing weights."""
 
 LAST = 10
-"""The number of passes that the test of convergence looks at."""
+"""Number of the last passes over the data by which convergence is tested."""
 
 
 def mix_models(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:
@@ -48,19 +48,19 @@ def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, receive
 
 
 def has_converged(losses: Sequence[float], threshold: float) -> bool:
-    """Return whether the losses of the last `LAST` passes over the data vary less than a threshold."""
+    """Return whether the losses of the last `LAST` passes have a standard deviation below a threshold."""
     last = torch.tensor(losses[-LAST:], dtype=torch.float64)
     return len(losses) > LAST and float(last.std(correction=0)) < threshold
 
 
 def top_names(backbone: nn.Module, layers: int) -> list[str]:
-    """Return the names of a backbone's last parameter tensors before the logits, without a siamese predictor."""
+    """Return the names of the last `layers` parameter tensors of a backbone, excluding a siamese predictor."""
     names = [name for name, _ in backbone.named_parameters() if not name.startswith("predictor.")]
     return names[max(0, len(names) - layers) :]
 
 
 class FedALA(Algorithm):
-    """FedAvg with clients that start from an element-wise mixture of the received model and their own last one.
+    """FedAvg in which a client starts from an element-wise mix of the received and its own last model.
 
     Before it trains, a client learns the weights of the mixture on part of its data. The lower layers are not mixed.
     With `layers` 0 this is FedAvg, bit for bit. A client's personalised model is the mixture before training: evaluate
@@ -100,7 +100,7 @@ class FedALA(Algorithm):
         super().__init__(loss_terms, aggregator, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the received model, and keep the client's last one (at first the initial one) to mix with it."""
+        """Load the received model, and keep the client's last model, or the initial model, to mix them in `prepare`."""
         initial = dict(module.backbone.named_parameters())
         names = top_names(module.backbone, self.layers)
         module.notes = {
@@ -110,7 +110,7 @@ class FedALA(Algorithm):
         super().receive(module, download, memory)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Learn the mixing weights, and load the mixture of the last and the received model if they differ."""
+        """If the client's last model differs from the received model, learn the mixing weights and load the mixture."""
         parameters = dict(module.backbone.named_parameters())
         local = {name: own.to(parameters[name]) for name, own in module.notes[LOCAL].items()}
         received = {name: parameters[name].detach() for name in local}

@@ -22,7 +22,7 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 
 UPLOADED = "uploaded"
-"""The section of the client state with its last upload, which the server has too."""
+"""The section of the client state with the client's last upload, which the server has too."""
 
 
 def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: float) -> Tensor:
@@ -42,7 +42,7 @@ def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: 
 
 
 def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float, sigma: float) -> Tensor:
-    """Return HeurFedAMP's weights `ξ_ij` of the other clients' models for client i, by cosine, `(m,)`.
+    """Return HeurFedAMP's weights `ξ_ij` of the other clients' models in client i's mixture, from cosines, `(m,)`.
 
     `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, with h ≠ i.
 
@@ -75,7 +75,7 @@ class LastUploads(Aggregator):
 
 
 class FedAMP(Algorithm):
-    """Personalised models, each kept near an attentive mixture of all. More similar models weigh more.
+    """Each personalised model is kept near a mixture of all models, in which similar models weigh more.
 
     Each client continues from its own model and adds `λ/2α ||w - u_i||²` to its loss. Its personalized cloud model
     `u_i` is a mixture of its own last upload and those of the last round's participants. Round 1 has no cloud model.
@@ -103,23 +103,26 @@ class FedAMP(Algorithm):
         super().__init__([Proximal(lam / alpha), *(loss_terms or [])], LastUploads(), buffers="local")
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return the weights `ξ_ij` of the other clients' models for client i. Its own is 1 minus their sum."""
+        """Return the weights `ξ_ij` of the other clients' models in client i's mixture.
+
+        The weight of client i's own model is 1 minus their sum.
+        """
         return message_weights(own, others, self.alpha, self.sigma)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights, and the record of clients that have uploaded: none."""
-        nobody = torch.zeros(clients, dtype=torch.bool)
-        return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": nobody, "ever": nobody}}
+        """Return the initial weights, and an empty record of the clients that have uploaded."""
+        none = torch.zeros(clients, dtype=torch.bool)
+        return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": none, "ever": none}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the message to a client: its cloud model `u_i`, and no model while no client has uploaded."""
+        """Return the message to a client: its cloud model (mixture) `u_i`, or no model before the first uploads."""
         sections = {piece.name: state[piece.name] for piece in self.knowledge}
         if state["heard"]["last"].any():
             sections["cloud"] = self.cloud_model(state, client)
         return Message.pack(sections)
 
     def cloud_model(self, state: State, client: int) -> Tensors:
-        """Return the cloud model `u_i = Σ_j ξ_ij w_j`. A client that has not trained yet has the initial model."""
+        """Return a client's mixture `u_i = Σ_j ξ_ij w_j`. If the client has not trained, `w_i` is the initial model."""
         own = state[f"peer_{client}"] if state["heard"]["ever"][client] else state["model"]
         peers = [j for j in state["heard"]["last"].nonzero()[:, 0].tolist() if j != client]
         if not peers:
@@ -144,7 +147,7 @@ class FedAMP(Algorithm):
 
 
 class HeurFedAMP(FedAMP):
-    """FedAMP with the cosines of models instead of their distances, and a fixed weight of a client's own model.
+    """FedAMP with weights from cosines instead of distances. A client's own model has a constant weight.
 
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
 
@@ -168,6 +171,6 @@ class HeurFedAMP(FedAMP):
         self.self_weight, self.sigma = self_weight, sigma
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return the weights `ξ_ij` of the other clients' models for client i, by cosine."""
+        """Return the weights `ξ_ij` of the other clients' models in client i's mixture, from cosines."""
         share = 1 / (len(others) + 1) if self.self_weight is None else self.self_weight
         return heuristic_weights(own, others, share, self.sigma)

@@ -1,4 +1,4 @@
-"""FedBABU: train the body under a fixed head, and fine-tune the whole model on each client at the end.
+"""FedBABU: train the body under a frozen initial head, and fine-tune the whole model on each client at the end.
 
 Oh, Kim, Yun: "FedBABU: Towards Enhanced Representation for Federated Image Classification", ICLR 2022, Algorithm 1.
 """
@@ -23,7 +23,7 @@ Tuned = Literal["full", "body", "head"]
 
 
 class FedBABU(Algorithm):
-    """FedAvg of the body with a fixed initial head. Clients fine-tune the model before it is evaluated.
+    """FedAvg of the body with a frozen initial head. Clients fine-tune the model before it is evaluated.
 
     With nothing frozen and `tune_epochs: 0` this is FedAvg of the same weighting, bit for bit.
 
@@ -62,7 +62,7 @@ class FedBABU(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Return a client's LightningModule, with the fixed parts of the backbone, such as the head, frozen.
+        """Return a client's LightningModule in which the parts listed in `frozen`, such as the head, are frozen.
 
         Raises:
             ConfigError: The backbone does not have a frozen part.

@@ -63,7 +63,7 @@ class MeanLogits(ClassMeans):
 
 
 def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: Tensor) -> Tensor:
-    """Return the batch mean of `KL(softmax(G[y]) || softmax(o))`; samples of an unknown class add zero.
+    """Return the batch mean of `KL(softmax(G[y]) || softmax(o))`; samples of a class without mean logits add zero.
 
     Args:
         logits: `o`, `(B, C)`.
@@ -77,7 +77,7 @@ def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: T
 
 
 class LogitDistillation(LossTerm):
-    """`γ KL(softmax(G[y]) || softmax(o))` pulls a client's outputs towards the mean logits of their class, `G`.
+    """`γ KL(softmax(G[y]) || softmax(o))` pulls outputs towards `G`, all clients' mean logits per class.
 
     It is off before there is knowledge, as in round 1. It is computed in float32 under mixed precision.
 
@@ -99,13 +99,13 @@ class LogitDistillation(LossTerm):
         self.logits = MeanLogits(cumulative)
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the client's sums of logits over all rounds so far, if `cumulative`."""
+        """Return the client's sums of logits per class over all its rounds, if `cumulative`; otherwise nothing."""
         if not self.logits.cumulative or self.logits.tracked is None:
             return {}
         return dict(zip(("sums", "counts"), self.logits.tracked, strict=True))
 
     def recall(self, kept: Tensors) -> None:
-        """Restore the client's sums of logits of its earlier rounds."""
+        """Restore the client's sums of logits per class from its earlier rounds."""
         self.logits.tracked = (kept["sums"], kept["counts"]) if kept else None
 
     def forward(self, step: Step) -> Tensor:
@@ -126,7 +126,7 @@ class FedDistill(Algorithm):
     Args:
         gamma: γ, the weight of the distillation.
         cumulative: As in FedGen's code, average a client's logits over all its rounds, with counts from 1 and rows of
-            zeros for classes that it does not hold.
+            zeros for classes without samples.
     """
 
     personal = ("",)

@@ -29,10 +29,10 @@ from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 from fl_lightning.evaluation.evaluation import evaluate
 
 UPLOADED = "uploaded"
-"""The section of the client state with its last upload, which is its model."""
+"""The section of the client state with the client's last upload, which is its model."""
 
 PREVIOUS = "fomo_previous"
-"""The section of the client state with the model from which its last training started."""
+"""The section of the client state with the model from which the client's last training started."""
 
 AFFINITY = "affinity"
 """The section of the state with the affinity matrix, and of uploads with the benefits of the received models."""
@@ -62,7 +62,7 @@ def mixing_shares(benefits: Tensor) -> Tensor:
 def choose_models(
     row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator
 ) -> list[int]:
-    """Choose which clients' models a client is sent: those of highest affinity, or random ones to explore.
+    """Choose the other clients' models to send to a client: those of highest affinity, or random ones to explore.
 
     Args:
         row: The client's row of the affinity matrix, `(N,)`. Ties are broken at random.
@@ -76,7 +76,10 @@ def choose_models(
 
 
 class Affinities(Aggregator):
-    """Sum the benefits of clients' models to each other in a matrix, and record which clients have a model."""
+    """Keep a matrix of how much each client has benefited from every other client's models.
+
+    It also records which clients have uploaded a model.
+    """
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
         """Return, for each client that uploaded, the benefits of the models it received."""
@@ -156,7 +159,7 @@ class FedFomo(Algorithm):
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Load the mixture of the client's own and the received models, by their benefit to it (Eq. 3 and 4)."""
+        """Load the mixture of the client's own and the received models, weighted by their benefit (Eq. 3 and 4)."""
         previous, models = module.notes.pop(PREVIOUS), [self._copy_model(module), *module.notes.values()]
         peers = [int(name) for name in module.notes]
         benefits = self._benefits(module, previous, models, list(validation) or list(batches))
@@ -181,7 +184,7 @@ class FedFomo(Algorithm):
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
-        """Return the benefit of each model to the client, `(M,)`. Afterwards the module's weights are arbitrary."""
+        """Return the benefit of each model to the client, `(M,)`. This overwrites the module's weights."""
 
         def loss(model: Tensors) -> float:
             load_weights(module.backbone, model)

@@ -14,7 +14,7 @@ from fl_lightning.client.weights import beginnings
 
 
 class FedPer(Algorithm):
-    """FedAvg of all but the personal layers, such as the head, which stay on their client.
+    """FedAvg of the shared layers. Personal layers, such as the head, stay on their client.
 
     With no personal part this is FedAvg, bit for bit.
 

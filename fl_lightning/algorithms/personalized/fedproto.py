@@ -24,7 +24,7 @@ from fl_lightning.models.base import with_encoder, with_features
 
 
 class Prototypes(ClassMeans):
-    """The mean feature of each class, `(C, d)`, averaged over the clients that hold it (Eq. 3 and 6)."""
+    """The mean feature of each class, `(C, d)`, averaged over the clients with samples of it (Eq. 3, 6)."""
 
     name = "prototypes"
 
@@ -75,11 +75,11 @@ class PrototypeAlignment(LossTerm):
         self.prototypes = Prototypes(seen)
 
     def begin(self, module: ClientModule) -> None:
-        """Check that the backbone has an encoder for the features."""
+        """Check that the model is a `Backbone`, which returns features."""
         with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return `λ` times the distance to the class prototypes on a batch, or zero without prototypes."""
+        """Return `λ` times the distance of a batch's features to their class prototypes, or zero without prototypes."""
         values, known = self.prototypes.values, self.prototypes.known
         if values is None or known is None or step.features is None:
             return step.logits.new_zeros(())
@@ -108,7 +108,7 @@ class NearestPrototype(nn.Module):
 
 
 class FedProto(Algorithm):
-    """Clients keep personalised models and share class prototypes, which pull their features.
+    """Clients keep personalised models, and pull their features towards class prototypes that they share.
 
     With `lam` 0 this is `Local`, bit for bit. There is no global model.
 
@@ -116,7 +116,7 @@ class FedProto(Algorithm):
 
     Args:
         lam: λ of Eq. 7, the weight of the distance to the prototypes. The distance is also averaged over features.
-        seen: The features that a client averages to prototypes: from a pass `after` training, or observed during
+        seen: The features that a client averages to prototypes: from a pass `after` training, or collected during
             training in the `last_epoch` (as in the authors' code) or the whole `round`.
         predict: Prediction of a client's model when it is evaluated or returned: by its `logits`, or by the nearest of
             the received `prototypes`.
@@ -136,7 +136,7 @@ class FedProto(Algorithm):
         super().__init__([PrototypeAlignment(lam, seen), *(loss_terms or [])])
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Replace the head by the nearest-prototype classifier, if `predict` asks for it and prototypes are known."""
+        """Replace the head by a nearest-prototype classifier, if `predict` is `prototypes` and prototypes are known."""
         (prototypes,) = (piece for piece in module.pieces() if isinstance(piece, Prototypes))
         if self.predict == "prototypes" and prototypes.values is not None and prototypes.known is not None:
             with_encoder(module.backbone).head = NearestPrototype(prototypes.values, prototypes.known)

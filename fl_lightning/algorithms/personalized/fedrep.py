@@ -36,7 +36,7 @@ class HeadThenBody(ClientModule):
         self.among = learnable(self.backbone)
 
     def check_fit(self) -> None:
-        """Raise an error if the fit has no epoch left after those of the head."""
+        """Raise an error if `head_epochs` leaves no epoch of the fit to train the body."""
         last = self.trainer.max_epochs if self.head_epochs else None
         if last is not None and 0 <= last <= self.head_epochs:
             raise ConfigError(
@@ -52,7 +52,7 @@ class HeadThenBody(ClientModule):
 
 
 class FedRep(FedPer):
-    """FedPer with two phases: clients train the head on the received body, then the body under the new head.
+    """FedPer in two phases: clients train the head on the received body, then the body under the new head.
 
     With no personal part and `head_epochs: 0` this is FedAvg, bit for bit.
 

@@ -62,7 +62,7 @@ def meta_gradient(
 
 
 def split_batch(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, Tensor]]:
-    """Split a batch into parts whose sizes differ by at most one. A batch that is too small is repeated instead."""
+    """Split a batch into parts whose sizes differ by at most one. If it is too small, each part is the whole batch."""
     x, y = batch
     if len(y) < 2 * parts:
         return [batch] * parts
@@ -86,7 +86,7 @@ class MetaStep(ClientModule):
         self.alpha, self.delta = alpha, delta
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return a loss on a batch whose gradient is the meta-gradient."""
+        """Return a loss for a batch. The gradient of this loss is the meta-gradient."""
         seen: list[tuple[Step, dict[str, Tensor]]] = []
         own: Tensors = {name: p for name, p in self.backbone.named_parameters() if p.requires_grad}
         start = {name: p.detach().clone() for name, p in own.items()}
@@ -142,7 +142,7 @@ def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
 
 
 class PerFedAvg(Algorithm):
-    """Model-agnostic meta-learning of a global model that each client adapts with one local step of length alpha.
+    """Meta-learning (MAML) of a global model that each client adapts with local steps of length alpha.
 
     With `alpha: 0` this is FedAvg of the same weighting on the part `D'` of each batch.
 
@@ -178,6 +178,6 @@ class PerFedAvg(Algorithm):
         self.module_class = partial(MetaStep, alpha=alpha, delta=None if order == "first" else delta)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Adapt the model to the client with one gradient step on its training data."""
+        """Adapt the model to the client with `adapt_steps` gradient steps on its training data."""
         for _ in range(self.adapt_steps):
             adapt(module, batches, self.alpha)

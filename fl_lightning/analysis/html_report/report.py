@@ -34,7 +34,7 @@ from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
 from fl_lightning.runs.reader import Run
 
 MARK = b'<meta name="generator" content="fl-lightning report">'
-"""A line at the start of every report, which identifies it."""
+"""A line at the start of every report that marks the file as a report."""
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 MOST_ROUNDS = 1000
@@ -86,7 +86,7 @@ def is_report(path: Path) -> bool:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Return the HTML of a report, given its data.
+    """Return the HTML page of a report, given the report's data as `contents` returns it.
 
     The page's Content-Security-Policy allows only its own script and Plotly's, by their hashes, and no network access.
     """
@@ -96,7 +96,7 @@ def page(data: Mapping[str, Any]) -> str:
     policy = {
         "default-src": "'none'",
         "script-src": f"{_hash(parts['js'])} {_hash(plotly)}",
-        "style-src": "'unsafe-inline'",  # Plotly styles what it draws; a style runs nothing
+        "style-src": "'unsafe-inline'",  # Plotly needs inline styles, which execute no code
         "img-src": "data: blob:",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -113,13 +113,13 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def escape_json(data: Any) -> str:
-    """Return data as JSON without HTML markup: ASCII without `<`, `>` and `&`."""
+    """Return data as JSON that is safe inside HTML: pure ASCII, with `<`, `>` and `&` escaped."""
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", plain)
 
 
 def contents(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the data of a report about these runs. Numbers have five significant digits."""
+    """Return everything that the report of some runs shows, as JSON data with five significant digits per number."""
     left_out: list[str] = []
     names = run_names(runs)
     group_names, groups = groups_of(runs)
@@ -156,7 +156,7 @@ def round_number(value: float) -> float | int | None:
 
 
 def drawn_rounds(run: Run) -> list[int]:
-    """Return the rounds of a run to draw: all or, in long runs, every n-th evaluated one, and the last one."""
+    """Return the numbers of a run's rounds to draw: all; in long runs every n-th evaluated round and the last round."""
     count = len(run.rounds)
     if count <= MOST_ROUNDS:
         return list(range(1, count + 1))
@@ -166,7 +166,7 @@ def drawn_rounds(run: Run) -> list[int]:
 
 
 def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """Return the x values of a run's curves: rounds, bytes and seconds so far. Unknown values are None."""
+    """Return the x values of a run's curves at some rounds: round number, total bytes and total seconds until then."""
     seconds = list(accumulate(row.get("time/round_s", math.nan) for row in run.rounds))
     return {
         "round": list(rounds),
@@ -176,14 +176,14 @@ def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]
 
 
 def metrics(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """Return the values of each metric of a run in these rounds, None if missing; empty metrics are left out."""
+    """Return each metric's values at some rounds of a run, None where missing; metrics without values are left out."""
     names = dict.fromkeys(name for row in run.rounds for name in row if name != "round")
     columns = {name: [round_number(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 
 def clients(run: Run, rounds: Sequence[int]) -> dict[str, Any]:
-    """Return the distribution of each client metric: quantiles by round, and all clients in the last evaluated round.
+    """Return the distribution of each metric over a run's clients: quantiles by round, and values in the last round.
 
     Raises:
         FileNotFoundError: `clients.csv` does not exist.
@@ -236,13 +236,13 @@ def split_settings(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], 
 
 
 def setting_texts(run: Run) -> dict[str, str]:
-    """Return a run's settings as text, each cut to `MOST_TEXT` characters."""
+    """Return the settings of a run by key, as text of at most `MOST_TEXT` characters."""
     texts = {key: format_setting(value) for key, value in run.settings.items()}
     return {key: each if len(each) <= MOST_TEXT else f"{each[: MOST_TEXT - 1]}…" for key, each in texts.items()}
 
 
 def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
-    """Return the names and the runs of the groups that `compare` forms. A run without a config is its own group."""
+    """Return the names and runs of the groups that `compare` forms. Each run without a config is a separate group."""
     configured = [run for run in runs if run.config]
     groups = compare(configured, reference={}).groups if configured else []
     names = [group_name(group, groups) for group in groups]
@@ -264,7 +264,7 @@ def group_name(group: Group, groups: Sequence[Group]) -> str:
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
-    """Return the summary table: mean ± sample standard deviation over each group's runs."""
+    """Return the results of each group: mean ± sample standard deviation of summary values over the group's runs."""
     names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
     columns = [name for name in names if name.endswith(("_last", "_best")) or name.startswith("R_")]
     columns.sort(key=lambda name: (name.startswith("R_"), not name.startswith("global/")))
@@ -279,7 +279,7 @@ def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
 
 
 def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
-    """Return mean ± standard deviation of the known values, with their number if some are unknown."""
+    """Return the mean ± standard deviation of the finite values, with their count if other values are missing."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     figures = spread(known)
     if figures is None:
@@ -292,7 +292,7 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return each distinct partition with its runs. More than 200 clients are sorted and averaged in groups."""
+    """Return each distinct partition with its runs and sample counts. Over 200 clients are averaged in groups."""
     found: dict[tuple[int, bytes], dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
@@ -306,7 +306,7 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
         drawn = group_clients(counts).T if len(counts) > MAX_COLUMNS else counts
         cells += drawn.size
         if cells > MOST_CELLS:
-            left_out.append(f"{path}: the page is full of earlier partitions")
+            left_out.append(f"{path}: earlier partitions fill the page")
             continue
         rows = [[round_number(count) for count in row] for row in drawn.tolist()]
         found[key] = {"runs": [i], "clients": len(counts), "counts": rows}
@@ -314,14 +314,14 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
 
 
 def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return the last image of each kind from the runs' `figures/`, as many as fit into the page."""
+    """Return the latest image in each subfolder of the runs' `figures/`, as many as the page may contain."""
     found, size = [], 0
     for i, run in enumerate(runs):
         for name, file in _read_or_skip(left_out, f"{names[i]}/figures", image_files, run.run_dir) or []:
             path = f"{names[i]}/figures/{name}/{file}"
             image = _read_or_skip(left_out, path, embed_image, run, name, file)
             if image and size + len(image["source"]) > IMAGES_BYTES:
-                left_out.append(f"{path}: the page is full of earlier images")
+                left_out.append(f"{path}: earlier images fill the page")
             elif image:
                 size += len(image["source"])
                 found.append({"run": i, "name": name, "round": int(file[6:-4]), **image})
@@ -329,7 +329,7 @@ def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) 
 
 
 def image_files(folder: Path) -> list[tuple[str, str]]:
-    """Return the kinds of images in a run's `figures/`, each with the file name of its last image."""
+    """Return the subfolders of a run's `figures/`, each with the file name of the image of the latest round."""
     found = []
     for kind in sorted((folder / "figures").iterdir()):
         names = [path.name for path in kind.iterdir()] if kind.is_dir() else []
@@ -339,7 +339,7 @@ def image_files(folder: Path) -> list[tuple[str, str]]:
 
 
 def embed_image(run: Run, name: str, file: str) -> dict[str, Any]:
-    """Return an image as a data URL (`source`), and whether it was `reduced`.
+    """Return an image of a run as a data URL (`source`), and whether the image had to be made smaller (`reduced`).
 
     Raises:
         ValueError: The file is not a PNG image, or too large.
@@ -361,7 +361,7 @@ def embed_image(run: Run, name: str, file: str) -> dict[str, Any]:
 
 
 def reduce_image(image: Image.Image) -> bytes:
-    """Return a PNG with fewer pixels and 128 colours.
+    """Return an image as PNG data, with fewer pixels and 128 colours to save space.
 
     Raises:
         ValueError: The reduced image is still too large.
@@ -380,7 +380,7 @@ def reduce_image(image: Image.Image) -> bytes:
 
 
 def own_file(run: Run, *parts: str) -> Path:
-    """Return the path of a file in a run's folder, after checking that it is a regular file and not behind a link.
+    """Return the path of a file in a run's folder, after checking that it is a regular file and no part is a link.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -400,7 +400,7 @@ def own_file(run: Run, *parts: str) -> Path:
 
 
 def _read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `read` returns; None if the file is missing, or if reading fails, which is noted in `left_out`."""
+    """Return `read(*arguments)`, or None for a missing or invalid file. Invalid files are added to `left_out`."""
     try:
         return read(*arguments)
     except FileNotFoundError:
@@ -411,5 +411,5 @@ def _read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arg
 
 
 def _hash(script: str) -> str:
-    """Return the hash of a script for a Content-Security-Policy."""
+    """Return the SHA-256 hash of a script in the form that a Content-Security-Policy needs."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -26,7 +26,7 @@ from fl_lightning.runs.reader import conditions, open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print the comparison of groups of runs as a table."""
+    """Compare groups of runs, and print the comparison as a table."""
     runs = comparable_runs(open_runs(given.runs, given.where), given.unfinished)
     words = given.reference and [word if "=" in word else f"algorithm={word}" for word in given.reference]
     found = compare(
@@ -47,7 +47,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def group_table(found: Comparison) -> ResultTable:
-    """Return the comparison as a readable table: a row for each group of runs, with rounded values."""
+    """Return a comparison as a table to read: one row per group of runs, with rounded values."""
     heads = shorten_keys(found.columns) or ["group"]
     header = [*heads, "seeds", "last", "best", *([f"to {found.reference}"] if found.reference else []), "bytes"]
     for target in found.targets:
@@ -67,11 +67,11 @@ def group_table(found: Comparison) -> ResultTable:
 
 
 def pivot_table(found: Comparison, across: str) -> ResultTable:
-    """Return a table of each group's metric in the last round, with a column for each value of the key `across`."""
+    """Return a comparison as a pivot table of the last round's metric: one column per value of the key `across`."""
     fits = [key for key in found.columns if key == across or key.endswith(f".{across}")]
     if len(fits) != 1:
-        keys = ", ".join(found.columns) or "nothing does"
-        raise ConfigError(f"--across: {across} is no key that tells these groups apart: {keys}")
+        keys = ", ".join(found.columns) or "none"
+        raise ConfigError(f"--across: {across} is no key in which these groups differ. Available: {keys}")
     others = [key for key in found.columns if key != fits[0]]
     cells = {(tuple(group.names[key] for key in others), group.names[fits[0]]): group for group in found.groups}
     lines = list(dict.fromkeys(line for line, _ in cells))
@@ -91,7 +91,7 @@ def pivot_table(found: Comparison, across: str) -> ResultTable:
 
 
 def data_table(found: Comparison) -> ResultTable:
-    """Return the comparison as a table for CSV: a row for each group of runs, full keys and unrounded values."""
+    """Return a comparison as a table for CSV: one row per group of runs, with full keys and unrounded values."""
     rows = []
     for group in found.groups:
         missing = [seed for seed in found.seeds if seed not in group.seeds]
@@ -120,7 +120,7 @@ def data_table(found: Comparison) -> ResultTable:
 
 
 def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
-    """Return a mean and a standard deviation over seeds as two named columns of a row."""
+    """Return the mean and the standard deviation over seeds as columns `<name>_mean` and `<name>_std` of a row."""
     return {f"{name}_mean": spread and spread.mean, f"{name}_std": spread and spread.std}
 
 
@@ -133,7 +133,7 @@ def format_number(value: float) -> str:
 
 
 def format_spread(spread: Spread | None) -> str:
-    """Format the values of a group as mean ± standard deviation over its seeds."""
+    """Format a metric's mean ± standard deviation over the seeds of a group."""
     if spread is None:
         return "-"
     mean = format_number(spread.mean)
@@ -141,7 +141,7 @@ def format_spread(spread: Spread | None) -> str:
 
 
 def format_seeds(group: Group, found: Comparison) -> str:
-    """Format how many seeds a group of runs has, and how many are missing, repeated or unfinished."""
+    """Format the number of seeds of a group of runs, and how many runs are missing, repeated or unfinished."""
     cell = f"{len(group.seeds)} of {len(found.seeds)}" if len(group.seeds) < len(found.seeds) else str(len(group.seeds))
     cell += f", {len(group.runs)} runs" if len(group.runs) > len(group.seeds) else ""
     unfinished = sum(not run.finished for run in group.runs)
@@ -149,7 +149,7 @@ def format_seeds(group: Group, found: Comparison) -> str:
 
 
 def format_difference(group: Group) -> str:
-    """Format a group's difference to the reference group: mean ± standard deviation, stars, and number of pairs."""
+    """Format a group's difference to the reference group as mean ± standard deviation with significance stars."""
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std
@@ -159,7 +159,7 @@ def format_difference(group: Group) -> str:
 
 
 def format_reach(reach: Reach) -> list[str]:
-    """Format the mean round, bytes and seconds at which a group's runs reached a target, and how many runs did."""
+    """Format the mean round, bytes and seconds at which a group's runs reached a target accuracy, as three cells."""
     if not reach.of:
         return ["-"] * 3
     if reach.rounds is None:
@@ -170,7 +170,7 @@ def format_reach(reach: Reach) -> list[str]:
 
 
 def format_cell(group: Group | None, found: Comparison) -> str:
-    """Format a group's metric in the last round for a pivot table, with stars, and its seeds if some are missing."""
+    """Format a group's metric in the last round for a pivot table, with significance stars and missing seeds."""
     if group is None:
         return "missing"
     seeds, stars = format_seeds(group, found), group.difference.stars if group.difference else ""
@@ -179,7 +179,7 @@ def format_cell(group: Group | None, found: Comparison) -> str:
 
 
 def best_rows(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
-    """Return the indices of the groups with the best mean: the lowest or the highest, as the metric requires."""
+    """Return the indices of the groups with the best mean: the highest, or the lowest for a metric such as a loss."""
     means = [spread.mean for spread in figures if spread and spread.mean == spread.mean]
     if not means:
         return []
@@ -188,13 +188,13 @@ def best_rows(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
 
 
 def shorten_keys(keys: list[str]) -> list[str]:
-    """Shorten dotted config keys to their last parts (`algorithm.tau` to `tau`), as far as they stay unique."""
+    """Shorten dotted config keys to the shortest unique endings, such as `algorithm.tau` to `tau`."""
     ends = [[".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in keys]
     return [next(end for end in ends[i] if sum(end in other for other in ends) == 1) for i in range(len(keys))]
 
 
 def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
-    """Return the lines below a comparison table that explain its values, stars and targets."""
+    """Return the lines below a comparison table that explain its values, significance stars and targets."""
     lines = [f"{found.metric} {when}: mean ± standard deviation over seeds (n - 1)."]
     if len(found.seeds) > 1 and any(len(group.seeds) < len(found.seeds) for group in found.groups):
         lines.append(f"seeds: {', '.join(map(str, found.seeds))}; some groups lack some.")

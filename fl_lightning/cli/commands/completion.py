@@ -34,7 +34,7 @@ def argcomplete() -> ModuleType:
     """Import and return the package argcomplete, which shell completion needs.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     try:
         import argcomplete
@@ -49,7 +49,7 @@ def answer() -> None:
 
 
 def words_so_far() -> list[str]:
-    """Return the words on the user's command line before the one to complete, without the program's name."""
+    """Return the user's unfinished command line without the program's name and without the word to complete."""
     from argcomplete.lexers import split_line
 
     *_, words, _ = split_line(os.environ.get("COMP_LINE", ""), int(os.environ.get("COMP_POINT", 0)))
@@ -57,7 +57,7 @@ def words_so_far() -> list[str]:
 
 
 def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Build a parser of all commands for completion, with the options of the classes that are named so far."""
+    """Build the parser that argcomplete reads: all commands, and the options of classes already on the command line."""
     parser = argparse.ArgumentParser(prog="fl-lightning")
     parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
     commands = parser.add_subparsers(dest="command")
@@ -84,19 +84,19 @@ def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str
 
 
 def chosen_classes(words: Sequence[str]) -> dict[str, str]:
-    """Return the class that a command line or its config files choose for each key, such as `algorithm`."""
+    """Return the name of the class that a command line or its config files give for each key, such as `algorithm`."""
     found: dict[str, Any] = {}
     for _, config in values(words, "config"):
         try:
             found |= flatten(read_config(Path(config_path(config))))
-        except FLError:  # its name is still being typed
+        except FLError:  # the name of the config may be incomplete
             continue
     found |= {key: value for key in KEYS for _, value in values(words, key)}
     return {key: class_name(value) for key, value in found.items()}
 
 
 def completer(command: str, key: str) -> Callable[..., list[str]]:
-    """Return the function that argcomplete calls for the possible values of a key."""
+    """Return the function that argcomplete calls to list the possible values of a key."""
     from argcomplete.completers import FilesCompleter
 
     def complete(prefix: str, **about: Any) -> list[str]:
@@ -107,7 +107,7 @@ def completer(command: str, key: str) -> Callable[..., list[str]]:
 
 
 def values_of(command: str, key: str) -> list[str]:
-    """Return the values that a key of a command can take; an empty list if it accepts any file or text."""
+    """Return the values that a command's key can take, such as class names; an empty list for any file or text."""
     if key == "config" or (command, key) == ("reproduce", "table"):
         return list(descriptions("configs" if key == "config" else "papers"))
     if (command, key) == ("list", "kind"):

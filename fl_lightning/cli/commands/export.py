@@ -14,7 +14,7 @@ from fl_lightning.runs.reader import read_config
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Export a run's model to a file, and print the shapes of its inputs and outputs."""
+    """Export a run's global model or a client's model to a file, and print the shapes of its inputs and outputs."""
     if not given.out:
         raise ConfigError(f"-o: which file? Its ending says the format: {', '.join(FORMATS)}")
     path = Path(given.out)

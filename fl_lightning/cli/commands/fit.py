@@ -31,14 +31,14 @@ from fl_lightning.runs.trust import allow_local_modules, run_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Complete the command line of `fit`: paths of configs, settings of a baseline, the config of a resumed run."""
+    """Return the command line of `fit` with config names, baseline settings and the resumed run's config filled in."""
     words = with_engine_class(expand_baseline(correct_case(with_config_paths(words))))
     allow_local_modules([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run or resume an experiment and print its table, or do a dry run."""
+    """Run or resume an experiment and print its summary, or do a dry run."""
     if given.fast and given.resume:
         raise ConfigError("--fast: a dry run cannot resume. Leave out either --fast or --resume.")
     config = plain_config(given, parser)
@@ -64,7 +64,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def with_engine_class(words: Sequence[str]) -> list[str]:
-    """Replace an engine's short name by its class name if the command line has options of the engine.
+    """Return a command line with an engine's short name replaced by its class name if engine options are given.
 
     `--engine processes --engine.workers 2` becomes `--engine ProcessesEngine --engine.workers 2`. The short name may
     also come from a config.
@@ -81,7 +81,7 @@ def with_engine_class(words: Sequence[str]) -> list[str]:
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
-    """Add the config of the resumed run to a command line, unless another config is given.
+    """Return a command line with the config of the run to resume added, unless the user gives another config.
 
     Raises:
         ConfigError: The run has no config, or another user made it and it names its own code.
@@ -95,34 +95,35 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
-    """Return a run's name and its group's name; runs that differ only in their seed form a group."""
+    """Return the name of a run and the name of its group. Runs that differ only in their seed form a group."""
     setting = setting_of(config)
     return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
 
 
 def setting_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a group's runs share, by dotted key: without the seed and keys that change no result."""
+    """Return the settings that identify an experiment, by dotted key, without the seed and options such as `engine`."""
     apart = MAY_CHANGE - {"rounds"} | {"seed"}
     return {key: value for key, value in flatten(config).items() if key not in apart and not is_below(key, apart)}
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the config files alone give, with the default options of classes from the command line.
+    """Return the settings of the config files alone. The command line's changes to these settings name the run.
 
-    If the files are no complete config, all settings count as described by them.
+    Classes given on the command line count with their default options. If the files are no complete config, all
+    settings are returned.
     """
 
     def stated(*more: str) -> dict[str, Any]:
         words = [*(f"--config={path}" for path in given.config or []), *more]
         with readable_errors(parser), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # shown once already
+            warnings.simplefilter("ignore")  # they were shown already
             return setting_of(plain_config(parser.parse_args(expand_baseline(words)), parser))
 
     try:
         found = stated()
     except ConfigError:
         return setting
-    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # those have keys below them
+    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # the keys of classes have keys below them
     put_in = {key: found.get(key) for key in classes if setting[key] not in (None, found.get(key))}
     with suppress(ConfigError):  # a class may have required arguments
         found = stated(*(f"--{key}={setting[key]}" for key in put_in)) | put_in if put_in else found
@@ -130,12 +131,12 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 
 
 def config_name(configs: Sequence[Any] | None) -> str:
-    """Return the name of the last config file without its ending. Runs are named after it."""
+    """Return the name of the last config file without its ending, after which runs are named."""
     return Path(str(configs[-1])).stem if configs else "run"
 
 
 def dry_run_report(run: FederatedOrchestrator, seconds: float) -> str:
-    """Return the text that a dry run prints if it found no error."""
+    """Return the text that a dry run prints if no error occurred."""
     what = f"{type(run.algorithm).__name__} on {type(run.scenario.dataset).__name__}"
     callbacks = ", ".join(type(callback).__name__ for callback in run.callbacks)
     clients = f"{run.clients_per_round} of {len(run.data.shards)} clients"

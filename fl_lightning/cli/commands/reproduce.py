@@ -22,7 +22,7 @@ from fl_lightning.runs.folder import lock_run_dir
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run the missing runs of a paper's table, and print results beside the paper's. Return 1 if a run failed."""
+    """Run the missing runs of a paper's table, and print our results beside the paper's. Return 1 if a run failed."""
     check_positive("--", workers=given.workers, threads=given.threads)
     table = read_table(given.table).part(given.rows or (), given.columns or (), given.seeds or ())
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
@@ -42,7 +42,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
-    """Check the settings of each row and each column of a paper's table once, before the first run starts.
+    """Check the settings of each row and each column of a paper's table before the first run starts.
 
     Raises:
         ConfigError: Names the row, the column and the reason.
@@ -66,7 +66,7 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
 def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
     """Run the unfinished runs of a paper's table, report each on stderr as it ends, and yield its result."""
     missing = [job for job in jobs if not is_finished(job.folder)]
-    _report(f"{len(missing)} of {len(jobs)} runs are missing; they lie in {out}")
+    _report(f"{len(missing)} of {len(jobs)} runs are missing; the folder is {out}")
     with lock_run_dir(out):
         for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
             how = f"failed: {ended.reason}" if ended.code else "done"

@@ -26,7 +26,7 @@ from fl_lightning.runs.folder import lock_run_dir
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Start or resume a sweep, and print its table."""
+    """Start or resume a sweep, and print a table of its trials."""
     path = sweep_path(given.sweep or "")
     content = read_config(path)
     sweep = parse_sweep(content, path, given.set or [])

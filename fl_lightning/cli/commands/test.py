@@ -12,7 +12,7 @@ from fl_lightning.cli.experiment import load_run
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Evaluate a checkpoint of a finished or half-finished run."""
+    """Evaluate a checkpoint of a finished or unfinished run, and print a table of the metrics."""
     run = load_run(Path(given.run), given.checkpoint, given.trust)
     Console().print(test_table(run.test(), run.algorithm.server))
     return 0

@@ -34,7 +34,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def find_run(path: Path) -> Path:
-    """Return a run's folder. For a folder of runs, return the latest unfinished run below it.
+    """Return the folder of the run to show: the path itself, or the latest unfinished run in a folder of runs.
 
     Raises:
         ConfigError: No run found.
@@ -56,7 +56,7 @@ def find_run(path: Path) -> Path:
 
 
 def last_write_time(folder: Path) -> float:
-    """Return the time of the last change to a run's metrics or config."""
+    """Return the modification time of a run's `metrics.csv` or `config.yaml`, whichever is newer."""
     return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
 
 
@@ -72,7 +72,7 @@ def follow(monitor: RunMonitor, console: Console, every: float) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Context that ends silently, without an error, on SIGINT or SIGTERM."""
+    """Context that SIGINT or SIGTERM ends early, without an error."""
     both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: background processes of a shell ignore it
     before = [signal.signal(one, signal.default_int_handler) for one in both]
     try:
@@ -86,12 +86,12 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def read_keys() -> Iterator[Callable[[float], str]]:
-    """Context that provides a function that waits some seconds for a key press and returns the key, or empty text."""
+    """Context that yields a function `pressed(seconds)`, which waits for a key and returns the key or empty text."""
     keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select(keyboard, [], [], seconds)
-        return os.read(ready[0], 1).decode(errors="replace") or "q" if ready else ""  # nothing: the terminal is gone
+        return os.read(ready[0], 1).decode(errors="replace") or "q" if ready else ""  # empty input: terminal closed
 
     before = [termios.tcgetattr(one) for one in keyboard]
     try:
