@@ -155,7 +155,8 @@ class EpisodeBatches(Batches):
         return [self.index[torch.from_numpy(episode)].to(self.x.device) for episode in episodes]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((self.x[index], self.y[index]) for index in self.indices())
+        for index in self.indices():  # a generator: Lightning also calls `iter` to check a loader, which must not draw
+            yield self.x[index], self.y[index]
 
 
 def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Generator) -> list[np.ndarray]:
