@@ -23,7 +23,9 @@ ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CH
 EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
 PAGES = ROOT_PAGES | EXAMPLES  # the page of each file of the repository
 
-ROOMS = tuple(f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".cli"))
+ROOMS = tuple(
+    f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".analysis", ".cli")
+)
 """Packages with a reference page that has only the modules with public names, and the modules in `EXTRA_MODULES`."""
 EXTRA_MODULES = {"fl_lightning.core.state_dicts", "fl_lightning.evaluation.summary"}
 PACKAGES = (
