@@ -244,7 +244,7 @@ def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
         axes.set_title(", ".join(filter(None, [shorten_name(title), axes.get_title()])))
         axes.label_outer()
     largest = ", ".join(f"{each.max():,}" for each in counts)
-    figure.notes = [f"training samples by client and class: the area of the largest bubble is {largest} samples."]
+    figure.notes = [f"training samples by client and class; the largest count is {largest}."]
     return figure
 
 

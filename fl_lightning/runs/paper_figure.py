@@ -46,6 +46,12 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.4,
+    **{f"{x}tick.labelsize": SMALL_SIZE for x in "xy"},
+    **{f"{x}tick.major.width": 0.6 for x in "xy"},
+    **{f"{x}tick.major.size": 2.5 for x in "xy"},
     "legend.fontsize": SMALL_SIZE,
     "legend.frameon": False,
     "lines.linewidth": 1.2,
@@ -109,9 +115,6 @@ def paper_figure(width: float | str, panels: int = 1, height: float = 0) -> tupl
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     for axes in grid[panels:]:
         axes.remove()
-    for axes in grid[:panels]:  # ticks may be created when the figure is saved, outside of `STYLE`
-        axes.tick_params(labelsize=SMALL_SIZE, width=0.6, length=2.5)
-        axes.grid(color="#dddddd", linewidth=0.4)
     return figure, list(grid[:panels])
 
 
@@ -232,6 +235,7 @@ def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()
     limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
     image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
     axes.set_title(title, fontsize=9)
+    axes.grid(visible=False)
     for axis, size in ((axes.xaxis, matrix.shape[1]), (axes.yaxis, len(matrix))):
         axis.set_ticks(range(0, size, max(1, size // 10)))
     if len(ids) == len(matrix):

@@ -107,9 +107,11 @@ def test_files_embed_their_fonts_and_do_not_depend_on_where_they_are_saved(tmp_p
     pdf = drawn(figure, "pdf")
     assert re.search(rb"/FontFile2 \d+ 0 R", pdf)
     assert b"/Type3" not in pdf
-    svg = drawn(run.plot())
+    svg = drawn(run.plot())  # a script that sets no style
     with rc_context(STYLE):
-        assert drawn(run.plot()) == svg  # such as in a script that sets no style
+        assert drawn(run.plot()) == svg
+    (axes,) = figure.axes
+    assert {label.get_fontsize() for label in axes.get_xticklabels()} == {7}
     assert imread(io.BytesIO(figure._repr_png_())).shape[1] == int(3.25 * 150)
     assert imread(io.BytesIO(drawn(figure, "png"))).shape[1] == 3.25 * FILES["savefig.dpi"]
 
