@@ -117,7 +117,8 @@ def plot_runs(
 def arrange(found: Comparison, across: str | None) -> Panels:
     """Return the groups of a comparison by panel, a panel per value of the setting `across`, and by label."""
     key, values = across_values(found, across) if across else ("", [""])
-    titles = {value: f"{key.rpartition('.')[2]}={value}" if key else "" for value in values}
+    end = key.rpartition(".")[2]
+    titles = {value: value if key in ("", "algorithm") else f"{end}={value}" for value in values}
     others = [replace(group, names={k: v for k, v in group.names.items() if k != key}) for group in found.groups]
     labels = group_labels(others)
     panels: dict[str, dict[str, Group]] = {title: {} for title in titles.values()}
@@ -153,13 +154,16 @@ def curves_figure(found: Comparison, panels: Panels, x: XAxis, percent: bool, wi
     lines = draw_curves(places, curves, panels.labels, x)
     for axes, title in zip(places, panels.groups, strict=True):
         axes.set_title(shorten_name(title))
-    places[0].set_ylabel(axis_label(found.metric, percent))
+        if (place := axes.get_subplotspec()) and place.is_first_col():
+            axes.set_ylabel(axis_label(found.metric, percent))
     if len(panels.labels) > 1:
         add_legend(figure, {name: lines[name] for name in panels.ranked if name in lines})
     cut = {name: curve.rounds for each in curves for name, curve in each.items() if curve.rounds[0] < curve.rounds[1]}
+    at = "" if x == "round" else f", at the mean {x} of each round"
+    spread = any(curve.std is not None for each in curves for curve in each.values())
+    over_seeds = f"mean over seeds{at}; band: ± standard deviation (n - 1)" if spread else "one run per group"
     figure.notes = [
-        f"{found.metric}: mean over seeds{'' if x == 'round' else f', at the mean {x} of each round'}; "
-        "band: ± standard deviation (n - 1).",
+        f"{found.metric}: {over_seeds}.",
         *(
             f"{name}: runs of {low} to {high} rounds; only rounds of all are drawn."
             for name, (low, high) in cut.items()
@@ -180,8 +184,10 @@ def bars_figure(found: Comparison, panels: Panels, percent: bool, width: float |
             axes.bar(place, mean, size, yerr=error, capsize=2, error_kw={"elinewidth": 0.8}, **fill(panels, name))
     axes.set_ylabel(axis_label(found.metric, percent))
     add_cluster_legend(figure, panels)
+    spread = any(group.last and group.last.std is not None for group in found.groups)
+    over_seeds = "mean ± standard deviation over seeds (n - 1)" if spread else "one run per group"
     figure.notes = [
-        f"{found.metric} in the last evaluated round: mean ± standard deviation over seeds (n - 1).",
+        f"{found.metric} in the last evaluated round: {over_seeds}.",
         *_remarks(found),
     ]
     return figure

@@ -110,7 +110,7 @@ def paper_figure(width: float | str, panels: int = 1, height: float = 0) -> tupl
     check_number("width", inches, "[1, 50]")
     columns = max(1, min(panels, int(inches // 1.5)))
     rows = -(-panels // columns)
-    height = max(height, min(max(0.65 * inches / columns, 1.3), 2.4))
+    height = max(height, min(max(0.65 * inches / columns, 1.5), 2.4))
     figure = PaperFigure(figsize=(inches, rows * height), layout="constrained")
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     for axes in grid[panels:]:

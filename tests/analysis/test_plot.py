@@ -93,6 +93,13 @@ def test_across_gives_each_value_its_own_axes_with_the_same_styles(study, by):
     assert figure.get_figwidth() == 6.75
 
 
+def test_many_panels_are_in_rows_and_named_by_the_method_alone(study):
+    figure = plot_runs(open_runs(study), across="algorithm")
+    assert [axes.get_title() for axes in figure.axes] == list(ACCS)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["global acc", "", "global acc"]
+    assert legend_of(figure) == ["alpha=0.1", "alpha=0.5"]
+
+
 def test_runs_of_other_lengths_and_without_the_metric_are_noted(study):
     write(study, "FedAvg", seed=2, accs=[0.1, 0.2, 0.3])
     config = changed(algorithm="fl_lightning.algorithms.Local", arguments={})
@@ -131,12 +138,18 @@ def test_bars_of_several_values_are_clusters(study):
     assert len({bar.get_hatch() for bar in axes.patches}) == 3
     colours = legend_colours(figure)
     assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == 2 * [colours[name] for name in RANKED]
+    for seed in (0, 1):
+        shutil.rmtree(study / f"FedDW-0.5-{seed}")
+    assert len(plot_runs(open_runs(study), "bars", across="alpha").axes[0].patches) == 5
 
 
 def test_one_seed_has_neither_band_nor_error_bar(study):
     runs = open_runs(study, {"seed": 0, "alpha": 0.1})
-    assert not plot_runs(runs).axes[0].collections
-    assert len(plot_runs(runs, "bars").axes[0].containers) == 3  # no error bars
+    curves, bars = plot_runs(runs), plot_runs(runs, "bars")
+    assert not curves.axes[0].collections
+    assert len(bars.axes[0].containers) == 3  # no error bars
+    assert curves.notes == ["global/acc: one run per group."]
+    assert bars.notes == ["global/acc in the last evaluated round: one run per group."]
 
 
 def test_clients_are_those_of_the_last_round_of_all_seeds(study):
@@ -169,12 +182,15 @@ def test_groups_without_values_of_clients_have_no_box(study):
 def test_partition_bubbles(study):
     figure = plot_runs(open_runs(study, {"seed": 0}), "partition", across="alpha")
     assert [axes.get_title() for axes in figure.axes] == ["alpha=0.1", "alpha=0.5"]
+    figure.draw_without_rendering()
     for axes, alpha in zip(figure.axes, (0.1, 0.5), strict=True):
         (bubbles,) = axes.collections
         counts = counts_of(alpha, 0)
         sizes = dict(zip(map(tuple, bubbles.get_offsets().tolist()), bubbles.get_sizes(), strict=True))
         ratios = {place: size / max(sizes.values()) for place, size in sizes.items()}
         assert ratios == pytest.approx({(k, j): counts[k, j] / counts.max() for k in range(4) for j in range(2)})
+        cell = np.abs(axes.transData.transform([1, 1]) - axes.transData.transform([0, 0])).min() * 72 / figure.dpi
+        assert 0.7 * cell < max(sizes.values()) ** 0.5 < 1.1 * cell  # the largest bubble nearly fills its cell
     assert figure.notes == ["training samples by client and class; the largest count is 8, 12."]
 
 
