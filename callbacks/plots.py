@@ -13,33 +13,24 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from fl_lightning.core.files import write_atomically
-from fl_lightning.runs.partition import MAX_COLUMNS, group_clients
+from fl_lightning.runs.paper_figure import draw_partition, heat_map
+from fl_lightning.runs.partition import MAX_COLUMNS
 
 
 def partition_figure(counts: np.ndarray, path: Path) -> None:
-    """Draw a partition: a bubble per client and class, with an area proportional to the number of samples.
-
-    More than 200 clients are drawn as a heat map: clients are sorted by their largest class and its size, and grouped
-    into 200 columns, each the mean of its clients.
+    """Draw a partition as bubbles, or as a heat map for more than 200 clients, see `draw_partition`.
 
     Args:
         counts: `(clients, C)` samples.
         path: The PNG to write.
     """
     clients, classes = counts.shape
-    if clients > MAX_COLUMNS:
-        title = f"mean samples of {clients:,} clients"
-        write_png(heat_maps({title: group_clients(counts)}, "class", "clients, sorted"), path)
-        return
-    figure = Figure(figsize=(min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)), layout="constrained")
-    axes = figure.subplots()
-    client, label = np.nonzero(counts)
-    area = 220 * counts[client, label] / max(counts.max(), 1)
-    axes.scatter(client, label, s=area, alpha=0.7, linewidths=0)
-    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
-    axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
-    for axis, size in ((axes.xaxis, clients), (axes.yaxis, classes)):
-        axis.set_ticks(range(0, size, max(1, size // 20)))
+    bubbles = clients <= MAX_COLUMNS
+    size = (min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)) if bubbles else (4.0, 3.4)
+    figure = Figure(figsize=size, layout="constrained")
+    draw_partition(axes := figure.subplots(), counts)
+    if bubbles:
+        axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
     write_png(figure, path)
 
 
@@ -77,19 +68,6 @@ def heat_maps(
         axes.set_xlabel(columns)
     places[0].set_ylabel(rows)
     return figure
-
-
-def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()) -> None:
-    """Draw a matrix as a heat map; with negative entries, the colour scale is centred at zero."""
-    largest = np.abs(matrix).max() if (matrix < 0).any() else None
-    limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
-    image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
-    axes.set_title(title, fontsize=9)
-    for axis, size in ((axes.xaxis, matrix.shape[1]), (axes.yaxis, len(matrix))):
-        axis.set_ticks(range(0, size, max(1, size // 10)))
-    if len(ids) == len(matrix):
-        axes.set_yticks(axes.get_yticks(), [str(ids[int(i)]) for i in axes.get_yticks()])
-    axes.figure.colorbar(image, ax=axes)
 
 
 def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel: str, xlabel: str = "round") -> None:

@@ -9,6 +9,7 @@ from fl_lightning.core.renamed import MODULES
 if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning import runs as runs
     from fl_lightning.algorithms import *
+    from fl_lightning.analysis.figures import plot_runs as plot_runs
     from fl_lightning.callbacks import *
     from fl_lightning.callbacks import RoundFigure as RoundFigure
     from fl_lightning.cli.experiment import open_run as open_run
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "algorithms": " ".join(["State", *public_classes()]),
+    "analysis.figures": "plot_runs",
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
         ConfusionMatrix EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence

@@ -1,1 +1,1 @@
-"""Tools for many runs: comparison, HTML report, sweeps, papers' tables; and for one run: `watch` and `export`."""
+"""Tools for many runs: comparison, figures, HTML report, sweeps, papers' tables; for one run: `watch` and `export`."""

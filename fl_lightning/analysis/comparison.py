@@ -14,7 +14,7 @@ import numpy as np
 from fl_lightning.core.config import FREE_KEYS, is_below
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import Row, best_and_last, is_lower_better, rounds_to
-from fl_lightning.runs.reader import Run, has_value, known_key
+from fl_lightning.runs.reader import Run, has_value, known_key, known_metric
 
 LEVELS = (0.05, 0.01, 0.001)
 """Significance levels: one star for each level that p is below."""
@@ -145,6 +145,13 @@ class Comparison:
         """The distinct seeds of all groups."""
         return _seeds(run for group in self.groups for run in group.runs)
 
+    @property
+    def missing_seeds(self) -> list[str]:
+        """A line that says that some groups lack seeds of others; empty if none does."""
+        if all(len(group.seeds) == len(self.seeds) for group in self.groups):
+            return []
+        return [f"seeds: {', '.join(map(str, self.seeds))}; some groups lack some."]
+
 
 def comparable_runs(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
     """Return the finished runs that have a config, one per combination of settings and seed, and warn about the others.
@@ -202,7 +209,7 @@ def compare(
     keys = list(dict.fromkeys(known_key(name, runs, "--by") for name in by)) or list(varied)
     if uncompared := [key for key in keys if _is_uncompared(key)]:
         raise ConfigError(f"--by: {uncompared[0]} cannot group runs: it does not affect results, or is the seed")
-    metric = _metric(runs, metric)
+    metric = _default_metric(runs) if metric is None else known_metric(metric, runs, "--metric")
     lower = is_lower_better(metric) if lower is None else lower
     wanted = {known_key(key, runs, "--reference"): value for key, value in (reference or {}).items()}
     if wanted and not keys:
@@ -243,6 +250,24 @@ def compare(
         for group, base, difference in zip(groups, bases, differences, strict=True)
     ]
     return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if any(bases) else "", remarks)
+
+
+def across_values(found: Comparison, across: str) -> tuple[str, list[str]]:
+    """Return the full key of a setting in which groups differ, and the names of its values in order.
+
+    Args:
+        found: The comparison.
+        across: The key, or the end of the key.
+
+    Raises:
+        ConfigError: The groups do not differ in it.
+    """
+    keys = [key for key in found.columns if key == across or key.endswith(f".{across}")]
+    if len(keys) != 1:
+        available = ", ".join(found.columns) or "none"
+        raise ConfigError(f"--across: {across} is no key in which these groups differ. Available: {available}")
+    groups = sorted(found.groups, key=lambda group: sort_key(group.values.get(keys[0])))
+    return keys[0], list(dict.fromkeys(group.names[keys[0]] for group in groups))
 
 
 # --- Statistics ---
@@ -365,13 +390,8 @@ def _bytes(rows: Sequence[Row]) -> float | None:
     return sum(counted) if counted else None
 
 
-def _metric(runs: Sequence[Run], metric: str | None) -> str:
-    names = sorted({name for run in runs for row in run.rounds for name in row} - {"round"})
-    if metric is None:
-        return "global/acc" if "global/acc" in names else "client/acc_mean"
-    if metric not in names:
-        raise ConfigError(f"--metric: no run has {metric!r}. Available: {', '.join(names)}.")
-    return metric
+def _default_metric(runs: Sequence[Run]) -> str:
+    return "global/acc" if any("global/acc" in row for run in runs for row in run.rounds) else "client/acc_mean"
 
 
 def _reference_groups(group: Group, groups: list[Group], other_keys: list[str], wanted: dict[str, Any]) -> list[Group]:
@@ -388,7 +408,7 @@ def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
     keys, varied, texts, metric, *_ = grouping
     remarks = []
     if without := [group for group in groups if group.last is None]:
-        fix = ": methods without a global model. Use --metric client/acc_mean to include them"
+        fix = ": methods without a global model. The metric client/acc_mean includes them"
         remarks.append(f"no {metric} in {_names_of(without, groups)}" + (fix if metric == "global/acc" else ""))
     if partly := [group for group in groups if group.last and group.last.n < len(group.runs)]:
         remarks.append(f"not all runs of {_names_of(partly, groups)} have {metric}; the figures cover those that do")
@@ -460,6 +480,21 @@ def _name(key: str, run: Run, grouping: _Grouping) -> str:
         if is_below(each, [key]) and each in settings and _above(each, texts) in varied.get(each, ())
     ]
     return " ".join([format_setting(settings[key]) if key in settings else "", *inner]).strip()
+
+
+def group_labels(groups: Sequence[Group]) -> list[str]:
+    """Return the label of each group: its method, and the settings in which it differs from groups of this method."""
+
+    def label(group: Group) -> str:
+        same_method = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]
+        names = [
+            value if key == "algorithm" else f"{key.rpartition('.')[2]}={value}"
+            for key, value in group.names.items()
+            if key == "algorithm" or len({other.names.get(key) for other in same_method}) > 1
+        ]
+        return " ".join(names) or str(group.runs[0].settings.get("algorithm", "all runs"))
+
+    return [label(group) for group in groups]
 
 
 def _join(names: Iterable[Any]) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.core.errors import one_line
-from fl_lightning.evaluation.summary import Row, human_bytes
+from fl_lightning.evaluation.summary import Row, human_bytes, label_of
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20
@@ -40,15 +40,6 @@ def summary_table(summary: dict[str, Any], clients: Literal["trained", "received
     model = "as trained in the round" if clients == "trained" else "as received after the round"
     table.caption = _caption({name.partition("/")[0] for name in summary}, model)
     return table
-
-
-def label_of(name: str) -> str:
-    """Return the label under which a table shows a metric: `client acc, weighted` for `client/acc_weighted`."""
-    whose, _, metric = name.partition("/")
-    metric = metric.removesuffix("_mean")
-    if weighted := metric.endswith("_weighted"):
-        metric = metric.removesuffix("_weighted")
-    return f"{whose.replace('_', ' ')} {metric}{', weighted' if weighted else ''}"
 
 
 def test_table(metrics: Row, server: bool) -> Table:

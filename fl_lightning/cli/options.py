@@ -42,10 +42,16 @@ CHECKPOINT = value(str, "last, best, or the number of a round.", default="last")
 TRUST = switch("Run the code that another user's run names.")
 ONLY_RUNS = "Only runs with these settings. KEY=[a, b] accepts either value."
 WHERE = value(str, ONLY_RUNS, nargs="+", default=[], metavar="KEY=VALUE")
+BY = value(str, "Settings that define the groups: a,b,c. Ends of keys will do.", default="")
+UNFINISHED = switch("Include unfinished runs, with the rounds they have.")
 THREADS = value(int | None, "Torch's threads for each of them; by default the cores divided by --workers.")
 TARGETS = "Values of the metric: report when each was reached, and the cost."
 SCALE = "Shrink every run: multiply rounds, local epochs and training samples by this, rounded up."
 SHELL = 'The shell. To install, add to ~/.bashrc: eval "$(fl-lightning completion bash)"'
+FIGURE_FILE = "The file to write. Its ending is the format: .pdf, .svg or .png."
+FIGURE_KIND = "Curves, bars of the last values, distributions over clients, or bubbles of the partition."
+FIGURE_METRIC = "The metric, as in compare; for clients a column of clients.csv, by default acc."
+FIGURE_WIDTH = "Width of a column (3.25 inches), of the text (6.75 inches), or a number of inches."
 EXPORT_FILE = (
     "The file to write. Its ending is the format: .pt (state dict), .onnx (ONNX), .ts (TorchScript) or .ckpt "
     "(Lightning checkpoint)."
@@ -71,14 +77,27 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
     "compare": {
         "runs": RUNS,
         "--where": WHERE,
-        "--by": value(str, "Settings that define the groups: a,b,c. Ends of keys will do.", default=""),
+        "--by": BY,
         "--across": value(str | None, "The setting whose values become columns.", metavar="KEY"),
         "--metric": value(str | None, "A column of metrics.csv; by default global/acc, or else client/acc_mean."),
         "--mode": value(Literal["max", "min"] | None, "Direction of the metric; by default its own."),
         "--target": value(float, TARGETS, nargs="+", default=[]),
         "--reference": value(str, "Test against the group with KEY=VALUE, or of this algorithm.", nargs="+"),
-        "--unfinished": switch("Include unfinished runs, with the rounds they have."),
+        "--unfinished": UNFINISHED,
         "--format": value(Literal["table", "csv", "latex", "markdown"], "Format of the output.", default="table"),
+    },
+    "plot": {
+        "runs": RUNS,
+        "-o --out": value(str, FIGURE_FILE, default="figure.pdf", metavar="FILE"),
+        "--kind": value(Literal["curves", "bars", "clients", "partition"], FIGURE_KIND, default="curves"),
+        "--x": value(Literal["round", "bytes", "seconds"], "The x axis of curves.", default="round"),
+        "--y": value(str | None, FIGURE_METRIC),
+        "--where": WHERE,
+        "--by": BY,
+        "--across": value(str | None, "The setting whose values get axes, or clusters, of their own.", metavar="KEY"),
+        "--unfinished": UNFINISHED,
+        "--percent": switch("Show the metric in percent."),
+        "--width": value(float | Literal["column", "text"], FIGURE_WIDTH, default="column"),
     },
     "report": {
         "runs": RUNS,

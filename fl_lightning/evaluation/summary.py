@@ -152,6 +152,15 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     return summary
 
 
+def label_of(name: str) -> str:
+    """Return the label of a metric in tables and figures: `client acc, weighted` for `client/acc_weighted`."""
+    whose, _, metric = name.partition("/")
+    metric = metric.removesuffix("_mean")
+    if weighted := metric.endswith("_weighted"):
+        metric = metric.removesuffix("_weighted")
+    return f"{whose.replace('_', ' ')} {metric}{', weighted' if weighted else ''}"
+
+
 def human_bytes(count: float) -> str:
     """Format a number of bytes with a decimal unit, such as `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -19,10 +19,13 @@ from fl_lightning.core.config import flatten, load_yaml
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import read_file
 from fl_lightning.core.renamed import update_config
-from fl_lightning.evaluation.summary import Row, read_columns, read_rows, summarize
+from fl_lightning.evaluation.summary import MODEL_COLUMNS, Row, model_metrics, read_columns, read_rows, summarize
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from fl_lightning.runs.curves import XAxis
+    from fl_lightning.runs.paper_figure import PaperFigure
 
 Paths = str | Path | Iterable[str | Path]
 """A run folder, a folder that holds run folders at any depth, or several of these."""
@@ -80,6 +83,28 @@ class Run:
 
         rounds = pd.DataFrame(self.rounds, columns=None if self.rounds else ["round"])
         return rounds.astype({"round": "int64"}).set_index("round")
+
+    def plot(
+        self, *metrics: str, x: XAxis = "round", percent: bool = False, width: float | str = "column"
+    ) -> PaperFigure:
+        """Return a Matplotlib figure of metrics by round, bytes or seconds. `savefig` writes it with embedded fonts.
+
+        Args:
+            metrics: Columns of `metrics.csv`. By default the accuracy of the global model and the mean of the clients',
+                or another metric of the models in place of the accuracy.
+            x: `round`, or the `bytes` (up and down) or `seconds` until the end of a round.
+            percent: Multiply the metrics by 100.
+            width: `column` or `text` of a two-column paper, or a number of inches.
+
+        Raises:
+            ConfigError: The run has no such metric or x axis, a metric is no fraction, or the width is unknown.
+        """
+        from fl_lightning.runs.paper_figure import plot_run  # imports matplotlib
+
+        recorded = {name for row in self.rounds for name in row}
+        models = [form.format(metric) for metric in model_metrics(self.rounds)[:1] for form in MODEL_COLUMNS[:2]]
+        chosen = metrics or [name for name in models if name in recorded] or ["global/acc"]
+        return plot_run(self.rounds, [known_metric(name, [self], "metrics") for name in chosen], x, percent, width)
 
     def __repr__(self) -> str:
         """Return the run folder, the number of rounds and the last and best metrics as text for notebooks."""
@@ -180,6 +205,15 @@ def read_final(folder: Path) -> Figures | None:
     return _read(folder, "final/summary.json", _parse_summary, None)
 
 
+def read_clients(folder: Path) -> dict[str, np.ndarray]:
+    """Read the columns of a run's `clients.csv`: `round`, `client` and metrics; empty if the file does not exist.
+
+    Raises:
+        DamagedRun: The file cannot be read.
+    """
+    return _read(folder, "clients.csv", _client_columns, {})
+
+
 def complete_rounds(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of a metrics file without empty ones, which stand for lines that a killed run left incomplete.
 
@@ -263,6 +297,18 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
     raise ConfigError(f"{option}: no run has a setting {name!r}" + (f". Did you mean {near[0]}?" if near else ""))
 
 
+def known_metric(name: str, runs: Iterable[Run], option: str) -> str:
+    """Return the name of a metric, after checking that some of these runs have it.
+
+    Raises:
+        ConfigError: No run has the metric; the message names the option and the available metrics.
+    """
+    names = {name for run in runs for row in run.rounds for name in row} - {"round"}
+    if name not in names:
+        raise ConfigError(f"{option}: no run has {name!r}. Available: {', '.join(sorted(names))}.")
+    return name
+
+
 def conditions(where: Where) -> dict[str, Any]:
     """Convert conditions on settings, such as the words `alpha=0.1`, to a mapping from key to value.
 
@@ -317,13 +363,13 @@ def _clients(run: Run) -> pd.DataFrame:
     """Read a run's `clients.csv` as a table; empty if the file is missing or, with a warning, unreadable."""
     import pandas as pd
 
-    columns: dict[str, Any] = {"round": [], "client": []}
+    columns: Mapping[str, Any] = {"round": [], "client": []}
     try:
-        columns = _read(run.run_dir, "clients.csv", _client_columns, columns)
+        columns = read_clients(run.run_dir) or columns
     except DamagedRun as error:
         warnings.warn(f"{error}; its clients are left out", stacklevel=3)
     name = {"run": str(run.run_dir)}
-    return pd.DataFrame(name | columns | name).astype({"run": "str", "round": "int64", "client": "int64"})
+    return pd.DataFrame({**name, **columns, **name}).astype({"run": "str", "round": "int64", "client": "int64"})
 
 
 def _client_columns(path: Path) -> dict[str, np.ndarray]:

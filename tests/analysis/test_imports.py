@@ -6,13 +6,14 @@ import sys
 import pytest
 from run_folders import write_run
 
-COMMANDS = ["watch a --once", "compare a", "report a -o page.html", "reproduce fedskc_table1 --show"]
+COMMANDS = ["watch a --once", "compare a", "report a -o page.html", "reproduce fedskc_table1 --show", "plot a"]
 CODE = """
 import sys
 from fl_lightning.cli.main import main
 for words in sys.argv[1:]:
     assert main(words.split()) == 0, words
-    assert not {"torch", "lightning", "wandb", "matplotlib", "pandas", "evil"} & sys.modules.keys(), words
+    drawing = "matplotlib.pyplot" if words.startswith("plot") else "matplotlib"
+    assert not {"torch", "lightning", "wandb", drawing, "pandas", "evil"} & sys.modules.keys(), words
 """
 
 

@@ -75,7 +75,7 @@ TYPED = {
     "eval runs/old": "Did you mean test?",
     "predict runs/old": "Did you mean test?",
     "resume runs/old": "Did you mean fit --resume?",
-    "plot runs/old": "Did you mean report?",
+    "figure runs/old": "Did you mean plot?",
     "--config tiny.yaml --rounds 3": "Did you mean: fl-lightning fit --config tiny.yaml --rounds 3?",
     # files
     "fit --config digits_fedsck.yaml": "Did you mean digits_fedskc.yaml?",

@@ -165,6 +165,7 @@ PATHS = {"lines": "a\nb", "escapes": "a\x1b[2Jb", "long": "x" * 300, "deep": "x/
         ["watch", "{}"],
         ["partition", "--config", "{}"],
         ["compare", "{}"],
+        ["plot", "{}"],
         ["report", "{}"],
         ["sweep", "{}"],
         ["reproduce", "{}"],

@@ -4,7 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import matplotlib
 import pytest
 import torch
 
@@ -20,13 +19,13 @@ def run_cell(cell, namespace):
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:.*non-interactive:UserWarning")
 def test_the_cells_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    matplotlib.use("Agg")
     namespace = {}
     cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    accuracy, history, dry_run, table, clients, _, client_accuracy, _ = [run_cell(cell, namespace) for cell in cells]
+    accuracy, history, dry_run, table, clients, curves, _, client_accuracy, _ = [
+        run_cell(cell, namespace) for cell in cells
+    ]
     assert accuracy == namespace["run"].csv.rows[-1]["global/acc"]
     assert history["global/acc"].tolist()[-1] == accuracy
     assert len(history) == 4
@@ -39,8 +38,9 @@ def test_the_cells_run_in_order(tmp_path, monkeypatch):
     assert rounds.groupby("run").size().tolist() == [4] * 4
     assert len(clients) == 8
     assert client_accuracy == pytest.approx(accuracy, abs=1e-6)
-    assert Path("curves.png").stat().st_size > 1000
-    line = namespace["axes"].lines[0]
+    assert curves.axes[0].lines[0].get_ydata()[-1] == 100 * accuracy
+    assert Path("curves.pdf").stat().st_size > 1000
+    line = namespace["figure"].axes[0].lines[0]
     fedavg = rounds[rounds.run.str.contains("FedAvg")].groupby("round")["global/acc"].mean()
     assert line.get_ydata().tolist() == pytest.approx(fedavg.tolist())
     weights = torch.load("client-3.pt", weights_only=True)

@@ -226,6 +226,7 @@ OPENERS = {
     "export": ["export", "theirs", "-o", "out/model.pt"],
     "report": ["report", "theirs", "-o", "out/page.html"],
     "compare": ["compare", "theirs"],
+    "plot": ["plot", "theirs", "-o", "out/figure.pdf"],
     "watch": ["watch", "theirs", "--once"],
     "load": None,
 }
@@ -262,7 +263,7 @@ def surrounding_files(root):
 
 NAMED = list(CASES)
 SAMPLE = [(("test", "resume", "export")[i % 3], NAMED[i]) for i in range(0, len(NAMED), 4)]
-SAMPLE += [(opener, NAMED[7 * i]) for i, opener in enumerate(["report", "compare", "watch", "load"])]
+SAMPLE += [(opener, NAMED[7 * i]) for i, opener in enumerate(["report", "compare", "watch", "load", "plot"])]
 
 
 @pytest.mark.fast_cases(5)

@@ -558,6 +558,7 @@ def test_planted_modules_are_not_imported(finished, tmp_path):
         ["partition", "--config", "tiny.yaml"],
         ["report", "run", "../other", "--out", "page.html"],
         ["compare", "run", "../other", "--by", "rounds"],
+        ["plot", "run", "../other", "--by", "rounds"],
         ["watch", "run", "--once"],
         ["watch", "../other", "--once"],
     ]

@@ -17,7 +17,6 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
-from itertools import accumulate
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -26,10 +25,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
-from fl_lightning.analysis.comparison import Group, compare, format_setting, spread
+from fl_lightning.analysis.comparison import compare, format_setting, group_labels, spread
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.summary import read_columns
+from fl_lightning.runs.curves import x_values
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
 from fl_lightning.runs.reader import Run
 
@@ -167,10 +167,10 @@ def drawn_rounds(run: Run) -> list[int]:
 
 def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
     """Return the x values of a run's curves at some rounds: round number, total bytes and total seconds until then."""
-    seconds = list(accumulate(row.get("time/round_s", math.nan) for row in run.rounds))
+    sent, seconds = x_values(run.rounds, "bytes"), x_values(run.rounds, "seconds")
     return {
         "round": list(rounds),
-        "bytes": [round_number(run.rounds[i - 1].get("comm/total_bytes", math.nan)) for i in rounds],
+        "bytes": [round_number(sent[i - 1]) for i in rounds],
         "seconds": [round_number(seconds[i - 1]) for i in rounds],
     }
 
@@ -245,22 +245,10 @@ def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
     """Return the names and runs of the groups that `compare` forms. Each run without a config is a separate group."""
     configured = [run for run in runs if run.config]
     groups = compare(configured, reference={}).groups if configured else []
-    names = [group_name(group, groups) for group in groups]
-    if len(groups) == 1:
-        names = [str(configured[0].settings.get("algorithm", "all runs"))]
     others = [run for run in runs if not run.config]
-    return names + [run.run_dir.name for run in others], [group.runs for group in groups] + [[run] for run in others]
-
-
-def group_name(group: Group, groups: Sequence[Group]) -> str:
-    """Return the name of a group: its method, and the settings in which it differs from groups of the same method."""
-    same_method = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]
-    names = [
-        value if key == "algorithm" else f"{key.rpartition('.')[2]}={value}"
-        for key, value in group.names.items()
-        if key == "algorithm" or len({other.names.get(key) for other in same_method}) > 1
+    return group_labels(groups) + [run.run_dir.name for run in others], [group.runs for group in groups] + [
+        [run] for run in others
     ]
-    return " ".join(names)
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ COMMANDS = {
     "watch": "Follow a running experiment in the terminal.",
     "partition": "Show how the data are partitioned among clients.",
     "compare": "Compare groups of runs.",
+    "plot": "Draw a figure of runs for a paper.",
     "report": "Write runs as an HTML report.",
     "export": "Write a run's model to a file.",
     "sweep": "Run a W&B sweep file on this machine, without a server.",

@@ -15,12 +15,11 @@ from fl_lightning.analysis.comparison import (
     Group,
     Reach,
     Spread,
+    across_values,
     comparable_runs,
     compare,
-    sort_key,
 )
 from fl_lightning.analysis.result_table import ResultTable
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import human_bytes
 from fl_lightning.runs.reader import conditions, open_runs
 
@@ -68,15 +67,10 @@ def group_table(found: Comparison) -> ResultTable:
 
 def pivot_table(found: Comparison, across: str) -> ResultTable:
     """Return a comparison as a pivot table of the last round's metric: one column per value of the key `across`."""
-    fits = [key for key in found.columns if key == across or key.endswith(f".{across}")]
-    if len(fits) != 1:
-        keys = ", ".join(found.columns) or "none"
-        raise ConfigError(f"--across: {across} is no key in which these groups differ. Available: {keys}")
-    others = [key for key in found.columns if key != fits[0]]
-    cells = {(tuple(group.names[key] for key in others), group.names[fits[0]]): group for group in found.groups}
+    key, columns = across_values(found, across)
+    others = [other for other in found.columns if other != key]
+    cells = {(tuple(group.names[other] for other in others), group.names[key]): group for group in found.groups}
     lines = list(dict.fromkeys(line for line, _ in cells))
-    inner = sorted(found.groups, key=lambda group: sort_key(group.values.get(fits[0])))
-    columns = list(dict.fromkeys(group.names[fits[0]] for group in inner))
     width = max(len(others), 1)
     table = [[cells.get((line, column)) for column in columns] for line in lines]
     last = [[group and group.last for group in row] for row in table]
@@ -85,7 +79,7 @@ def pivot_table(found: Comparison, across: str) -> ResultTable:
         [*(line or ["all runs"]), *(format_cell(group, found) for group in row)]
         for line, row in zip(lines, table, strict=True)
     ]
-    head = shorten_keys([fits[0]])[0]
+    head = shorten_keys([key])[0]
     header = [*(shorten_keys(others) or ["group"]), *(f"{head}={column}" for column in columns)]
     return ResultTable(header, rows, width, bold, notes(found, "in the last evaluated round", []))
 
@@ -196,8 +190,7 @@ def shorten_keys(keys: list[str]) -> list[str]:
 def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
     """Return the lines below a comparison table that explain its values, significance stars and targets."""
     lines = [f"{found.metric} {when}: mean ± standard deviation over seeds (n - 1)."]
-    if len(found.seeds) > 1 and any(len(group.seeds) < len(found.seeds) for group in found.groups):
-        lines.append(f"seeds: {', '.join(map(str, found.seeds))}; some groups lack some.")
+    lines += found.missing_seeds
     if found.reference:
         levels = ", ".join(f"{'*' * i} p < {level:g}" for i, level in enumerate(LEVELS, 1))
         lines.append(

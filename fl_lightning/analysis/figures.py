@@ -1,0 +1,313 @@
+"""Figures of many runs for papers: curves, bars, distributions over clients, and partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from fl_lightning.analysis.comparison import Comparison, Group, across_values, compare, group_labels
+from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve, scale
+from fl_lightning.runs.paper_figure import (
+    COLOURS,
+    HATCHES,
+    STEPS,
+    STYLE,
+    PaperFigure,
+    add_legend,
+    draw_curves,
+    draw_partition,
+    paper_figure,
+    pick,
+    shorten_name,
+)
+from fl_lightning.runs.partition import read_counts
+from fl_lightning.runs.reader import Run, known_metric, read_clients
+
+Kind = Literal["curves", "bars", "clients", "partition"]
+
+UNUSED: dict[Kind, set[str]] = {"curves": set(), "bars": {"x"}, "clients": {"x"}, "partition": {"x", "y", "percent"}}
+"""The options that a kind of figure does not use."""
+
+MOST_POINTS = 1000
+"""Maximum number of clients of a group that are drawn as points."""
+CLUSTER = 0.8
+"""Share of the distance between clusters of bars that the bars take."""
+LETTER = 0.075
+"""Width of a letter in inches."""
+
+
+class Panels(NamedTuple):
+    """Groups of runs, arranged for a figure.
+
+    Attributes:
+        groups: The groups by label, for each panel by its title: one panel without a title, or one per value of a
+            setting.
+        labels: The labels of all groups. The position of a label determines its style.
+        ranked: The labels by the final value of the metric, highest first.
+    """
+
+    groups: dict[str, dict[str, Group]]
+    labels: list[str]
+    ranked: list[str]
+
+
+def plot_runs(
+    runs: Sequence[Run],
+    kind: Kind = "curves",
+    x: XAxis = "round",
+    y: str | None = None,
+    by: Sequence[str] = (),
+    across: str | None = None,
+    percent: bool = False,
+    width: float | str = "column",
+) -> PaperFigure:
+    """Draw groups of runs that differ only in the seed, in the size and style of a paper.
+
+    Args:
+        runs: The runs, as `comparable_runs` or `open_runs` returns them.
+        kind: `curves`: a metric by round, mean over seeds ± standard deviation. `bars`: the metric in the last
+            evaluated round. `clients`: the distribution of a metric over clients in the last evaluated round.
+            `partition`: the number of samples of each client and class.
+        x: The x axis of curves: `round`, or the `bytes` (up and down) or `seconds` until the end of a round.
+        y: The metric: a column of `metrics.csv`, by default `global/acc` if any run has it, else `client/acc_mean`.
+            For `clients` a column of `clients.csv`, by default `acc`.
+        by: Settings to group by: keys, or ends of keys; by default all that differ, as in `compare`.
+        across: A setting. Each of its values gets axes of its own, or a cluster of bars or boxes.
+        percent: Multiply the metric by 100.
+        width: `column` or `text` of a two-column paper, or a number of inches.
+
+    Returns:
+        The figure. `savefig` writes it with embedded fonts; `notes` has the lines for a caption.
+
+    Raises:
+        ConfigError: An option is unknown or does not fit the kind of figure or the runs.
+    """
+    if kind not in UNUSED:
+        raise ConfigError(f"kind: {kind!r} is unknown. Use {', '.join(UNUSED)}.")
+    given = {"x": x != "round", "y": y is not None, "percent": percent}
+    if unused := [name for name in given if given[name] and name in UNUSED[kind]]:
+        raise ConfigError(f"{unused[0]}: a figure of kind {kind} does not use it. Leave it out.")
+    metric = y
+    if kind == "clients":
+        y = y or "acc"
+        mean = f"client/{y}_mean"  # ranks the groups
+        metric = mean if any(mean in row for run in runs for row in run.rounds) else None
+    elif y is not None:
+        known_metric(y, runs, "y")
+    found = compare(runs, [*by, across] if by and across else by, metric, reference={})
+    panels = arrange(found, across)
+    with rc_context(STYLE):
+        if kind == "curves":
+            return curves_figure(found, panels, x, percent, width)
+        if kind == "bars":
+            return bars_figure(found, panels, percent, width)
+        if kind == "clients":
+            return clients_figure(found, panels, str(y), percent, width)
+        return partition_figure(panels, width)
+
+
+def arrange(found: Comparison, across: str | None) -> Panels:
+    """Return the groups of a comparison by panel, a panel per value of the setting `across`, and by label."""
+    key, values = across_values(found, across) if across else ("", [""])
+    end = key.rpartition(".")[2]
+    titles = {value: value if key in ("", "algorithm") else f"{end}={value}" for value in values}
+    others = [replace(group, names={k: v for k, v in group.names.items() if k != key}) for group in found.groups]
+    labels = group_labels(others)
+    panels: dict[str, dict[str, Group]] = {title: {} for title in titles.values()}
+    finals: dict[str, list[float]] = {label: [] for label in labels}
+    for label, group in zip(labels, found.groups, strict=True):
+        panels[titles[group.names.get(key, "")]][label] = group
+        finals[label] += [group.last.mean] if group.last else []
+    ranked = sorted(finals, key=lambda label: np.nan_to_num(-np.mean(finals[label] or np.nan), nan=np.inf))
+    return Panels(panels, list(finals), ranked)
+
+
+# --- Kinds of figures ---
+
+
+def curves_figure(found: Comparison, panels: Panels, x: XAxis, percent: bool, width: float | str) -> PaperFigure:
+    """Draw each group's metric by round, bytes or seconds: the mean over its runs and a band of ± standard deviation.
+
+    Raises:
+        ConfigError: No group has a curve, or the x axis was not recorded.
+    """
+
+    def curves_of(panel: Mapping[str, Group]) -> dict[str, Curve]:
+        curves = {
+            name: mean_curve([run.rounds for run in group.runs], found.metric, x, percent)
+            for name, group in panel.items()
+        }
+        return {name: curve for name, curve in curves.items() if curve}
+
+    curves = [curves_of(panel) for panel in panels.groups.values()]
+    if not any(curves):
+        raise ConfigError(f"y: {found.metric} has no value in a round that all runs of a group share. Use kind bars.")
+    figure, places = paper_figure(width, len(curves))
+    lines = draw_curves(places, curves, panels.labels, x)
+    for axes, title in zip(places, panels.groups, strict=True):
+        axes.set_title(shorten_name(title))
+        if (place := axes.get_subplotspec()) and place.is_first_col():
+            axes.set_ylabel(axis_label(found.metric, percent))
+    if len(panels.labels) > 1:
+        add_legend(figure, {name: lines[name] for name in panels.ranked if name in lines})
+    cut = {name: curve.rounds for each in curves for name, curve in each.items() if curve.rounds[0] < curve.rounds[1]}
+    at = "" if x == "round" else f", at the mean {x} of each round"
+    spread = any(curve.std is not None for each in curves for curve in each.values())
+    over_seeds = f"mean over seeds{at}; band: ± standard deviation (n - 1)" if spread else "one run per group"
+    figure.notes = [
+        f"{found.metric}: {over_seeds}.",
+        *(
+            f"{name}: runs of {low} to {high} rounds; only rounds of all are drawn."
+            for name, (low, high) in cut.items()
+        ),
+        *_remarks(found),
+    ]
+    return figure
+
+
+def bars_figure(found: Comparison, panels: Panels, percent: bool, width: float | str) -> PaperFigure:
+    """Draw each group's metric in the last evaluated round as a bar: mean ± standard deviation over its runs."""
+    figure, (axes,) = paper_figure(width)
+    for place, size, name, group in clusters(axes, panels, figure.get_figwidth()):
+        if group.last:
+            std = np.nan if group.last.std is None else group.last.std
+            mean, std = scale(np.array([group.last.mean, std]), found.metric, percent)
+            error = None if np.isnan(std) else std
+            axes.bar(place, mean, size, yerr=error, capsize=2, error_kw={"elinewidth": 0.8}, **fill(panels, name))
+    axes.set_ylabel(axis_label(found.metric, percent))
+    add_cluster_legend(figure, panels)
+    spread = any(group.last and group.last.std is not None for group in found.groups)
+    over_seeds = "mean ± standard deviation over seeds (n - 1)" if spread else "one run per group"
+    figure.notes = [
+        f"{found.metric} in the last evaluated round: {over_seeds}.",
+        *_remarks(found),
+    ]
+    return figure
+
+
+def clients_figure(found: Comparison, panels: Panels, name: str, percent: bool, width: float | str) -> PaperFigure:
+    """Draw a box and points of the clients' values of a metric in the last evaluated round, of all runs of a group.
+
+    Raises:
+        ConfigError: No run has the metric by client.
+        DamagedRun: A `clients.csv` cannot be read.
+    """
+    columns = {run: read_clients(run.run_dir) for group in found.groups for run in group.runs}
+    if not any(name in each for each in columns.values()):
+        names = sorted({column for each in columns.values() for column in each} - {"round", "client"})
+        raise ConfigError(f"y: no clients.csv has {name!r}. Available: {', '.join(names) or 'none'}.")
+    figure, (axes,) = paper_figure(width)
+    rng = np.random.default_rng(0)  # only spreads the points
+    for place, size, label, group in clusters(axes, panels, figure.get_figwidth()):
+        values = [last_values(columns[run], name) for run in group.runs if name in columns[run]]
+        shown = scale(np.concatenate([*values, []]), name, percent)
+        if not len(shown):
+            continue
+        look = fill(panels, label)
+        axes.boxplot([shown], positions=[place], widths=size, manage_ticks=False, boxprops=look | {"alpha": 0.5})
+        points = shown[np.linspace(0, len(shown) - 1, min(len(shown), MOST_POINTS)).astype(int)]
+        places = place + rng.uniform(-size / 4, size / 4, len(points))
+        axes.scatter(places, points, s=3, color=look["facecolor"], linewidths=0, zorder=3)
+    axes.set_ylabel(axis_label(f"client/{name}", percent))
+    add_cluster_legend(figure, panels)
+    figure.notes = [
+        f"{name} of the clients in the last evaluated round, over all seeds; whiskers: up to 1.5 times the box.",
+        *_remarks(found),
+    ]
+    return figure
+
+
+def last_values(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the clients' values of a metric in the last round that has any, given the columns of a `clients.csv`."""
+    known = np.isfinite(columns[name])
+    last = columns["round"][known].max(initial=0)
+    return columns[name][known & (columns["round"] == last)]
+
+
+def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
+    """Draw the partition of the runs in each panel: a bubble per client and class.
+
+    Raises:
+        ConfigError: The runs of a panel have several partitions, or a file cannot be read.
+    """
+    counts = [_partition([run for group in panel.values() for run in group.runs]) for panel in panels.groups.values()]
+    classes = max(each.shape[1] for each in counts)
+    figure, places = paper_figure(width, len(counts), min(0.12 * classes + 0.6, 5))
+    for axes, each, title in zip(places, counts, panels.groups, strict=True):
+        extent = axes.get_window_extent()
+        cell = min(extent.width / len(each), extent.height / each.shape[1]) * 72 / figure.dpi
+        draw_partition(axes, each, cell**2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator("auto", steps=STEPS, integer=True))
+        axes.set_title(", ".join(filter(None, [shorten_name(title), axes.get_title()])))
+        axes.label_outer()
+    largest = ", ".join(f"{each.max():,}" for each in counts)
+    figure.notes = [f"training samples by client and class; the largest count is {largest}."]
+    return figure
+
+
+def _partition(runs: Sequence[Run]) -> np.ndarray:
+    found = {}
+    for run in runs:
+        try:
+            counts = read_counts(run.run_dir / "partition.csv")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{run.run_dir}: partition.csv cannot be read: {one_line(error)}") from error
+        found[counts.shape, counts.tobytes()] = counts
+    if len(found) > 1:
+        fix = "Select one with --where seed=0, or draw one for each value of a setting with --across"
+        raise ConfigError(f"kind: the runs have {len(found)} different partitions. {fix}.")
+    return next(iter(found.values()))
+
+
+# --- Parts of figures ---
+
+
+def clusters(axes: Axes, panels: Panels, width: float) -> Iterator[tuple[float, float, str, Group]]:
+    """Yield the place, width, label and group of each bar, and label the x axis.
+
+    With several panels, each is a cluster of bars; otherwise each bar has its label below it.
+    """
+    if len(panels.groups) > 1:
+        ticks, size = list(panels.groups), CLUSTER / len(panels.labels)
+        shifts = {label: (i - (len(panels.labels) - 1) / 2) * size for i, label in enumerate(panels.ranked)}
+        bars = [
+            (i + shifts[label], label, panel[label])
+            for i, panel in enumerate(panels.groups.values())
+            for label in panels.ranked
+            if label in panel
+        ]
+    else:
+        (panel,) = panels.groups.values()
+        ticks, size = panels.ranked, CLUSTER
+        bars = [(i, label, panel[label]) for i, label in enumerate(ticks)]
+    yield from ((place, size, label, group) for place, label, group in bars)
+    ticks = [shorten_name(tick) for tick in ticks]
+    crowded = sum(map(len, ticks)) * LETTER > width
+    axes.set_xticks(range(len(ticks)), ticks, rotation=30 if crowded else 0, ha="right" if crowded else "center")
+    axes.grid(visible=False, axis="x")
+    axes.margins(x=0.03)
+
+
+def fill(panels: Panels, label: str) -> dict[str, Any]:
+    """Return the colour and hatch of a group's bar or box."""
+    number = panels.labels.index(label)
+    return {"facecolor": pick(COLOURS, number), "hatch": pick(HATCHES, number), "edgecolor": "white", "linewidth": 0}
+
+
+def add_cluster_legend(figure: PaperFigure, panels: Panels) -> None:
+    """Add a legend of the groups, if they are in clusters."""
+    if len(panels.groups) > 1:
+        add_legend(figure, {label: Patch(**fill(panels, label)) for label in panels.ranked})
+
+
+def _remarks(found: Comparison) -> list[str]:
+    return [*found.missing_seeds, *(f"{remark}." for remark in found.remarks)]

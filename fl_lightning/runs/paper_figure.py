@@ -1,0 +1,243 @@
+"""Figures for papers: sizes, fonts and colours, and drawing of curves and partitions. Does not use pyplot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.evaluation.summary import Row, label_of
+from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve
+from fl_lightning.runs.partition import MAX_COLUMNS, group_clients
+
+WIDTHS = {"column": 3.25, "text": 6.75}
+"""Widths in inches of a column and of the text of two-column papers, as in ICML and CVPR (IEEE: 3.5 and 7.16)."""
+
+# Okabe and Ito's colours without yellow and black, as in the HTML report. In greyscale, the line styles and markers of
+# curves differ, and the hatches of bars.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+LINE_STYLES = ("-", "--", "-.", ":")
+MARKERS = "os^Dv*X"
+HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "++++")
+
+FONT_SIZE, SMALL_SIZE = 8, 7
+LEGEND_ROW = 0.17
+"""Height of a row of the legend in inches."""
+MOST_MARKERS = 8
+"""Maximum number of markers on a curve."""
+STEPS = (1, 2, 5, 10)
+"""Distances between the ticks of an x axis, times a power of ten."""
+MOST_LETTERS = 40
+"""Maximum length of a name in a figure."""
+
+STYLE: Any = {
+    "font.size": FONT_SIZE,
+    "axes.titlesize": FONT_SIZE,
+    "axes.labelsize": FONT_SIZE,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.4,
+    **{f"{x}tick.labelsize": SMALL_SIZE for x in "xy"},
+    **{f"{x}tick.major.width": 0.6 for x in "xy"},
+    **{f"{x}tick.major.size": 2.5 for x in "xy"},
+    "legend.fontsize": SMALL_SIZE,
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "hatch.linewidth": 0.5,
+    "boxplot.patchartist": True,
+    "boxplot.showfliers": False,
+    "boxplot.medianprops.color": "black",
+    **{f"boxplot.{part}props.linewidth": 0.8 for part in ("median", "whisker", "cap")},
+    "text.parse_math": False,  # names of runs are text, not formulas
+}
+
+FILES: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "savefig.dpi": 300, "svg.hashsalt": "fl-lightning"}
+"""Settings of saved files: TrueType fonts, sharp images, and the same names inside an SVG each time."""
+
+UNITS: dict[str, tuple[str, dict[str, float]]] = {
+    "bytes": ("communication", {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}),
+    "seconds": ("time", {"h": 3600, "min": 60, "s": 1}),
+}
+"""Label and units of an x axis."""
+
+
+class PaperFigure(Figure):
+    """A Matplotlib figure for a paper: saved files contain their fonts, and a notebook shows it without pyplot.
+
+    Attributes:
+        notes: Lines for the caption: what the figure shows, and remarks about the runs.
+    """
+
+    notes: Sequence[str] = ()
+
+    def savefig(self, fname: Any, **options: Any) -> None:
+        """Save the figure with embedded TrueType fonts, and images with 300 dpi."""
+        with rc_context(FILES):
+            super().savefig(fname, **options)
+
+    def _repr_png_(self) -> bytes:
+        self.savefig(image := BytesIO(), format="png", dpi=150)
+        return image.getvalue()
+
+
+def paper_figure(width: float | str, panels: int = 1, height: float = 0) -> tuple[PaperFigure, list[Axes]]:
+    """Create a figure with axes side by side, in several rows if they are many. Call it and draw inside of `STYLE`.
+
+    Args:
+        width: `column`, `text`, or a number of inches.
+        panels: Number of axes.
+        height: Minimum height of the axes in inches.
+
+    Raises:
+        ConfigError: The width is unknown, or not between 1 and 50 inches.
+    """
+    inches = WIDTHS.get(width) if isinstance(width, str) else width
+    if inches is None:
+        raise ConfigError(f"width: {width!r} is unknown. Use {', '.join(WIDTHS)}, or a number of inches.")
+    check_number("width", inches, "[1, 50]")
+    columns = max(1, min(panels, int(inches // 1.5)))
+    rows = -(-panels // columns)
+    height = max(height, min(max(0.65 * inches / columns, 1.5), 2.4))
+    figure = PaperFigure(figsize=(inches, rows * height), layout="constrained")
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    for axes in grid[panels:]:
+        axes.remove()
+    return figure, list(grid[:panels])
+
+
+def plot_run(rows: Sequence[Row], metrics: Sequence[str], x: XAxis, percent: bool, width: float | str) -> PaperFigure:
+    """Return a figure of the curves of metrics of one run.
+
+    Raises:
+        ConfigError: A metric has no value, the x axis was not recorded, or the width is unknown.
+    """
+    with rc_context(STYLE):
+        figure, places = paper_figure(width)
+        curves = {label_of(name): mean_curve([rows], name, x, percent) for name in metrics}
+        lines = draw_curves(places, [{name: curve for name, curve in curves.items() if curve}], list(curves), x)
+        if len(lines) > 1:
+            add_legend(figure, lines)
+        label = axis_label(metrics[0], percent) if len(metrics) == 1 else axis_label("", percent)
+        places[0].set_ylabel(label.strip())
+    return figure
+
+
+def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
+    """Add a legend above the axes, line by line in the given order, with as many columns as fit. The figure grows."""
+    names, count = list(entries), len(entries)
+    for rows in range(1, count + 1):
+        columns = -(-count // rows)
+        order = [names[i] for column in range(columns) for i in range(column, count, columns)]  # it is filled by column
+        artists, shown = [entries[name] for name in order], [shorten_name(name) for name in order]
+        legend = figure.legend(artists, shown, loc="outside upper center", ncols=columns, handlelength=2.8)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * rows)
+
+
+def shorten_name(name: str) -> str:
+    """Return a name as one line of at most `MOST_LETTERS` characters."""
+    line = one_line(name)
+    return line if len(line) <= MOST_LETTERS else f"{line[: MOST_LETTERS - 1]}…"
+
+
+def pick(options: Sequence[str], number: int) -> str:
+    """Return the colour, line style, marker or hatch of the group with a number; they repeat."""
+    return options[number % len(options)]
+
+
+def draw_curves(
+    places: Sequence[Axes], curves: Sequence[Mapping[str, Curve]], names: Sequence[str], x: XAxis
+) -> dict[str, Artist]:
+    """Draw curves as lines with a band of ± standard deviation.
+
+    Args:
+        places: The axes.
+        curves: The curves of each axes by name, at least one.
+        names: All names. The position of a name determines its style.
+        x: The x axis of the curves.
+
+    Returns:
+        A line of each name for the legend.
+    """
+    unit, size = _unit(x, max(curve.x.max() for each in curves for curve in each.values()))
+    artists: dict[str, Artist] = {}
+    for axes, each in zip(places, curves, strict=True):
+        for name, curve in each.items():
+            number, points = names.index(name), len(curve.x)
+            colour, step = pick(COLOURS, number), max(1, points // MOST_MARKERS)
+            (line,) = axes.plot(
+                *(curve.x / size, curve.mean),
+                color=colour,
+                linestyle=pick(LINE_STYLES, number),
+                marker=pick(MARKERS, number),
+                markevery=(number * step // len(names), step),  # markers of overlapping curves alternate
+            )
+            artists.setdefault(name, line)
+            if curve.std is not None:
+                low, high = curve.mean - curve.std, curve.mean + curve.std
+                axes.fill_between(curve.x / size, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.set_xlabel(unit)
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=x == "round"))
+        axes.margins(x=0.02)
+    return artists
+
+
+def _unit(x: XAxis, largest: float) -> tuple[str, float]:
+    """Return the label of an x axis with its unit, and the size of the unit."""
+    if x not in UNITS:
+        return x, 1
+    label, units = UNITS[x]
+    unit = next((unit for unit, size in units.items() if size <= largest), list(units)[-1])
+    return f"{label} ({unit})", units[unit]
+
+
+def draw_partition(axes: Axes, counts: np.ndarray, area: float = 220) -> None:
+    """Draw a partition: a bubble per client and class, with an area proportional to the number of samples.
+
+    More than 200 clients are drawn as a heat map: clients are sorted by their largest class and its size, and grouped
+    into 200 columns, each the mean of its clients.
+
+    Args:
+        axes: The axes.
+        counts: `(clients, C)` samples.
+        area: Area of the largest bubble in square points.
+    """
+    clients, classes = counts.shape
+    if clients > MAX_COLUMNS:
+        heat_map(axes, group_clients(counts), f"mean samples of {clients:,} clients")
+        axes.set(xlabel="clients, sorted", ylabel="class")
+        return
+    client, label = np.nonzero(counts)
+    axes.scatter(client, label, s=area * counts[client, label] / max(counts.max(), 1), alpha=0.7, linewidths=0)
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
+    for axis, size in ((axes.xaxis, clients), (axes.yaxis, classes)):
+        axis.set_ticks(range(0, size, max(1, size // 20)))
+
+
+def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()) -> None:
+    """Draw a matrix as a heat map; with negative entries, the colour scale is centred at zero."""
+    largest = np.abs(matrix).max() if (matrix < 0).any() else None
+    limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
+    image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
+    axes.set_title(title, fontsize=9)
+    axes.grid(visible=False)
+    for axis, size in ((axes.xaxis, matrix.shape[1]), (axes.yaxis, len(matrix))):
+        axis.set_ticks(range(0, size, max(1, size // 10)))
+    if len(ids) == len(matrix):
+        axes.set_yticks(axes.get_yticks(), [str(ids[int(i)]) for i in axes.get_yticks()])
+    axes.figure.colorbar(image, ax=axes)
