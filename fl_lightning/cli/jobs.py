@@ -24,6 +24,7 @@ from fl_lightning.analysis.executor import (
 from fl_lightning.cli.main import describe_error, main
 from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.core.lazy_import import skip_working_folder
+from fl_lightning.core.temporary_folders import temporary_files
 from fl_lightning.runs.folder import lock_run_dir
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def in_job_processes(
     """
     pool = ProcessPoolExecutor(workers, process_context(FIT.preload), follow_parent)
     try:
-        with skip_working_folder():
+        with temporary_files(), skip_working_folder():
             futures = [pool.submit(function, words, dict(os.environ)) for words in command_lines]
         yield from (future.result() for future in futures)
     finally:
