@@ -170,10 +170,9 @@ class FederatedOrchestrator:
             contexts.enter_context(self.record.open(resume))
             if resume:
                 self.load(config=config)
+                self._check()
             else:
-                self._build()
-            self._notify("check")
-            self.logger.check(self.run_dir)
+                self.check()
             if fast:
                 self._reduce_to_dry_run()
             self._begin(config, name, group)
@@ -181,6 +180,19 @@ class FederatedOrchestrator:
                 self._notify("on_fit_start")
                 self.engine.in_one_fit(self.worker, self._run_rounds)
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
+
+    def check(self) -> None:
+        """Load the data, and make all checks that precede the first round. `fit` does this, too.
+
+        Raises:
+            ConfigError: An option does not fit the data or the other options.
+        """
+        self._build()
+        self._check()
+
+    def _check(self) -> None:
+        self._notify("check")
+        self.logger.check(self.run_dir)
 
     def _run_rounds(self) -> None:
         """Run the rounds until the last one is done or a callback stops the run."""

@@ -7,7 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from fl_lightning.runs.reader import Run, has_value, known_key, known_metric
 
 LEVELS = (0.05, 0.01, 0.001)
 """Significance levels: one star for each level that p is below."""
+
+DEFAULT_METRICS = ("global/acc", "client/acc_mean", "global/mae", "client/mae_mean")
+"""Metrics that are compared by default. Regression has the error `mae` in place of the accuracy `acc`."""
 
 UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
 """Settings that do not separate runs into groups."""
@@ -75,6 +78,9 @@ class Difference(NamedTuple):
         return "*" * sum(self.p_holm < level for level in LEVELS) if self.p_holm is not None else ""
 
 
+Figures = TypeVar("Figures", Spread, Difference)
+
+
 @dataclass(frozen=True)
 class Group:
     """A group of runs with equal values of the compared settings, and statistics of the runs' results.
@@ -112,6 +118,11 @@ class Group:
         unique = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
         return first if unique else " ".join(filter(None, names))
 
+    def in_percent(self) -> Group:
+        """Return the group with the values of the metric, and their difference from the reference, in percent."""
+        last, best, difference = percent(self.last), percent(self.best), percent(self.difference)
+        return replace(self, last=last, best=best, difference=difference)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -125,6 +136,7 @@ class Comparison:
         groups: The groups, sorted by their values; a reference comes before the groups that are compared with it.
         reference: The name of the reference; empty if there is none.
         remarks: Warnings about how comparable the groups are.
+        percent: Whether the values of the metric are in percent.
     """
 
     keys: list[str]
@@ -134,6 +146,12 @@ class Comparison:
     groups: list[Group]
     reference: str
     remarks: list[str]
+    percent: bool = False
+
+    @property
+    def digits(self) -> int:
+        """The number of decimal places with which to show values of the metric."""
+        return 2 if self.percent else 4
 
     @property
     def columns(self) -> list[str]:
@@ -151,6 +169,10 @@ class Comparison:
         if all(len(group.seeds) == len(self.seeds) for group in self.groups):
             return []
         return [f"seeds: {', '.join(map(str, self.seeds))}; some groups lack some."]
+
+    def in_percent(self) -> Comparison:
+        """Return the comparison with the values of the metric, and their differences, in percent."""
+        return replace(self, groups=[group.in_percent() for group in self.groups], percent=True)
 
 
 def comparable_runs(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
@@ -172,7 +194,7 @@ def comparable_runs(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
     _warn(set(configured) - set(candidates), "not finished, left out (--unfinished includes them)")
     newest: dict[Any, Run] = {}
     for run in sorted(candidates, key=lambda run: (run.finished, (run.run_dir / "metrics.csv").stat().st_mtime)):
-        newest[repr(run.settings.get("seed")), tuple(sorted(_compared_settings(run).items()))] = run
+        newest[repr(run.settings.get("seed")), tuple(sorted(compared_settings(run).items()))] = run
     kept = [run for run in candidates if run in set(newest.values())]
     reason = "the same settings and seed as another run, left out (the newest finished run is kept)"
     _warn(set(candidates) - set(kept), reason)
@@ -195,7 +217,7 @@ def compare(
         runs: The runs, as `comparable_runs` returns them.
         by: Settings to group by: keys, or ends of keys. By default all in which the runs differ, except the seed and
             settings that do not affect results.
-        metric: The metric to compare; by default `global/acc` if any run has it, else `client/acc_mean`.
+        metric: The metric to compare; by default the first of `DEFAULT_METRICS` that a run has.
         lower: Whether lower values are better; by default the direction of the metric.
         reference: Settings of the reference groups, among those that are grouped by. Each group is compared with the
             one that has these settings and otherwise the same. By default `algorithm: FedAvg`, if that is one group.
@@ -204,7 +226,7 @@ def compare(
     Raises:
         ConfigError: No run has the metric or a key, or the reference matches no group, or several.
     """
-    texts = {run: _compared_settings(run) for run in runs}
+    texts = {run: compared_settings(run) for run in runs}
     varied = _varied(texts)
     keys = list(dict.fromkeys(known_key(name, runs, "--by") for name in by)) or list(varied)
     if uncompared := [key for key in keys if _is_uncompared(key)]:
@@ -271,6 +293,11 @@ def across_values(found: Comparison, across: str) -> tuple[str, list[str]]:
 
 
 # --- Statistics ---
+
+
+def percent(figures: Figures | None) -> Figures | None:
+    """Return statistics with the mean and the standard deviation in percent."""
+    return figures and figures._replace(mean=100 * figures.mean, std=figures.std and 100 * figures.std)
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -391,7 +418,8 @@ def _bytes(rows: Sequence[Row]) -> float | None:
 
 
 def _default_metric(runs: Sequence[Run]) -> str:
-    return "global/acc" if any("global/acc" in row for run in runs for row in run.rounds) else "client/acc_mean"
+    names = {name for run in runs for row in run.rounds for name in row}
+    return next((name for name in DEFAULT_METRICS if name in names), DEFAULT_METRICS[1])
 
 
 def _reference_groups(group: Group, groups: list[Group], other_keys: list[str], wanted: dict[str, Any]) -> list[Group]:
@@ -422,7 +450,7 @@ def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
     return remarks
 
 
-def _compared_settings(run: Run) -> dict[str, str]:
+def compared_settings(run: Run) -> dict[str, str]:
     """Return the settings of a run that affect results, as text (two NaN values differ, but their texts are equal)."""
     return {key: repr(value) for key, value in run.settings.items() if not _is_uncompared(key)}
 

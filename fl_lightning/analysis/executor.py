@@ -7,11 +7,14 @@ began resumes from its last checkpoint, and a failed job keeps its reason.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
@@ -133,6 +136,23 @@ def run_jobs(
             _stop_jobs(running)
 
 
+def run_folder(parent: Path, seed: int, settings: Mapping[str, Any]) -> Path:
+    """Return the folder of a run. It ends in a digest of the settings, so another setting is another run.
+
+    Args:
+        parent: The folder of the runs that differ only in the seed.
+        seed: The seed.
+        settings: The settings, without the seed.
+    """
+    content = json.dumps(settings, sort_keys=True, default=str)
+    return parent / f"seed_{seed}-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
+
+
+def folder_name(name: str) -> str:
+    """Return a text as a folder name: unusual characters become dashes, and at most 80 characters are kept."""
+    return re.sub(r"[^\w.+]+", "-", name).strip("-.")[:80]
+
+
 def is_finished(folder: Path) -> bool:
     """Return whether a folder holds a finished run."""
     return (folder / "final" / "summary.json").is_file()
@@ -234,8 +254,7 @@ def _run_job(
     job: Job, main: Callable[[list[str]], int], workers: int, threads: int | None, environment: dict[str, str]
 ) -> None:
     """Run a job in this job process, and exit with the exit code of `fit`."""
-    os.setpgrp()  # Ctrl-C in the terminal reaches only the parent, which asks each job to stop once
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    follow_parent()
     with FileLock(job.folder / LOCK):
         pass  # waits for a process of a killed call that still runs; then the run locks its folder itself
     _redirect_output(job.folder / LOG)
@@ -247,6 +266,12 @@ def _run_job(
     if wandb := sys.modules.get("wandb"):
         wandb.teardown()  # its service process would outlive this one
     sys.exit(code)
+
+
+def follow_parent() -> None:
+    """Let this process end with its parent, and leave Ctrl-C in the terminal to the parent, which asks it to stop."""
+    os.setpgrp()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:

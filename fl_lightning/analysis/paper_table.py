@@ -7,8 +7,6 @@ the paper's numbers, and its claims. A row or a column is a mapping from options
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline, to_word
-from fl_lightning.analysis.executor import Job
+from fl_lightning.analysis.executor import Job, folder_name, run_folder
 from fl_lightning.core.config import (
     flatten,
     load_yaml,
@@ -277,11 +275,10 @@ def table_jobs(
         settings = settings_of(words)
         extra = [*scaling(settings, scale), *override_words]
         settings |= settings_of(extra)
-        folder = out / _column_folder(table.columns[column]) / _folder_name(row)
-        content = json.dumps(settings, sort_keys=True, default=str)
-        digest = hashlib.sha256(content.encode()).hexdigest()[:10]
+        folder = out / _column_folder(table.columns[column]) / folder_name(row)
         for seed in table.seeds:
-            jobs[column, row, seed] = Job(folder / f"seed_{seed}-{digest}", (*words, "--seed", str(seed), *extra))
+            words_of_run = (*words, "--seed", str(seed), *extra)
+            jobs[column, row, seed] = Job(run_folder(folder, seed, settings), words_of_run)
     return jobs
 
 
@@ -354,9 +351,4 @@ def _value(word: str) -> Any:
 def _column_folder(column: Settings) -> str:
     """Return the folder name for all runs of a table's column: the name of its config, then its other options."""
     options = (f"{key}-{to_word(value)}" for key, value in column.items() if key not in ("config", "metric"))
-    return _folder_name("-".join([Path(column["config"]).stem, *options]))
-
-
-def _folder_name(name: str) -> str:
-    """Return a text as a folder name: unusual characters become dashes, and at most 80 characters are kept."""
-    return re.sub(r"[^\w.+]+", "-", name).strip("-.")[:80]
+    return folder_name("-".join([Path(column["config"]).stem, *options]))

@@ -1,6 +1,135 @@
-"""The program that `sweep` and `reproduce` run for each of their runs: `fit`."""
+"""Run `fit` in job processes: the runs of `fit --multirun`, `sweep` and `reproduce`, and the checks before them."""
 
-from fl_lightning.analysis.executor import Program
-from fl_lightning.cli.main import main
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fl_lightning.analysis.executor import (
+    Job,
+    JobResult,
+    Program,
+    follow_parent,
+    is_finished,
+    process_context,
+    run_jobs,
+)
+from fl_lightning.cli.main import describe_error, main
+from fl_lightning.core.errors import ConfigError, FLError
+from fl_lightning.core.lazy_import import skip_working_folder
+from fl_lightning.core.temporary_folders import temporary_files
+from fl_lightning.runs.folder import lock_run_dir
+
+if TYPE_CHECKING:
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+Words = Sequence[str]
+"""A command line of `fit`, without `fit`."""
+
+Environment = Mapping[str, str]
+"""Environment variables."""
+
+Result = TypeVar("Result")
 
 FIT = Program(main, preload=["fl_lightning.cli.commands.fit"])
+
+
+def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
+    """Run the unfinished ones of several runs, report each on stderr as it ends, and yield its result.
+
+    Args:
+        jobs: The runs.
+        out: The folder that holds the folders of all runs. It is locked.
+        workers: Number of runs at a time.
+        threads: Number of torch threads of each run; by default the cores are divided among the workers.
+    """
+    missing = [job for job in jobs if not is_finished(job.folder)]
+    _report(f"{len(missing)} of {len(jobs)} runs are missing; the folder is {out}")
+    with lock_run_dir(out):
+        for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
+            how = f"failed: {ended.reason}" if ended.code else "done"
+            _report(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}")
+            yield ended
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def in_job_processes(
+    function: Callable[[Words, Environment], Result], command_lines: Sequence[Words], workers: int = 1
+) -> Iterator[Result]:
+    """Yield the results of a function for each of several command lines. It runs in job processes, which import torch.
+
+    Args:
+        function: Takes a command line, and the environment variables of this process.
+        command_lines: The command lines.
+        workers: Number of processes.
+    """
+    pool = ProcessPoolExecutor(workers, process_context(FIT.preload), follow_parent)
+    try:
+        with temporary_files(), skip_working_folder():
+            futures = [pool.submit(function, words, dict(os.environ)) for words in command_lines]
+        yield from (future.result() for future in futures)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# --- In a job process ---
+
+
+def resolve_config(words: Words, environment: Environment) -> dict[str, Any]:
+    """Return the resolved config of a command line. The data are not loaded.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+    with open_experiment(words, environment) as (_, config):
+        return config
+
+
+def check_experiment(words: Words, environment: Environment) -> None:
+    """Make the checks that `fit` makes before its first round. The run itself reports an unexpected error.
+
+    Raises:
+        ConfigError: A setting is wrong, or does not fit the data or the other settings.
+    """
+    with open_experiment(words, environment) as (run, _):
+        try:
+            run.check()
+        except FLError:
+            raise
+        except Exception:
+            return
+
+
+@contextmanager
+def open_experiment(words: Words, environment: Environment) -> Iterator[tuple[FederatedOrchestrator, dict[str, Any]]]:
+    """Context with the experiment of a command line, in a temporary folder, and its resolved config.
+
+    Raises:
+        ConfigError: A value is wrong, or the code inside raised an `FLError`.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    from fl_lightning.cli.commands import fit
+    from fl_lightning.cli.errors import readable_errors
+    from fl_lightning.cli.experiment import build, plain_config
+    from fl_lightning.cli.options import command_parser
+
+    with warnings.catch_warnings(), TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")  # the run itself shows them
+        parser = command_parser("fit")
+        try:
+            with readable_errors(parser):
+                given = parser.parse_args(fit.expand(words))
+            yield build(given, parser, Path(folder) / "run"), plain_config(given, parser)
+        except FLError as error:
+            raise ConfigError(describe_error(error)[1]) from None

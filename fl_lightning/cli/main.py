@@ -74,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 discard_stdout()
         if _has_shown(ended):
             raise
-        code, message = _ended_by(ended)
+        code, message = describe_error(ended)
         if debug and message:
             if isinstance(error, Exception):
                 raise
@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return code
 
 
-def _ended_by(error: BaseException) -> tuple[int, str]:
+def describe_error(error: BaseException) -> tuple[int, str]:
     """Return the exit code and message for an error that ended a command; no message for a signal or closed pipe."""
     if isinstance(error, FLError):
         cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
@@ -143,10 +143,13 @@ def _dispatch(words: list[str], own_process: bool) -> int:
     if text := load("fl_lightning.cli.help").requested_help(name, words):
         print(text.rstrip("\n"))
         return 0
-    load("fl_lightning.cli.unknown_names").check_names(name, words)
+    if name == "fit" and load("fl_lightning.cli.options").is_multirun(words):
+        name = "multirun"  # checks the names of each of its runs
+    else:
+        load("fl_lightning.cli.unknown_names").check_names(name, words)
     command = load(f"fl_lightning.cli.commands.{name}")
     parser = load("fl_lightning.cli.options").command_parser(name)
-    parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
+    parser.prog = f"fl-lightning {name}"
     readable_errors = load("fl_lightning.cli.errors").readable_errors
     with readable_errors(parser):
         words = getattr(command, "expand", list)(words)

@@ -6,7 +6,10 @@ source. Only `command_parser` imports torch, for those two commands.
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -45,6 +48,9 @@ WHERE = value(str, ONLY_RUNS, nargs="+", default=[], metavar="KEY=VALUE")
 BY = value(str, "Settings that define the groups: a,b,c. Ends of keys will do.", default="")
 UNFINISHED = switch("Include unfinished runs, with the rounds they have.")
 THREADS = value(int | None, "Torch's threads for each of them; by default the cores divided by --workers.")
+REFERENCE = value(str, "Test against the group with KEY=VALUE, or of this algorithm.", nargs="+")
+PERCENT = switch("Show the metric in percent.")
+FORMAT = value(Literal["table", "csv", "latex", "markdown"], "Format of the output.", default="table")
 TARGETS = "Values of the metric: report when each was reached, and the cost."
 SCALE = "Shrink every run: multiply rounds, local epochs and training samples by this, rounded up."
 SHELL = 'The shell. To install, add to ~/.bashrc: eval "$(fl-lightning completion bash)"'
@@ -62,8 +68,23 @@ RUN_WORDS: dict[str, Keywords] = {
     "--fast": switch("Dry run of two short rounds on a few samples, which leaves no files."),
 }
 
+MULTIRUN: dict[str, Keywords] = {
+    "--seeds": value(
+        int, "Run with each of these seeds, and compare. The same command resumes.", nargs="*", metavar="SEED"
+    ),
+    "-m --multirun": value(str, "Run each combination of these values, and compare.", nargs="*", metavar="KEY=A,B"),
+    "--workers": value(int, "Number of runs at a time.", default=1),
+    "--threads": THREADS,
+    "--out": value(str | None, "Folder of the runs; runs/multirun/CONFIG by default.", metavar="FOLDER"),
+    "--reference": REFERENCE,
+    "--percent": PERCENT,
+    "--format": FORMAT,
+}
+"""Options of `fit` for several runs. They have a parser of their own, `multirun`."""
+
 OPTIONS: dict[str, dict[str, Keywords]] = {
-    "fit": RUN_WORDS,
+    "fit": RUN_WORDS | MULTIRUN,
+    "multirun": MULTIRUN | {"words": value(str, "Command line of the runs.", nargs="*")},
     "test": {"run": RUN, "--checkpoint": CHECKPOINT, "--trust": TRUST},
     "watch": {
         "run": value(str, "Folder of the run. For a folder of runs, the newest unfinished one is shown."),
@@ -79,12 +100,13 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--where": WHERE,
         "--by": BY,
         "--across": value(str | None, "The setting whose values become columns.", metavar="KEY"),
-        "--metric": value(str | None, "A column of metrics.csv; by default global/acc, or else client/acc_mean."),
+        "--metric": value(str | None, "A column of metrics.csv; by default global/acc, or client/acc_mean, or mae."),
         "--mode": value(Literal["max", "min"] | None, "Direction of the metric; by default its own."),
         "--target": value(float, TARGETS, nargs="+", default=[]),
-        "--reference": value(str, "Test against the group with KEY=VALUE, or of this algorithm.", nargs="+"),
+        "--reference": REFERENCE,
         "--unfinished": UNFINISHED,
-        "--format": value(Literal["table", "csv", "latex", "markdown"], "Format of the output.", default="table"),
+        "--percent": PERCENT,
+        "--format": FORMAT,
     },
     "plot": {
         "runs": RUNS,
@@ -96,7 +118,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--by": BY,
         "--across": value(str | None, "The setting whose values get axes, or clusters, of their own.", metavar="KEY"),
         "--unfinished": UNFINISHED,
-        "--percent": switch("Show the metric in percent."),
+        "--percent": PERCENT,
         "--width": value(float | Literal["column", "text"], FIGURE_WIDTH, default="column"),
     },
     "report": {
@@ -146,6 +168,11 @@ EXPERIMENTS = ("fit", "partition")
 PARTITION_DEFAULTS = {"model": "MLP", "algorithm": "FedAvg"}
 """Defaults in `partition` of keys that `fit` requires and that do not influence the partition."""
 
+SWITCHES = ("print_config", "trust", "fast")
+"""Options of `fit` without a value. `partition` accepts them, too."""
+OPTION_WORD = re.compile("-{1,2}[A-Za-z]")
+"""Matches the beginning of a word that is an option. `-1` is a value."""
+
 BASELINES = "Settings that --algorithm NAME adds: a mapping by name, the path of one, or a list."
 CONFIG = "Config file, or the name of a shipped one. Later files override earlier ones."
 BOOL = {"metavar": "true|false", "default": False, "choices": ["true", "false"]}
@@ -173,16 +200,60 @@ TRAINER: dict[str, Option] = {
 
 
 def command_parser(command: str) -> ArgumentParser:
-    """Build a command's jsonargparse parser. For `fit` and `partition` it includes the experiment's config keys."""
+    """Build a command's jsonargparse parser. For `fit` and `partition` it includes the experiment's config keys.
+
+    The parser of `fit` does not have the options `MULTIRUN`.
+    """
     from jsonargparse import ArgumentParser  # half a second
 
     is_experiment = command in EXPERIMENTS
     parser = experiment_parser() if is_experiment else ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    for flags, keywords in OPTIONS[command].items():
+    for flags, keywords in (RUN_WORDS if command == "fit" else OPTIONS[command]).items():
         parser.add_argument(*flags.split(), **keywords)
     if command == "partition":
         parser.set_defaults(PARTITION_DEFAULTS)
     return parser
+
+
+def key_of(flags: str) -> str:
+    """Return the key of an option given its flags: `out` for `-o --out`."""
+    return flags.rpartition("-")[2]
+
+
+def is_multirun(words: Sequence[str]) -> bool:
+    """Return whether a command line of `fit` has an option for several runs."""
+    flags = " ".join(MULTIRUN).split()
+    return any(word.partition("=")[0] in flags for word in words)
+
+
+def split_options(
+    words: Sequence[str], options: Mapping[str, Option]
+) -> Iterator[tuple[str, list[str], Sequence[str]]]:
+    """Split a command line into its options. A word that belongs to no option has the key "".
+
+    Args:
+        words: The command line after the command.
+        options: The known options by key. Others have one value.
+
+    Yields:
+        The key of the option, its values, and all its words.
+    """
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        flag, apart, value = word.partition("=")
+        if not OPTION_WORD.match(word):
+            yield "", [word], [word]
+            continue
+        key = next((key for key, one in options.items() if flag in one.get("flags", ())), flag.lstrip("-"))
+        values = [value] if apart else []
+        nargs = options.get(key, {}).get("nargs", 1)
+        if nargs in ("*", "+"):
+            while rest and not OPTION_WORD.match(rest[0]):
+                values.append(rest.popleft())
+        elif nargs == 1 and not apart and key not in SWITCHES and rest:
+            values.append(rest.popleft())
+        yield key, values, [word, *values[bool(apart) :]]
 
 
 @cache
@@ -191,7 +262,7 @@ def options_of(command: str) -> dict[str, Option]:
     found = _experiment_options() if command in EXPERIMENTS else {}
     for flags, keywords in OPTIONS[command].items():
         if keywords["help"] != SUPPRESS:
-            found[flags.rpartition("-")[2]] = _described(flags.split(), keywords)
+            found[key_of(flags)] = _described(flags.split(), keywords)
     if command == "partition":
         for name, default in PARTITION_DEFAULTS.items():
             found[name] = {key: value for key, value in found[name].items() if key != "needed"} | {"default": default}

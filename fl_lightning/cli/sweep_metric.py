@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from difflib import get_close_matches
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import optuna
 
-from fl_lightning.analysis.executor import process_context
 from fl_lightning.analysis.sweep_file import Sweep
-from fl_lightning.cli.jobs import FIT
+from fl_lightning.cli.jobs import in_job_processes, open_experiment
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.lazy_import import skip_working_folder
 
 KNOWN_BEFOREHAND = re.compile(r"(?:global|client|personal_on_global)/.+")
 """Metrics whose names are known before a run begins."""
@@ -36,12 +30,10 @@ def check_metric(sweep: Sweep) -> None:
     column = re.sub(r"_(best|best_round|last|last10)$", "", sweep.metric)
     if not KNOWN_BEFOREHAND.fullmatch(column):
         return
-    with skip_working_folder(), ProcessPoolExecutor(1, process_context(FIT.preload)) as pool:
-        for params in _one_per_algorithm(sweep):
-            try:
-                names = pool.submit(metrics_of_trial, sweep.command(params), dict(os.environ)).result()
-            except BrokenProcessPool:
-                return
+    trials = list(_one_per_algorithm(sweep))
+    with suppress(BrokenProcessPool):
+        found = list(in_job_processes(metrics_of_trial, [sweep.command(params) for params in trials]))
+        for params, names in zip(trials, found, strict=True):
             if names is not None and not {column, sweep.metric} & set(names):
                 algorithm = f" with algorithm {params['algorithm']}" if "algorithm" in params else ""
                 raise ConfigError(f"metric: no round has {sweep.metric}{algorithm}. Use {_alternative(column, names)}.")
@@ -64,24 +56,17 @@ def _alternative(column: str, names: Sequence[str]) -> str:
 def metrics_of_trial(words: Sequence[str], environment: Mapping[str, str]) -> list[str] | None:
     """Return the names of the metrics that a sweep's trial may log; None if some are not known before the trial runs.
 
-    Runs in a process of its own, because it imports torch and loads data.
+    Runs in a job process, because it imports torch and loads data.
 
     Args:
         words: The trial's command line, after `fit`.
         environment: The environment of the sweep's process.
     """
-    os.environ.update(environment)
     from fl_lightning.callbacks.monitor import may_add_metrics, round_metrics
-    from fl_lightning.cli.commands import fit
-    from fl_lightning.cli.experiment import build
-    from fl_lightning.cli.options import command_parser
 
-    with warnings.catch_warnings(), TemporaryDirectory() as folder:
-        warnings.simplefilter("ignore")
-        try:
-            parser = command_parser("fit")
-            run = build(parser.parse_args(fit.expand(words)), parser, Path(folder) / "run")
-            run._build()
-        except Exception:  # the trial's own run reports it
-            return None
-        return None if may_add_metrics(run) else round_metrics(run)
+    try:
+        with open_experiment(words, environment) as (run, _):
+            run.check()
+            return None if may_add_metrics(run) else round_metrics(run)
+    except Exception:  # the trial's own run reports it
+        return None

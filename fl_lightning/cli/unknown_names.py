@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_source, kind_of, names
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, correct_case
-from fl_lightning.cli.options import EXPERIMENTS, options_of
+from fl_lightning.cli.options import EXPERIMENTS, MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.other_frameworks import CLASSES, OPTIONS
 from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
 from fl_lightning.core.errors import ConfigError
@@ -29,11 +28,10 @@ LONGEST_LIST = 200
 """Maximum length of a list of names in a message. In place of a longer list, the message names a command."""
 LIST_KEYS = ("algorithm.loss_terms", "callbacks", "client_callbacks")
 """Keys that take a list of classes."""
-NOT_IN_CONFIGS = ("config", "print_config")
-COMMAND_LINE_OPTIONS = (*NOT_IN_CONFIGS, "resume", "trust", "fast")
+COMMAND_LINE_OPTIONS = ("config", "print_config", "resume", "trust", "fast")
 """Options beside an experiment's keys. `partition` accepts them too, so that a command line of `fit` can be reused."""
-SWITCHES = ("print_config", "trust", "fast")
-"""Options without a value."""
+NOT_IN_CONFIGS = {"config", "print_config", *map(key_of, MULTIRUN)}
+"""Options that a config cannot contain."""
 CLASS_EXPECTED = "expected the name of a class, or a class_path with its init_args"
 
 
@@ -88,15 +86,8 @@ class Names:
         self.classes = {key: name for key, name in named.items() if name not in ("null", "false")}
 
     def _typed(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
-        rest = iter(words)
-        for word in rest:
-            flag, apart, value = word.partition("=")
-            if not re.match("-{1,2}[A-Za-z]", word):
-                yield "", word
-                continue
-            key = next((key for key, one in self.options.items() if flag in one.get("flags", ())), flag.lstrip("-"))
-            alone = apart or key in SWITCHES or self.options.get(key, {}).get("nargs") == 0
-            yield key, value if alone else next(rest, "")
+        for key, values, _ in split_options(words, self.options):
+            yield from ((key, value) for value in values or [""])
 
     # --- Refusals ---
 
@@ -106,7 +97,9 @@ class Names:
             key = f"{group}{name}"
             if isinstance(value, dict) and self._is_group(key):
                 self.check_keys(value, f"{key}.")
-            elif self._has(key) and key not in NOT_IN_CONFIGS:
+            elif key in NOT_IN_CONFIGS:
+                raise ConfigError(f"the config has no key {key!r}. It is an option of the command line, --{key}.")
+            elif self._has(key):
                 self._check_classes(key, value)
             else:
                 self._refuse(key)

@@ -500,6 +500,27 @@ def test_latex(tmp_path):
     assert all(line.startswith("% ") for line in lines[lines.index(r"\end{tabular}") + 1 :])
 
 
+@pytest.mark.parametrize("form", ["table", "latex", "markdown", "csv"])
+def test_percent_multiplies_the_metric_and_its_differences_by_100(form, tmp_path):
+    for seed, (ours, theirs) in enumerate([(0.5, 0.25), (0.75, 0.25)]):
+        write(tmp_path, "FedAvg", seed, [theirs, theirs / 2])
+        write(tmp_path, "FedSKC", seed, [ours])
+    out = run("compare", tmp_path, "--percent", "--format", form, "--target", "0.5").out
+    if form == "csv":
+        fedavg, fedskc = csv.DictReader(io.StringIO(out))
+        names = [f"{name}_{what}" for name in ("last", "best", "difference") for what in ("mean", "std")]
+        assert [float(fedskc[name]) for name in names] == pytest.approx([62.5, 312.5**0.5] * 2 + [50, 312.5**0.5])
+        assert [float(fedavg[name]) for name in names[:4]] == [12.5, 0, 25, 0]
+        assert float(fedskc["R_0.5_mean"]) == 1
+    else:
+        text = out.replace("*", "").replace(r"\textbf{", "").replace("}", "").replace("$\\pm$", "±")
+        assert re.search(r"12.50 ± 0.00\W+25.00 ± 0.00\W+(?=[a-z\d]|41)", text)
+        assert re.search(r"62.50 ± 17.68\W+62.50 ± 17.68\W+\+50.00 ± 17.68", text)
+        assert "global/acc in percent, in the last evaluated round and where best: mean" in out
+    across = run("compare", tmp_path, "--percent", "--across", "algorithm").out
+    assert re.search(r"12.50 ± 0.00 +62.50 ± 17.68", across)
+
+
 def test_the_lowest_loss_is_bold(tmp_path):
     write(tmp_path, "FedAvg", 0, [0.5], name="global/loss")
     write(tmp_path, "FedDW", 0, [0.75], name="global/loss")

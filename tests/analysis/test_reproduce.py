@@ -43,7 +43,7 @@ from fl_lightning.analysis.reproduction_table import (
     format_ours,
     verdict_line,
 )
-from fl_lightning.cli.commands import reproduce
+from fl_lightning.cli import jobs
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
 from fl_lightning.core.errors import ConfigError
@@ -128,7 +128,7 @@ def at_once(monkeypatch):
                 (job.folder / FAILED).write_text(reason + "\n")
             yield JobResult(job, outcome.code, reason)
 
-    monkeypatch.setattr(reproduce, "run_jobs", run_jobs)
+    monkeypatch.setattr(jobs, "run_jobs", run_jobs)
     return started
 
 

@@ -67,6 +67,9 @@ def test_options_of_models_exclude_arguments_from_the_data():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_options_of_a_command_equal_its_parsers(command):
     arguments, options = arguments_of(command_parser(command)), options_of(command)
+    if command == "fit":  # its options for several runs have a parser of their own
+        several = arguments_of(command_parser("multirun"))
+        arguments |= {name: argument for name, argument in several.items() if name != "words"}
     assert options.keys() == arguments.keys()
     for name, option in options.items():
         flags = [flag for flag in arguments[name].option_strings if not flag.endswith("+")]

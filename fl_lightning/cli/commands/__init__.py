@@ -1,6 +1,7 @@
 """The commands of `fl-lightning`, one file each.
 
-`main(given, parser)` runs a command. `expand(words)`, where a file has one, completes its command line before.
+`main(given, parser)` runs a command. `expand(words)`, where a file has one, completes its command line before. The file
+`multirun` is `fit` with `--seeds` or `--multirun`.
 """
 
 COMMANDS = {

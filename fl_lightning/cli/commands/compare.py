@@ -26,23 +26,39 @@ from fl_lightning.runs.reader import conditions, open_runs
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Compare groups of runs, and print the comparison as a table."""
-    runs = comparable_runs(open_runs(given.runs, given.where), given.unfinished)
-    words = given.reference and [word if "=" in word else f"algorithm={word}" for word in given.reference]
     found = compare(
-        runs,
+        comparable_runs(open_runs(given.runs, given.where), given.unfinished),
         by=[key for key in given.by.split(",") if key],
         metric=given.metric,
         lower=None if given.mode is None else given.mode == "min",
-        reference=conditions(words) if words else None,
+        reference=reference_settings(given.reference),
         targets=given.target,
     )
-    csv = given.format == "csv"
-    result = pivot_table(found, given.across) if given.across else data_table(found) if csv else group_table(found)
+    print_comparison(found, given.format, given.percent, given.across)
+    return 0
+
+
+def reference_settings(words: Sequence[str] | None) -> dict[str, Any] | None:
+    """Return the settings that `--reference` gives, as `KEY=VALUE` or as the name of an algorithm."""
+    return conditions([word if "=" in word else f"algorithm={word}" for word in words]) if words else None
+
+
+def print_comparison(found: Comparison, form: str, percent: bool = False, across: str | None = None) -> None:
+    """Print a comparison as a table.
+
+    Args:
+        found: The comparison.
+        form: The format: `table`, `csv`, `latex` or `markdown`.
+        percent: Show the metric in percent.
+        across: The setting whose values become columns.
+    """
+    found = found.in_percent() if percent else found
+    csv = form == "csv"
+    result = pivot_table(found, across) if across else data_table(found) if csv else group_table(found)
     writers = {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}
-    print(writers[given.format]())
+    print(writers[form]())
     if csv:
         print(*result.notes, sep="\n", end="\n" if result.notes else "", file=sys.stderr)
-    return 0
 
 
 def group_table(found: Comparison) -> ResultTable:
@@ -54,8 +70,9 @@ def group_table(found: Comparison) -> ResultTable:
     rows = []
     for group in found.groups:
         names = [group.names[key] for key in found.columns] or ["all runs"]
-        row = [*names, format_seeds(group, found), format_spread(group.last), format_spread(group.best)]
-        row += [format_difference(group)] if found.reference else []
+        spreads = [format_spread(spread, found.digits) for spread in (group.last, group.best)]
+        row = [*names, format_seeds(group, found), *spreads]
+        row += [format_difference(group, found.digits)] if found.reference else []
         row.append(human_bytes(group.bytes.mean) if group.bytes else "-")
         rows.append(row + [cell for target in found.targets for cell in format_reach(group.reach[target])])
     last, best = ([getattr(group, name) for group in found.groups] for name in ("last", "best"))
@@ -121,17 +138,17 @@ def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
 # --- Cells ---
 
 
-def format_number(value: float) -> str:
-    """Format a number with four decimal places, or with four significant digits from 1000 on."""
-    return f"{value:.4f}" if not abs(value) >= 1000 else f"{value:.4g}"
+def format_number(value: float, digits: int = 4) -> str:
+    """Format a number with a number of decimal places, or with four significant digits from 1000 on."""
+    return f"{value:.{digits}f}" if not abs(value) >= 1000 else f"{value:.4g}"
 
 
-def format_spread(spread: Spread | None) -> str:
+def format_spread(spread: Spread | None, digits: int = 4) -> str:
     """Format a metric's mean ± standard deviation over the seeds of a group."""
     if spread is None:
         return "-"
-    mean = format_number(spread.mean)
-    return mean if spread.std is None else f"{mean} ± {format_number(spread.std)}"
+    mean = format_number(spread.mean, digits)
+    return mean if spread.std is None else f"{mean} ± {format_number(spread.std, digits)}"
 
 
 def format_seeds(group: Group, found: Comparison) -> str:
@@ -142,12 +159,12 @@ def format_seeds(group: Group, found: Comparison) -> str:
     return cell + (f", {unfinished} unfinished" if unfinished else "")
 
 
-def format_difference(group: Group) -> str:
+def format_difference(group: Group, digits: int = 4) -> str:
     """Format a group's difference to the reference group as mean ± standard deviation with significance stars."""
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std
-    values = f"{mean:+.4f}" if std is None else f"{mean:+.4f} ± {format_number(std)}"
+    values = f"{mean:+.{digits}f}" if std is None else f"{mean:+.{digits}f} ± {format_number(std, digits)}"
     pairs = f"({group.difference.pairs} of {len(group.seeds)})" if group.difference.pairs < len(group.seeds) else ""
     return " ".join(filter(None, [values, group.difference.stars, pairs]))
 
@@ -169,7 +186,7 @@ def format_cell(group: Group | None, found: Comparison) -> str:
         return "missing"
     seeds, stars = format_seeds(group, found), group.difference.stars if group.difference else ""
     seeds = "" if seeds == str(len(found.seeds)) else f"({seeds})"
-    return " ".join(filter(None, [format_spread(group.last), stars, seeds]))
+    return " ".join(filter(None, [format_spread(group.last, found.digits), stars, seeds]))
 
 
 def best_rows(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
@@ -189,8 +206,8 @@ def shorten_keys(keys: list[str]) -> list[str]:
 
 def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
     """Return the lines below a comparison table that explain its values, significance stars and targets."""
-    lines = [f"{found.metric} {when}: mean ± standard deviation over seeds (n - 1)."]
-    lines += found.missing_seeds
+    metric = f"{found.metric} in percent," if found.percent else found.metric
+    lines = [f"{metric} {when}: mean ± standard deviation over seeds (n - 1).", *found.missing_seeds]
     if found.reference:
         levels = ", ".join(f"{'*' * i} p < {level:g}" for i, level in enumerate(LEVELS, 1))
         lines.append(

@@ -110,6 +110,8 @@ def values_of(command: str, key: str) -> list[str]:
     """Return the values that a command's key can take, such as class names; an empty list for any file or text."""
     if key == "config" or (command, key) == ("reproduce", "table"):
         return list(descriptions("configs" if key == "config" else "papers"))
+    if (command, key) == ("fit", "multirun"):
+        return [f"{name}=" for name in options_of(command)]
     if (command, key) == ("list", "kind"):
         return list(KINDS)
     return [*options_of(command).get(key, {}).get("choices", []), *names(key)]

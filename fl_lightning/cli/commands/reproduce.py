@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.executor import Job, JobResult, earlier_result, is_finished, run_jobs
+from fl_lightning.analysis.executor import Job, earlier_result, is_finished
 from fl_lightning.analysis.paper_table import read_table, table_jobs
 from fl_lightning.analysis.reproduction import Reproduction
 from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
 from fl_lightning.cli.errors import readable_errors
-from fl_lightning.cli.jobs import FIT
+from fl_lightning.cli.jobs import run_missing
 from fl_lightning.cli.options import command_parser
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.lazy_import import load
-from fl_lightning.runs.folder import lock_run_dir
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -61,18 +60,3 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
                 parser.parse_args(fit.expand(job.words))
         except ConfigError as error:
             raise ConfigError(f"{row} / {column}: {error}") from error
-
-
-def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
-    """Run the unfinished runs of a paper's table, report each on stderr as it ends, and yield its result."""
-    missing = [job for job in jobs if not is_finished(job.folder)]
-    _report(f"{len(missing)} of {len(jobs)} runs are missing; the folder is {out}")
-    with lock_run_dir(out):
-        for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
-            how = f"failed: {ended.reason}" if ended.code else "done"
-            _report(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}")
-            yield ended
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,163 @@
+"""Combine listed values of settings and seeds to the runs of a multirun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from fl_lightning.analysis.comparison import compare, compared_settings
+from fl_lightning.analysis.executor import Job, folder_name, run_folder
+from fl_lightning.core.config import check_yaml
+from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.loggers.naming import changes
+from fl_lightning.runs.reader import Run
+
+PLACE = "--multirun"
+"""The word of a command line that the values of a combination replace."""
+
+FIXED = {
+    "seed": "Use --seeds 0 1 2",
+    "run_dir": "Use --out FOLDER",
+    "resume": "The same command resumes all its runs",
+    "fast": "Use --fast",
+    "trust": "Use --trust",
+    "print_config": "Leave it out",
+}
+"""Options of `fit` that cannot have several values, with what to do instead."""
+
+
+class Combination(NamedTuple):
+    """One of the values of each key of a multirun.
+
+    Args:
+        values: The values as text, by key. Empty if only the seeds differ.
+        words: The command line of `fit`, without `fit` and the seed.
+    """
+
+    values: Mapping[str, str]
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The combination as text, such as `algorithm=FedProx,alpha=0.1`; empty if only the seeds differ."""
+        return changes(self.values, {})
+
+    def refusal(self, error: ConfigError) -> ConfigError:
+        """Return an error of this combination's command line, with the combination in front."""
+        return ConfigError(": ".join(filter(None, [self.name, str(error)])))
+
+
+def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each key, given words such as `algorithm=FedAvg,FedProx`.
+
+    Raises:
+        ConfigError: A word is not of that form, a key or a value is repeated, or a key cannot have several values.
+    """
+    grid: dict[str, list[str]] = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"--multirun: {word!r} is not of the form KEY=VALUE,VALUE")
+        if key in FIXED:
+            raise ConfigError(f"--multirun: {key} cannot vary here. {FIXED[key]}.")
+        if key in grid:
+            raise ConfigError(f"--multirun: {key} is given twice. List all its values after one {key}=")
+        grid[key] = split_values(key, text)
+    return grid
+
+
+def split_values(key: str, text: str) -> list[str]:
+    """Split a list of values at its commas, except at those in brackets, braces and quotes.
+
+    Args:
+        key: The key, for messages.
+        text: The values, written as in a YAML list without its outer brackets.
+
+    Raises:
+        ConfigError: A value is empty or repeated, or the text is no list.
+
+    Example:
+        >>> split_values("optimizer.betas", "[0.9, 0.99],[0.8, 0.9]")
+        ['[0.9, 0.99]', '[0.8, 0.9]']
+        >>> split_values("scenario.dataset.path", "'a,b.csv',c.csv")
+        ['a,b.csv', 'c.csv']
+    """
+    listed = f"[{text}]"
+    try:
+        check_yaml(listed)
+        root: Any = yaml.compose(listed, Loader=yaml.SafeLoader)
+    except (ValueError, yaml.YAMLError) as error:
+        fix = "Put a value with special characters in quotes."
+        raise ConfigError(f"--multirun: {key}: {text!r} is no list of values ({one_line(error)}). {fix}") from error
+    values = [
+        node.value if isinstance(node, yaml.ScalarNode) else listed[node.start_mark.index : node.end_mark.index]
+        for node in root.value
+    ]
+    if not values or not all(values) or text.rstrip().endswith(",") or root.end_mark.index < len(listed):
+        raise ConfigError(f"--multirun: {key}: a value is missing ({text!r}). Write {key}=VALUE,VALUE")
+    if repeated := [value for i, value in enumerate(values) if value in values[:i]]:
+        raise ConfigError(f"--multirun: {key}: {repeated[0]} is given twice. Leave one out")
+    return values
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raise an error if a seed is negative or repeated."""
+    for i, seed in enumerate(seeds):
+        check_number("--seeds", seed, "[0, inf)")
+        if seed in seeds[:i]:
+            raise ConfigError(f"--seeds: {seed} is given twice. Leave one out")
+
+
+def combinations(grid: Mapping[str, Sequence[str]], words: Sequence[str]) -> list[Combination]:
+    """Return all combinations of the values of a grid; the last key varies fastest.
+
+    Args:
+        grid: The values of each key.
+        words: The command line of `fit`. The values replace the word `PLACE`.
+    """
+    place = words.index(PLACE) if grid else len(words)
+    found = []
+    for chosen in product(*grid.values()):
+        values = dict(zip(grid, chosen, strict=True))
+        options = (f"--{key}={value}" for key, value in values.items())
+        found.append(Combination(values, (*words[:place], *options, *words[place + 1 :])))
+    return found
+
+
+def multirun_jobs(
+    combinations: Sequence[Combination],
+    configs: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
+    out: Path,
+    reference: Mapping[str, Any] | None = None,
+) -> list[list[Job]]:
+    """Return the jobs of each combination, one per seed.
+
+    Args:
+        combinations: The combinations.
+        configs: The resolved config of each combination.
+        seeds: The seeds; if empty, that of the config.
+        out: The folder of the multirun.
+        reference: Settings of the combinations that the others will be compared with.
+
+    Raises:
+        ConfigError: Two combinations are the same experiment, or no combination is the reference.
+    """
+    runs = [Run(out / each.name, dict(config), []) for each, config in zip(combinations, configs, strict=True)]
+    settings = [compared_settings(run) for run in runs]
+    for i, one in enumerate(settings):
+        if one in settings[:i]:
+            names = f"{combinations[settings.index(one)].name} and {combinations[i].name}"
+            raise ConfigError(f"--multirun: {names} give the same results. Leave one out, or put --config before it")
+    compare(runs, reference=reference)
+    return [
+        [
+            Job(run_folder(out / folder_name(each.name), seed, one), (*each.words, f"--seed={seed}"))
+            for seed in seeds or [config["seed"]]
+        ]
+        for each, config, one in zip(combinations, configs, settings, strict=True)
+    ]
