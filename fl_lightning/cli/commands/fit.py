@@ -107,10 +107,10 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the experiment's config. The changes to it, by later files and options, name a run.
+    """Return the settings of the experiment's config. Changes to them by later files and options name the run.
 
-    Classes that changes name count with their default options. If the experiment's config is not complete, all settings
-    are returned.
+    Classes given by these changes count with their default options. If the experiment's config is not complete, all
+    settings are returned.
     """
     configs = experiment_configs(given, parser)
 
