@@ -416,18 +416,22 @@ def test_an_error_in_the_users_code_is_reported_with_its_line(words, what, place
     assert outcome.err.count("\n") == 1
 
 
-LOSS = "{monitor: global/loss, patience: 2, min_delta: 9}"
+IMPATIENT = ["--rounds", "9", "--callbacks+=EarlyStopping", "--callbacks.patience", "1", "--callbacks.min_delta", "9"]
 
 
 @pytest.mark.parametrize(
     ("words", "ending"),
     [
         (
-            ["--rounds", "9", "--callbacks", "[{class_path: EarlyStopping, init_args: {patience: 1, min_delta: 1.0}}]"],
+            IMPATIENT,
             "stopped after round 2 of 9 by EarlyStopping: global/acc has not improved for 1 evaluation (best 0.",
         ),
         (
-            ["--rounds", "9", "--callbacks", f"[{{class_path: EarlyStopping, init_args: {LOSS}}}]"],
+            [*IMPATIENT, "--algorithm", "Local"],
+            "stopped after round 2 of 9 by EarlyStopping: client/acc_mean has not improved for 1 evaluation (best 0.",
+        ),
+        (
+            [*IMPATIENT, "--callbacks.monitor", "global/loss", "--callbacks.patience", "2"],
             "stopped after round 3 of 9 by EarlyStopping: global/loss has not improved for 2 evaluations (best ",
         ),
         (["--rounds", "1"], "1 round is done"),

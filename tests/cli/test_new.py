@@ -12,7 +12,8 @@ from commands import contents, run
 
 from fl_lightning.cli.commands.new import TEMPLATES, project_files
 
-DATA = sorted(path.name for path in TEMPLATES.iterdir() if path.is_dir() and path.name != "__pycache__")
+DATA = {"images": "Digits", "table": "Table", "text": "TextTable"}
+"""The dataset in the config of each kind of data."""
 
 
 @pytest.fixture
@@ -38,9 +39,9 @@ def test_the_config_of_a_new_project_runs(data, here, monkeypatch):
     monkeypatch.delitem(sys.modules, name, raising=False)
     outcome = run("fit", "--config", f"{name}.yaml", "--fast")
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.startswith(
-        f"method: Fed{data.capitalize()} with PriorMatching, PowerMean; sends model, class_counts"
-    )
+    lines = outcome.out.splitlines()
+    assert lines[0] == f"method: Fed{data.capitalize()} with PriorMatching, PowerMean; sends model, class_counts"
+    assert lines[1].startswith(f"data: {DATA[data]}, ")
 
 
 @pytest.mark.thorough
@@ -113,6 +114,5 @@ def test_names_that_contain_the_templates_name_are_kept():
     assert "class_path: A_MyMethod_my_method.AMyMethodMyMethod\n" in files["A_MyMethod_my_method.yaml"]
 
 
-def test_the_tests_of_a_project_are_among_its_own_files():
-    """The templates are no tests of this repository: they are tested in the project that `new` writes."""
-    assert {path.name for path in TEMPLATES.glob("*.py")} == {"my_method.py", "test_my_method.py"}
+def test_each_folder_of_the_templates_is_a_kind_of_data():
+    assert {path.name for path in TEMPLATES.iterdir() if path.is_dir() and path.name != "__pycache__"} == {*DATA}
