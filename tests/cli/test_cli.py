@@ -424,11 +424,11 @@ IMPATIENT = ["--rounds", "9", "--callbacks+=EarlyStopping", "--callbacks.patienc
     [
         (
             IMPATIENT,
-            "stopped after round 2 of 9 by EarlyStopping: global/acc has not improved for 1 evaluation (best 0.",
+            "stopped after round 2 of 9 by EarlyStopping: global/acc has not improved for 1 evaluation (best ",
         ),
         (
             [*IMPATIENT, "--algorithm", "Local"],
-            "stopped after round 2 of 9 by EarlyStopping: client/acc_mean has not improved for 1 evaluation (best 0.",
+            "stopped after round 2 of 9 by EarlyStopping: client/acc_mean has not improved for 1 evaluation (best ",
         ),
         (
             [*IMPATIENT, "--callbacks.monitor", "global/loss", "--callbacks.patience", "2"],
