@@ -1,4 +1,4 @@
-"""MyMethod: clients match their predictions to the classes of all clients, and the server weights clients anew.
+"""MyMethod: clients keep their mean prediction near the class distribution, and large clients weigh less.
 
 A method has up to three kinds of parts. Replace them by yours, and delete those that you do not need:
 
