@@ -116,7 +116,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--format": value(Literal["table", "markdown", "csv"], "Format of the output.", default="table"),
     },
     "new": {
-        "name": value(str, "Name of the project's folder and module, such as my_method."),
+        "name": value(str, "Name of the project's folder and module, such as my_method.", metavar="NAME"),
         "--data": value(Literal["images", "table", "text"], "The kind of data of the config.", default="images"),
     },
     "list": {"kind": value(str, " | ".join(KINDS), nargs="?")},
