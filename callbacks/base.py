@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fl_lightning.client.module import ClientModule
     from fl_lightning.core.state_dicts import State
     from fl_lightning.core.task import Result
-    from fl_lightning.data import FederatedData
+    from fl_lightning.data import FederatedData, Scenario
     from fl_lightning.engines import Engine, Worker
     from fl_lightning.engines.evaluator import Evaluator
     from fl_lightning.evaluation.evaluation import Evaluation
@@ -33,11 +33,13 @@ class FederatedRun(Protocol):
         data: The dataset and its partition.
         engine: Trains the clients of a round.
         evaluation: The options of evaluation.
+        is_dry_run: Whether `fit` makes a dry run, in a temporary folder.
         logger: The run's loggers.
         on_client_failure: `raise` or `drop`.
         round: The last finished round.
         rounds: Number of rounds.
         run_dir: The run folder.
+        scenario: The dataset, the partition and the local test split.
         evaluator: Evaluates models; `evaluator.scored` has the ids of the clients that are evaluated.
         worker: Builds and scores client modules.
     """
@@ -50,11 +52,13 @@ class FederatedRun(Protocol):
     engine: Engine
     evaluation: Evaluation
     evaluator: Evaluator
+    is_dry_run: bool
     logger: Loggers
     on_client_failure: Any
     round: int
     rounds: int
     run_dir: Path
+    scenario: Scenario
     worker: Worker
 
     @property

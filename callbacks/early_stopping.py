@@ -70,8 +70,10 @@ class EarlyStopping(Monitor):
     @property
     def stop_reason(self) -> str:
         """The reason for the stop: the watched metric, and the number of evaluations without improvement."""
-        metric = self.monitor or "the watched metric"
-        return f"{metric} has not improved for {self.waited} evaluations (best {self.best:.4g})"
+        assert self.best is not None
+        best = self.best if self.mode == "max" else -self.best
+        evaluations = f"{self.waited} evaluations" if self.waited > 1 else "1 evaluation"
+        return f"{self.metric} has not improved for {evaluations} (best {best:.4g})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value of the watched metric, and the number of evaluations since that value."""

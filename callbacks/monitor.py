@@ -41,12 +41,15 @@ class Monitor(RoundCallback):
 
     Raises:
         ConfigError: `mode` is unknown.
+
+    Attributes:
+        metric: The watched metric, also if it is a default. `check` sets the default.
     """
 
     def __init__(self, monitor: str | None, mode: Literal["auto", "max", "min"]) -> None:
         if mode not in ("auto", "max", "min"):
             raise ConfigError(f"{self._key('mode')}: {mode!r} is not auto, max or min")
-        self.monitor = monitor
+        self.monitor, self.metric = monitor, monitor or ACCURACIES[0]
         own = "min" if is_lower_better(monitor or ACCURACIES[0]) else "max"
         self.mode = own if mode == "auto" else mode
         self._known = False  # whether some rounds are known to have the metric
@@ -63,10 +66,10 @@ class Monitor(RoundCallback):
             if not self._known and not may_add_metrics(run):
                 fix = suggest_metric(self.monitor, names, run.clients)
                 raise ConfigError(f"{self._key('monitor')}: metric {self.monitor!r} not found. {fix}")
-        name = self.monitor or default or ACCURACIES[0]
-        better = metric_mode(name, ["acc", *run.worker.scorer.score_names])
+        self.metric = self.monitor or default or ACCURACIES[0]
+        better = metric_mode(self.metric, ["acc", *run.worker.scorer.score_names])
         if better not in (None, self.mode):
-            message = f"{self._key('mode')}: {self.mode} takes the worst {name} as the best. Set mode: {better}."
+            message = f"{self._key('mode')}: {self.mode} takes the worst {self.metric} as the best. Set mode: {better}."
             warnings.warn(message, stacklevel=2)
 
     def watched(self, metrics: Row) -> float | None:

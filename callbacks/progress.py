@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.base import RoundCallback
+from fl_lightning.callbacks.run_summary import summarize_run
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RoundProgress(RoundCallback):
-    """Show rounds, accuracy and remaining time: bars on a terminal, otherwise one line per round.
+    """Show a summary of the run, and its progress and remaining time: bars on a terminal, otherwise one line per round.
 
     Args:
         console: The output; standard output by default.
@@ -33,10 +34,9 @@ class RoundProgress(RoundCallback):
         self._first_round = 0
 
     def on_fit_start(self, run: FederatedRun) -> None:
-        """Print the columns of a tabular dataset and, on a terminal, start the progress bars."""
+        """Print the summary of the run and, on a terminal, start the progress bars."""
         self._started, self._first_round = time.monotonic(), run.round
-        if schema := run.data.data.schema:
-            self.console.print(schema.summary(), soft_wrap=True, highlight=False, markup=False)
+        self.console.print("\n".join(summarize_run(run)), soft_wrap=True, highlight=False, markup=False)
         if not self.console.is_terminal:
             return
         self._bars = Bars(
@@ -110,7 +110,7 @@ def describe_end(run: FederatedRun, first_round: int) -> str:
         first_round: The last finished round when `fit` was called. If it still is, there was nothing to do.
     """
     callback = next((each for each in run.callbacks if each.stops), None)
-    reason = f"all {run.rounds} rounds are done"
+    reason = f"all {run.rounds} rounds are done" if run.rounds > 1 else "1 round is done"
     if run.round < run.rounds and callback:
         name, why = type(callback).__name__, callback.stop_reason
         reason = f"stopped after round {run.round} of {run.rounds} by {name}{why and f': {why}'}"

@@ -77,6 +77,7 @@ class FederatedOrchestrator:
             `runs/<config>/<time>-<id>` from the command line.
 
     Attributes:
+        is_dry_run: Whether `fit` makes a dry run.
         clients: Number of clients. If `scenario.clients` does not give it, it is known once the data are loaded.
         round: Number of finished rounds.
         server: Makes downloads and aggregates uploads; `server.state` is the shared state after the last round.
@@ -121,8 +122,8 @@ class FederatedOrchestrator:
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
         self.callbacks, self.round = with_defaults(callbacks or []), 0
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
-        self._signals = RunSignals(lambda: describe_progress(self, resumable=not self._is_dry_run))
-        self._is_dry_run = False
+        self._signals = RunSignals(lambda: describe_progress(self, resumable=not self.is_dry_run))
+        self.is_dry_run = False
 
     def _set_run_dir(self, run_dir: Path) -> None:
         self.record = Record(self, run_dir, self._client_store, self.logger, self._log_clients)
@@ -161,12 +162,12 @@ class FederatedOrchestrator:
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM arrived. A checkpoint of the last finished round is on disk.
         """
-        if self._is_dry_run:
+        if self.is_dry_run:
             raise ConfigError("fast: this orchestrator has made a dry run. Build a new one for the real run.")
         with ExitStack() as contexts:
             if fast:
                 self._set_run_dir(contexts.enter_context(dry_run.temporary_run_dir(resume)))
-                self._is_dry_run, config = True, None
+                self.is_dry_run, config = True, None
             contexts.enter_context(self.record.open(resume))
             if resume:
                 self.load(config=config)
@@ -205,7 +206,7 @@ class FederatedOrchestrator:
             self.record.log(metrics)
             self._notify("on_round_end", metrics)
             self.logger.end_round(self.csv.rows, self.evaluation.target_accuracies)
-            if self._is_dry_run and not self.is_over:  # resume, as a killed run would
+            if self.is_dry_run and not self.is_over:  # resume, as a killed run would
                 self.record.ensure_checkpoint()
                 self._restore(self.checkpoints.read(self.round))
 

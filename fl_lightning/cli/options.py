@@ -156,6 +156,10 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--show": switch("Show finished runs without starting any."),
         "--format": value(Literal["table", "markdown", "csv"], "Format of the output.", default="table"),
     },
+    "new": {
+        "name": value(str, "Name of the project's folder and module, such as my_method.", metavar="NAME"),
+        "--data": value(Literal["images", "table", "text"], "The kind of data of the config.", default="images"),
+    },
     "list": {"kind": value(str, " | ".join(KINDS), nargs="?")},
     "completion": {
         "shell": value(Literal["bash", "zsh"], SHELL),

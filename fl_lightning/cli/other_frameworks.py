@@ -16,6 +16,7 @@ def by_alias(aliases: Mapping[str, str]) -> dict[str, str]:
 
 COMMANDS = by_alias(
     {
+        "new": "init create scaffold quickstart",
         "fit": "train run start simulate",
         "fit --resume": "resume continue",
         "test": "validate evaluate eval predict",

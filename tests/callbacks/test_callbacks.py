@@ -122,7 +122,8 @@ def test_progress_is_one_line_per_round_without_a_terminal(tmp_path):
     screen = io.StringIO()
     run = experiment(tmp_path, rounds=2, trainer=ONE_EPOCH, callbacks=[RoundProgress(Console(file=screen, width=120))])
     run.fit()
-    lines = screen.getvalue().splitlines()
+    summary, lines = screen.getvalue().splitlines()[:6], screen.getvalue().splitlines()[6:]
+    assert summary[0].startswith("method: ")
     assert len(lines) == 2
     for number, (line, row) in enumerate(zip(lines, run.csv.rows, strict=True), start=1):
         assert line.startswith(f"round {number}/2  global acc {row['global/acc']:.4f}  client acc")
@@ -130,12 +131,12 @@ def test_progress_is_one_line_per_round_without_a_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("width", [40, 200])
-def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width):
+def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width, monkeypatch):
     """Ctrl-C prints `^C` in the last line. After a full line it would wrap, and a bar would remain."""
     screen = io.StringIO()
     progress = RoundProgress(Console(file=screen, force_terminal=True, color_system=None, width=width))
-    data = SimpleNamespace(data=SimpleNamespace(schema=None))
-    run = SimpleNamespace(round=7, rounds=2000, data=data, engine=SimpleNamespace(note=""))
+    monkeypatch.setattr("fl_lightning.callbacks.progress.summarize_run", lambda run: [])
+    run = SimpleNamespace(round=7, rounds=2000, engine=SimpleNamespace(note=""))
     progress.on_fit_start(run)
     progress.on_round_start(run, range(12))
     progress.on_client_end(run, None)

@@ -261,10 +261,12 @@ def test_the_table_and_the_summary_agree_with_the_metrics(finished):
     assert outcome.out.endswith(f"run: {run_dir}\n")
 
 
-def test_fit_shows_one_line_per_round_and_nothing_of_lightning(finished):
-    _, (_, out, err) = finished
+def test_fit_shows_a_summary_and_one_line_per_round_and_nothing_of_lightning(finished):
+    run_dir, (_, out, err) = finished
     assert err == ""
-    lines = out.splitlines()
+    lines = out.splitlines()[6:]
+    assert out.startswith("method: FedSKC with ")
+    assert out.splitlines()[5] == f"folder: {run_dir}"
     for round, line in enumerate(lines[:3], 1):
         assert re.fullmatch(
             rf"round {round}/3  global acc 0\.\d{{4}}  client acc 0\.\d{{4}}  loss \d\.\d{{4}}  left \d+ s", line
@@ -282,8 +284,9 @@ def test_a_recorded_config_gives_the_same_bytes_again(finished, tmp_path):
 
 @pytest.mark.thorough
 def test_run_folders_are_named_after_the_config_and_the_time(here):
-    for _ in range(2):
-        assert run("fit", "--config", "tiny.yaml", "--rounds", "1").code == 0
+    Path("changes.yaml").write_text("rounds: 1\n")
+    for words in (["--rounds", "1"], ["--config", "changes.yaml"]):
+        assert run("fit", "--config", "tiny.yaml", *words).code == 0
     names = [path.name for path in Path("runs/tiny").iterdir()]
     assert len(names) == 2
     for name in names:
@@ -365,7 +368,8 @@ def test_a_run_resumed_with_more_rounds_equals_an_uninterrupted_run(tmp_path):
 def test_a_resumed_run_equals_an_uninterrupted_run(half_finished, finished):
     code, out, _ = run("fit", f"--resume={half_finished}")
     assert code == 0
-    assert out.startswith("round 3/3")
+    assert out.splitlines()[5] == f"folder: {half_finished}, resumed after round 2"
+    assert out.splitlines()[6].startswith("round 3/3")
     for name in ("final/model.pt", "final/summary.json"):
         assert (half_finished / name).read_bytes() == (finished[0] / name).read_bytes()
     assert untimed_rows(half_finished) == untimed_rows(finished[0])
@@ -412,19 +416,32 @@ def test_an_error_in_the_users_code_is_reported_with_its_line(words, what, place
     assert outcome.err.count("\n") == 1
 
 
+IMPATIENT = ["--rounds", "9", "--callbacks+=EarlyStopping", "--callbacks.patience", "1", "--callbacks.min_delta", "9"]
+
+
 @pytest.mark.parametrize(
     ("words", "ending"),
     [
         (
-            ["--rounds", "9", "--callbacks", "[{class_path: EarlyStopping, init_args: {patience: 1, min_delta: 1.0}}]"],
-            "stopped after round 2 of 9 by EarlyStopping: the watched metric has not improved for 1 evaluations (best ",
+            IMPATIENT,
+            "stopped after round 2 of 9 by EarlyStopping: global/acc has not improved for 1 evaluation (best ",
         ),
+        (
+            [*IMPATIENT, "--algorithm", "Local"],
+            "stopped after round 2 of 9 by EarlyStopping: client/acc_mean has not improved for 1 evaluation (best ",
+        ),
+        (
+            [*IMPATIENT, "--callbacks.monitor", "global/loss", "--callbacks.patience", "2"],
+            "stopped after round 3 of 9 by EarlyStopping: global/loss has not improved for 2 evaluations (best ",
+        ),
+        (["--rounds", "1"], "1 round is done"),
     ],
 )
 @pytest.mark.thorough
 def test_fit_says_why_it_ended(words, ending, tmp_path):
     outcome = tiny(tmp_path / "run", *words)
     assert f"\nended: {ending}" in outcome.out
+    assert "(best -" not in outcome.out
     again = run("fit", "--resume", tmp_path / "run")
     assert f"\nended: nothing to do: {ending}" in again.out
 

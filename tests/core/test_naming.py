@@ -5,7 +5,7 @@ import re
 import pytest
 from commands import TINY
 
-from fl_lightning.cli.commands.fit import names
+from fl_lightning.cli.commands.fit import config_name, names
 from fl_lightning.cli.experiment import plain_config
 from fl_lightning.cli.options import command_parser
 from fl_lightning.loggers.naming import changes, run_names
@@ -98,6 +98,29 @@ def test_arguments_of_loss_terms_change_the_group_but_not_the_name(named):
     groups = {named("--algorithm.loss_terms", f"[{{class_path: Proximal, init_args: {{mu: {mu}}}}}]") for mu in (1, 2)}
     assert len(groups) == 2
     assert len({name for name, _ in groups}) == 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([TINY, "algorithm: {init_args: {tau: 0.2}}"], "file0-tau=0.2"),
+        ([TINY, "rounds: 7", "batch_size: 8"], "file0-rounds=7,batch_size=8"),
+        (["batch_size: 8\nrounds: 2", TINY], "file1"),  # the first one is a base
+        (["batch_size: 8", TINY, "rounds: 7"], "file1-rounds=7"),
+        (["algorithm: FedAvg", "batch_size: 8"], "file1"),  # the command line completes it
+    ],
+)
+def test_a_run_is_named_after_the_experiment_and_not_after_later_files(texts, expected, parser, tmp_path):
+    words = []
+    for number, text in enumerate(texts):
+        (tmp_path / f"file{number}.yaml").write_text(text)
+        words.append(f"--config={tmp_path / f'file{number}.yaml'}")
+    if TINY not in texts:
+        words += ["--model=MLP", "--scenario.dataset=Digits", "--scenario.partition=IID", "--scenario.clients=3"]
+    given = parser.parse_args(words)
+    name, _ = names(given, parser, plain_config(given, parser))
+    assert name == f"{expected}-seed0"
+    assert config_name(given, parser) == expected.partition("-")[0]
 
 
 def test_incomplete_configs_have_names(named):

@@ -55,6 +55,9 @@ def test_the_wheel_has_the_top_level_folders(environment, tmp_path):
         here, there = ROOT / name, own / "fl_lightning" / name
         shipped, written = ({path.relative_to(at) for path in at.rglob("*.yaml")} for at in (there, here))
         assert shipped == written
+    templates = ROOT / "fl_lightning" / "cli" / "templates"
+    for path in (path for path in templates.rglob("*.*") if path.suffix != ".pyc"):
+        assert (own / path.relative_to(ROOT)).exists()
     for name in ("page.html", "page.css", "page.js"):
         assert (own / "fl_lightning" / "analysis" / "html_report" / name).exists()
     assert (own / "fl_lightning" / "py.typed").exists()

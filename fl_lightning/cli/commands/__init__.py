@@ -15,6 +15,7 @@ COMMANDS = {
     "export": "Write a run's model to a file.",
     "sweep": "Run a W&B sweep file on this machine, without a server.",
     "reproduce": "Run a paper's table and compare with its numbers.",
+    "new": "Write a small project: a method, a config, a sweep, a test.",
     "list": "List the names that a config can use.",
     "completion": "Print the script for shell completion.",
 }

@@ -48,7 +48,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         if given.run_dir and Path(given.run_dir).resolve() != run_dir.resolve():
             raise ConfigError(f"--run_dir: a resumed run stays in its folder ({run_dir}). Leave --run_dir out")
     else:
-        run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(config_name(given.config))
+        run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(config_name(given, parser))
     orchestrator = build(given, parser, run_dir)
     if given.fast:
         started = time.monotonic()
@@ -97,7 +97,7 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
     """Return the name of a run and the name of its group. Runs that differ only in their seed form a group."""
     setting = setting_of(config)
-    return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
+    return run_names(config_name(given, parser), given.seed, setting, stated_setting(given, parser, setting))
 
 
 def setting_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -107,17 +107,15 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the config files alone. The command line's changes to these settings name the run.
+    """Return the settings of the experiment's config. Changes to them by later files and options name the run.
 
-    Classes given on the command line count with their default options. If the files are no complete config, all
+    Classes given by these changes count with their default options. If the experiment's config is not complete, all
     settings are returned.
     """
+    configs = experiment_configs(given, parser)
 
     def stated(*more: str) -> dict[str, Any]:
-        words = [*(f"--config={path}" for path in given.config or []), *more]
-        with readable_errors(parser), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were shown already
-            return setting_of(plain_config(parser.parse_args(expand_baseline(words)), parser))
+        return setting_of(plain_config(parse_configs(configs, parser, *more), parser))
 
     try:
         found = stated()
@@ -130,9 +128,32 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
     return found
 
 
-def config_name(configs: Sequence[Any] | None) -> str:
-    """Return the name of the last config file without its ending, after which runs are named."""
+def config_name(given: Namespace, parser: ArgumentParser) -> str:
+    """Return the name of the experiment's config without its ending, after which runs are named."""
+    configs = experiment_configs(given, parser)
     return Path(str(configs[-1])).stem if configs else "run"
+
+
+def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
+    """Return the files that are the experiment's config: the first one, and those that it needs to be complete.
+
+    Files after them change the experiment. If only all files or the options of the command line make it complete, all
+    files are returned.
+    """
+    configs = given.config or []
+    for count in range(1, len(configs)):
+        with suppress(ConfigError):
+            parse_configs(configs[:count], parser)
+            return configs[:count]
+    return configs
+
+
+def parse_configs(configs: Sequence[Any], parser: ArgumentParser, *more: str) -> Namespace:
+    """Parse config files and more words of a command line, without showing warnings."""
+    words = [*(f"--config={path}" for path in configs), *more]
+    with readable_errors(parser), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they were shown already
+        return parser.parse_args(expand_baseline(words))
 
 
 def dry_run_report(run: FederatedOrchestrator, seconds: float) -> str:

@@ -1,0 +1,87 @@
+"""Summary of a run in six lines, which `fit` prints before round 1."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fl_lightning.algorithms import WeightedMean
+from fl_lightning.core.errors import one_line
+from fl_lightning.models import FromModule
+
+if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
+    from fl_lightning.algorithms import Algorithm
+
+
+def summarize_run(run: FederatedRun) -> list[str]:
+    """Return the lines of the summary: method, data and clients, input, model, device, folder."""
+    return [
+        f"method: {describe_method(run.algorithm)}; sends {', '.join(sent_sections(run)) or 'nothing'}",
+        f"data: {describe_data(run)}",
+        describe_input(run),
+        f"model: {describe_model(run)}",
+        f"device: {describe_device(run)}",
+        f"folder: {describe_folder(run)}",
+    ]
+
+
+def describe_method(algorithm: Algorithm) -> str:
+    """Return the name of a method, with its loss terms and with its aggregator if this is not FedAvg's."""
+    aggregator = algorithm.aggregator
+    parts = [*algorithm.loss_terms, *([] if type(aggregator) is WeightedMean else [aggregator])]
+    names = ", ".join(type(part).__name__ for part in parts)
+    return type(algorithm).__name__ + (f" with {names}" if names else "")
+
+
+def sent_sections(run: FederatedRun) -> list[str]:
+    """Return the sections of a round's messages: the shared part of the model, shared knowledge, what the server adds.
+
+    What an `upload` of the method's own adds is not known before it is called.
+    """
+    algorithm = run.algorithm
+    own = ", ".join(prefix.rstrip(".") for prefix in algorithm.personal)
+    model = [f"model without {own}" if own else "model"] * bool(algorithm.shared_names(run.worker.template.backbone))
+    download = run.evaluator.server.download(run.round + 1, 0).sections if algorithm.server else {}
+    sections = dict.fromkeys([*(piece.name for piece in algorithm.knowledge), *download])
+    return [*model, *(name for name in sections if name != "model")]
+
+
+def describe_data(run: FederatedRun) -> str:
+    """Return the dataset, its classes, and the number and the sizes of its clients."""
+    objective, outputs, sizes = run.data.objective, run.data.data.num_classes, run.algorithm.samples
+    labels = f"{outputs:,} classes" if objective.classes else f"{type(objective).__name__} of {outputs:,} outputs"
+    dataset, partition = type(run.scenario.dataset).__name__, type(run.scenario.partition).__name__
+    ends = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+    return f"{dataset}, {labels}; {run.clients:,} clients ({partition}) with {ends} training samples each"
+
+
+def describe_input(run: FederatedRun) -> str:
+    """Return the line about the input of the network: the columns of a table, or the shape of a sample."""
+    data = run.data.data
+    if data.schema:
+        return data.schema.summary()
+    return f"input: {str(data.x_train.dtype).removeprefix('torch.')} {data.in_shape}"
+
+
+def describe_model(run: FederatedRun) -> str:
+    """Return the class of the network and its number of parameters."""
+    backbone = run.worker.template.backbone
+    name = backbone.path if isinstance(backbone, FromModule) else type(backbone).__name__
+    parameters = list(backbone.parameters())
+    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    count = sum(parameter.numel() for parameter in parameters)
+    return f"{name}, {count:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}"
+
+
+def describe_device(run: FederatedRun) -> str:
+    """Return the device that clients train on, the precision and the engine."""
+    engine = type(run.engine).__name__.removesuffix("Engine").lower()
+    return f"{run.worker.device}, precision {run.worker.idle_trainer.precision}, engine {engine}"
+
+
+def describe_folder(run: FederatedRun) -> str:
+    """Return the run folder, and after which round a resumed run continues."""
+    if run.is_dry_run:
+        return "none, because this is a dry run, with a few samples of each client"
+    return one_line(str(run.run_dir)) + (f", resumed after round {run.round}" if run.round else "")

@@ -1,0 +1,88 @@
+"""`fl-lightning new`: write a small project with a method, a config, a sweep, a test and a README."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from keyword import iskeyword
+from pathlib import Path, PurePath
+
+from jsonargparse import ArgumentParser, Namespace
+
+from fl_lightning.core.errors import ConfigError
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+"""The files of a project named `my_method`: those of all projects, and a folder with those of each kind of data."""
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Write the folder of a new project, and print the command that runs it."""
+    check_name(given.name)
+    folder = Path(given.name)
+    try:
+        folder.mkdir()
+        for name, text in project_files(given.name, given.data).items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise ConfigError(f"new: {folder} exists already. Choose another name.") from None
+    except OSError as error:
+        raise ConfigError(f"new: {folder} cannot be written: {error}") from error
+    print(f"wrote {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    print(f"next: cd {folder} && fl-lightning fit --config {folder}.yaml")
+    return 0
+
+
+def check_name(name: str) -> None:
+    """Raise an error unless a project's name can be that of its module, and its class differs from the template's.
+
+    Raises:
+        ConfigError: Names the reason, and a valid name if there is a similar one.
+    """
+    if not is_module_name(name):
+        cleaned = re.sub(r"\W+", "_", PurePath(name).name).strip("_")
+        fix = cleaned if is_module_name(cleaned) else f"my_{cleaned or 'method'}"
+        raise ConfigError(f"new: {name!r} cannot be the name of a Python module. Did you mean {fix}?")
+    if class_name(name) in template_names():
+        raise ConfigError(f"new: the project has another class {class_name(name)}. Choose another name.")
+    if not Path(name).exists() and (name in sys.modules or find_spec(name)):
+        raise ConfigError(f"new: a Python module {name!r} is installed. Choose another name.")
+
+
+def is_module_name(name: str) -> bool:
+    """Return whether a module can have a name, and a class the name that is derived from it."""
+    return all(one.isidentifier() and not iskeyword(one) for one in (name, class_name(name)))
+
+
+def class_name(name: str) -> str:
+    """Return the name of a project's method, in camel case: `MyMethod` for `my_method`."""
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+def template_names() -> set[str]:
+    """Return the names of all classes that the templates define or import, except that of the method."""
+
+    def names() -> Iterator[str]:
+        for path in TEMPLATES.glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef | ast.alias):
+                    yield node.name
+
+    return {*names()} - {"MyMethod"}
+
+
+def project_files(name: str, data: str) -> dict[str, str]:
+    """Return the texts of the files of a project, by file name.
+
+    Args:
+        name: The project's name.
+        data: The kind of data, a folder of the templates.
+    """
+
+    def rename(text: str) -> str:
+        return text.replace("MyMethod", class_name(name)).replace("my_method", name)
+
+    paths = (path for folder in (TEMPLATES, TEMPLATES / data) for path in folder.iterdir() if path.is_file())
+    return {rename(path.name): rename(path.read_text(encoding="utf-8")) for path in paths}

@@ -1,0 +1,98 @@
+"""MyMethod: clients keep their mean prediction near the class distribution, and large clients weigh less.
+
+A method has up to three kinds of parts. Replace them by yours, and delete those that you do not need:
+
+- shared knowledge, here `ClassCounts`: tensors that are exchanged in addition to the weights;
+- loss terms, here `PriorMatching`: what clients add to their loss;
+- an aggregator, here `PowerMean`: how the server computes the next global model.
+
+The page "Your algorithm" of the documentation describes each part, and which method to override for which purpose.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl_lightning import Aggregator, Algorithm, ClientModule, LossTerm, SharedKnowledge, Step, Upload
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.state_dicts import RunningMean, State
+
+
+class ClassCounts(SharedKnowledge):
+    """The number of samples of each class, over the participants of the last round."""
+
+    name = "class_counts"  # the section of the messages
+    needs_classes = True  # a dataset without classes is refused
+
+    counts: Tensor  # on clients, each tensor that was sent is an attribute
+
+    def initial(self, num_classes: int) -> Tensors:
+        """Server, before round 1: return the tensors to send in round 1."""
+        return {"counts": torch.ones(num_classes)}
+
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """Client, after training: return the tensors to upload."""
+        return {"counts": torch.stack([F.one_hot(y, num_classes).sum(dim=0) for _, y in batches]).sum(dim=0).float()}
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """Server, after the uploads: return the tensors to send in the next round."""
+        return {"counts": torch.stack([one.message.section(self.name)["counts"] for one in uploads]).sum(dim=0)}
+
+
+class PriorMatching(LossTerm):
+    """beta · KL(class distribution of all clients ‖ mean prediction of the batch)."""
+
+    needs_classes = True
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self.beta = beta
+        self.class_counts = ClassCounts()
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The shared knowledge that this term reads. Naming it here makes fl-lightning send and merge it."""
+        return (self.class_counts,)
+
+    def forward(self, step: Step) -> Tensor:
+        """Return the scalar to add to the loss. `step` has the logits, features, targets, batch and network."""
+        prior = self.class_counts.counts / self.class_counts.counts.sum()
+        log_mean = step.logits.log_softmax(dim=1).logsumexp(dim=0) - math.log(len(step.logits))
+        return self.beta * F.kl_div(log_mean, prior, reduction="sum")
+
+
+class PowerMean(Aggregator):
+    """The mean of the clients' models, weighted by a power of their number of samples: 1 is FedAvg, 0 is uniform."""
+
+    only_averages = True  # uploads are only averaged, so they may stay on the GPU
+
+    def __init__(self, power: float) -> None:
+        self.power = power
+
+    def fold(self, uploads: Iterable[Upload]) -> RunningMean:
+        """Reduce the uploads of a round as they arrive."""
+        mean = RunningMean()
+        for upload in uploads:
+            mean.add(upload.message.section("model"), upload.n_samples**self.power)
+        return mean
+
+    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+        """Return the next state: the global model, and what the next round needs besides. `before` is the old state."""
+        return {"model": folded.value()}
+
+
+class MyMethod(Algorithm):
+    """FedAvg with `PriorMatching` on the clients and `PowerMean` on the server.
+
+    With `beta` 0 and `power` 1 it is FedAvg.
+
+    Args:
+        beta: Weight of the loss term.
+        power: Power of a client's number of samples that is its weight in the mean.
+    """
+
+    def __init__(self, beta: float = 0.1, power: float = 0.5) -> None:
+        super().__init__([PriorMatching(beta)], PowerMean(power))

@@ -1,0 +1,118 @@
+"""`fl-lightning new` writes a project that runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import contents, run
+
+from fl_lightning.cli.commands.new import TEMPLATES, project_files
+
+DATA = {"images": "Digits", "table": "Table", "text": "TextTable"}
+"""The dataset in the config of each kind of data."""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_the_config_of_a_new_project_runs(data, here, monkeypatch):
+    name = f"fed_{data}"
+    outcome = run("new", name, "--data", data)
+    assert (outcome.code, outcome.err) == (0, "")
+    files = {path.name for path in (here / name).iterdir()}
+    assert {f"{name}.py", f"{name}.yaml", f"{name}_sweep.yaml", f"test_{name}.py", "README.md"} <= files
+    assert outcome.out.splitlines() == [
+        f"wrote {name}/: {', '.join(sorted(files))}",
+        f"next: cd {name} && fl-lightning fit --config {name}.yaml",
+    ]
+    assert not [text for text in contents(here / name).values() if b"my_method" in text or b"MyMethod" in text]
+    monkeypatch.chdir(name)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    outcome = run("fit", "--config", f"{name}.yaml", "--fast")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert lines[0] == f"method: Fed{data.capitalize()} with PriorMatching, PowerMean; sends model, class_counts"
+    assert lines[1].startswith(f"data: {DATA[data]}, ")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("data", DATA)
+def test_a_new_project_passes_its_tests_and_runs_its_readme(data, here, monkeypatch):
+    assert run("new", "fed_new", "--data", data).code == 0
+    monkeypatch.chdir("fed_new")
+    sweep = yaml.safe_load(Path("fed_new_sweep.yaml").read_text())
+    sweep["parameters"] = {"algorithm.beta": {"values": [0, 0.1]}}
+    Path("fed_new_sweep.yaml").write_text(yaml.safe_dump(sweep))
+    blocks = re.findall(r"```bash\n(.*?)```", Path("README.md").read_text(), re.S)
+    commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    assert [words[0] for words in commands].count("fl-lightning") > 6
+    for words in commands:
+        reduced = ["--rounds", "1", "--logger", "null"] if words[1:3] == ["fit", "--config"] else []
+        if words[1:2] == ["sweep"]:
+            reduced = ["--set", "rounds=1", "--set", "logger=null"]
+        module = "fl_lightning" if words[0] == "fl-lightning" else words[0]
+        ended = subprocess.run(
+            [sys.executable, "-m", module, *words[1:], *reduced], capture_output=True, text=True, check=False
+        )
+        assert (ended.returncode, ended.stderr) == (0, ""), f"{words}: {ended.stdout}{ended.stderr}"
+
+
+def test_an_existing_folder_is_refused_and_unchanged(here):
+    assert run("new", "fed_new").code == 0
+    before = contents(here)
+    outcome = run("new", "fed_new", "--data", "table")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "fl-lightning: error: new: fed_new exists already. Choose another name.\n"
+    assert contents(here) == before
+
+
+MODULE = "cannot be the name of a Python module. Did you mean"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fed-new", f"'fed-new' {MODULE} fed_new?"),
+        ("2024 run", f"'2024 run' {MODULE} my_2024_run?"),
+        ("class", f"'class' {MODULE} my_class?"),
+        ("none", f"'none' {MODULE} my_none?"),
+        ("_", f"'_' {MODULE} my_method?"),
+        ("methods/fed_new.py", f"'methods/fed_new.py' {MODULE} fed_new_py?"),
+        ("torch", "a Python module 'torch' is installed. Choose another name."),
+        ("power_mean", "the project has another class PowerMean. Choose another name."),
+        ("algorithm", "the project has another class Algorithm. Choose another name."),
+    ],
+)
+def test_a_name_that_does_not_work_is_refused(name, message, here):
+    outcome = run("new", name)
+    assert (outcome.code, outcome.out, outcome.err) == (2, "", f"fl-lightning: error: new: {message}\n")
+    assert not list(here.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused(here, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    outcome = run("new", "fed_new")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "new: fed_new cannot be written: [Errno 28] No space left on device" in outcome.err
+
+
+def test_names_that_contain_the_templates_name_are_kept():
+    files = project_files("A_MyMethod_my_method", "images")
+    assert "class AMyMethodMyMethod(Algorithm):" in files["A_MyMethod_my_method.py"]
+    assert "class_path: A_MyMethod_my_method.AMyMethodMyMethod\n" in files["A_MyMethod_my_method.yaml"]
+
+
+def test_each_folder_of_the_templates_is_a_kind_of_data():
+    assert {path.name for path in TEMPLATES.iterdir() if path.is_dir() and path.name != "__pycache__"} == {*DATA}
