@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Literal
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number
 from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.base import Engine, Value
-from fl_lightning.engines.processes import ProcessesEngine
+from fl_lightning.engines.processes import ProcessesEngine, usable_cores
 from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked import StackedEngine
@@ -28,15 +28,15 @@ MAX_TASKS = 64  # maximum number of tasks taken from the iterator for the measur
 FIRST_TASKS = 3  # tasks from which the duration of the run is estimated
 SHORT_RUN = 10.0  # seconds of all fits below which measuring takes longer than it saves
 MAX_SHARE = 0.9  # another engine is chosen only if it takes at most this fraction of `sequential`'s time
-START_SHARE = 0.02  # maximum fraction of the run's time that starting processes may take
 START_SECONDS = 8.0  # estimated seconds to start processes
+GAIN = 2.0  # processes are tried only if they could save this many times START_SECONDS
 
 
 class AutoEngine(Engine):
     """Times the other engines on some of the run's fits in the first training round, and uses the fastest.
 
     A run with less than ten seconds of fits uses `sequential`. Engines that do not support the experiment are left out.
-    `processes` is tried only if starting the processes takes at most 2 % of the run. The choice is stored in
+    `processes` is tried only if it could save twice the time that it takes to start. The choice is stored in
     checkpoints, and a resumed run keeps it. It depends on the machine, and engines round differently, so results with
     the same seed may differ in rounding on another machine. Therefore `auto` is not the default.
 
@@ -55,10 +55,13 @@ class AutoEngine(Engine):
         self.budget = budget
         self.choice: str | None = None
         self._chosen: Engine | None = None
+        self._here: dict[str, Engine] = {"sequential": SequentialEngine(), "stacked": StackedEngine()}
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work` and return its value, inside a shared `Trainer.fit` if the chosen engine uses one."""
-        return self._chosen.in_one_fit(worker, work) if self._chosen else work()
+        """Call `work` and return its value, inside a shared `Trainer.fit` for each engine that may use one."""
+        for engine in [self._chosen] if self._chosen else self._here.values():
+            work = partial(engine.in_one_fit, worker, work)
+        return work()
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Run the tasks with the chosen engine. The engine is chosen by timing the first tasks that train clients."""
@@ -67,7 +70,7 @@ class AutoEngine(Engine):
             return self._chosen.run(worker, tasks)
         ahead = list(islice(tasks, MAX_TASKS))
         if not any(task.fit for task in ahead):
-            return SequentialEngine().run(worker, chain(ahead, tasks))
+            return self._here["sequential"].run(worker, chain(ahead, tasks))
         self._choose(worker, ahead)
         return self.run(worker, chain(ahead, tasks))
 
@@ -84,10 +87,13 @@ class AutoEngine(Engine):
         """Use the engine whose name `state_dict` returned, without measuring again."""
         if state:
             self.choice = state["chosen"]
-            self._chosen = ENGINES[self.choice]()
+            self._chosen = self._engine(self.choice)
+
+    def _engine(self, name: str) -> Engine:
+        return self._here.get(name) or ENGINES[name]()
 
     def _choose(self, worker: Worker, tasks: Sequence[Task]) -> None:
-        sequential = SequentialEngine()
+        sequential = self._here["sequential"]
         seconds_a_task(sequential, worker, tasks[:1])  # warm-up
         once = seconds_a_task(sequential, worker, tasks[:FIRST_TASKS])
         if self.fits * once < SHORT_RUN:
@@ -96,7 +102,7 @@ class AutoEngine(Engine):
             return
         tasks = tasks[: max(1, int(self.budget / 8 / once))]
         times = {"sequential": seconds_a_task(sequential, worker, tasks)}
-        candidates = {name: ENGINES[name]() for name in self._candidates(times["sequential"], len(tasks))}
+        candidates = {name: self._engine(name) for name in self._candidates(times["sequential"], len(tasks))}
         for name, engine in candidates.items():
             try:
                 engine.check(worker)
@@ -124,7 +130,7 @@ class AutoEngine(Engine):
         """
         if tasks > 1:
             yield "stacked"
-        if (os.cpu_count() or 1) > 1 and START_SHARE * self.fits * seconds > START_SECONDS:
+        if self.fits * seconds * (1 - 1 / usable_cores()) > GAIN * START_SECONDS:
             yield "processes"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.task import Task
+from fl_lightning.engines.base import Engine, Value
 from fl_lightning.engines.trainer import (
     FOR_ALL,
     ClientTrainerView,
@@ -24,9 +27,29 @@ from fl_lightning.engines.trainer import (
     quiet_lightning,
     quiet_trainer,
 )
-from fl_lightning.engines.worker import Fit, Worker
+from fl_lightning.engines.worker import Worker
 
-Value = TypeVar("Value")
+
+class SharedFitEngine(Engine):
+    """Base class of engines that train clients in this process, inside one `Trainer.fit` where possible."""
+
+    _fit: SharedFit | None = None
+
+    @abstractmethod
+    def _can_share(self, worker: Worker) -> bool:
+        """Return whether clients can be trained in one fit."""
+
+    def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
+        """Call `work` and return its value, if possible inside one `Trainer.fit` that all clients share."""
+
+        def run(fit: SharedFit) -> Value:
+            self._fit = fit
+            try:
+                return work()
+            finally:
+                self._fit = None
+
+        return work() if self._fit or not self._can_share(worker) else run_shared_fit(worker, run)
 
 
 def can_share_fit(worker: Worker) -> bool:
@@ -42,7 +65,7 @@ def can_share_fit(worker: Worker) -> bool:
     return isinstance(optimizer, torch.optim.Optimizer) and all(isinstance(s, LRScheduler) for s in schedules)
 
 
-def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
+def run_shared_fit(worker: Worker, work: Callable[[SharedFit], Value]) -> Value:
     """Call `work` inside one `Trainer.fit` that is shared by all clients trained in it, and return the value of `work`.
 
     Args:
@@ -52,7 +75,7 @@ def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
     values: list[Value] = []
     errors: list[BaseException] = []
 
-    def run(fit: Fit) -> None:
+    def run(fit: SharedFit) -> None:
         try:
             values.append(work(fit))
         except BaseException as error:
@@ -77,7 +100,7 @@ class SharedFit(L.LightningModule):
         work: Runs tasks. Its argument trains a client.
     """
 
-    def __init__(self, worker: Worker, work: Callable[[Fit], None]) -> None:
+    def __init__(self, worker: Worker, work: Callable[[SharedFit], None]) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.worker, self.work = worker, work
@@ -95,11 +118,11 @@ class SharedFit(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Call `work`, which trains the clients."""
-        self.work(self.fit)
+        self.work(self)
 
-    def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
+    def forward(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         """Train a client's module and return its optimizer."""
-        with torch.enable_grad(), warnings.catch_warnings():  # a client's settings must not affect later clients
+        with own_settings():
             return self._fit(module, task)
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
@@ -147,6 +170,13 @@ class SharedFit(L.LightningModule):
         if alone.gradient_clip_val:
             self.clip_gradients(optimizer, alone.gradient_clip_val, alone.gradient_clip_algorithm)
         return loss
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Context in which code of a client may change torch's and Python's settings without affecting later clients."""
+    with torch.enable_grad(), warnings.catch_warnings():
+        yield
 
 
 def configure_optimizer(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:

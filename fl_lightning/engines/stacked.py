@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,13 +16,12 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
-from fl_lightning.engines.base import Engine, Value
-from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit
+from fl_lightning.engines.shared_fit import SharedFitEngine, can_share_fit
 from fl_lightning.engines.stacked_fit import StackedFit, in_rows
 from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
 from fl_lightning.engines.trainer import obstacle_to_shared_fit, quiet_lightning
-from fl_lightning.engines.worker import Fit, Worker
+from fl_lightning.engines.worker import Worker
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that handle each parameter separately and skip those without a gradient."""
@@ -32,7 +30,7 @@ HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_en
 """Methods that are called for each client separately, and so may be overridden."""
 
 
-class StackedEngine(Engine):
+class StackedEngine(SharedFitEngine):
     """Trains several clients at once, as one batched model in one `Trainer.fit`.
 
     Use it for small models, whose steps take more time in Python than in arithmetic, and for GPUs that one client does
@@ -55,7 +53,6 @@ class StackedEngine(Engine):
     def __init__(self, clients: int = 64) -> None:
         check_number("engine.clients", clients, "[2, inf)", "use SequentialEngine for one client at a time")
         self.clients = clients
-        self._fit: Fit | None = None
         self._slots: StackedSlots | None = None
 
     def check(self, worker: Worker) -> None:
@@ -84,10 +81,6 @@ class StackedEngine(Engine):
         with trainer.precision_plugin.forward_context():
             check_steps(clients, x[:8], y[:8])
 
-    def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Return the value of `work()`. Its calls of `run` share one `Trainer.fit`."""
-        return run_shared_fit(worker, lambda fit: self._with(fit, work))
-
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Train tasks in groups of at most `clients`, and yield the results group by group."""
         arriving = iter(tasks)
@@ -104,12 +97,8 @@ class StackedEngine(Engine):
         """Release the client modules."""
         self._slots = None
 
-    def _with(self, fit: Fit, work: Callable[[], Value]) -> Value:
-        self._fit = fit
-        try:
-            return work()
-        finally:
-            self._fit = None
+    def _can_share(self, worker: Worker) -> bool:
+        return not obstacle_to_shared_fit(worker.idle_trainer)
 
     def _run_one_by_one(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         fit = self._fit if self._fit and can_share_fit(worker) else None
@@ -117,8 +106,8 @@ class StackedEngine(Engine):
 
     def _run_together(self, worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
         """Train the clients of several tasks of one round together, and yield their results."""
-        trainer: L.Trainer = self._fit.__self__.trainer  # type: ignore[union-attr]
-        fit = StackedFit(worker, trainer, self._slots_for(worker, len(tasks)))
+        assert self._fit
+        fit = StackedFit(worker, self._fit.trainer, self._slots_for(worker, len(tasks)))
         for task in in_rows(worker, tasks):
             try:
                 fit.start(task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from fl_lightning.core.state_dicts import at_least_float32, stack
 from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
 from fl_lightning.data.loaders import Batches
 from fl_lightning.engines.client_slot import ClientSlot
+from fl_lightning.engines.shared_fit import own_settings
 from fl_lightning.engines.stacked_optimizer import BlockOptimizer
 from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import (
@@ -382,13 +382,6 @@ class StackedFit:
             changed |= difference(held, now) is not None or versions(now) != written
         if changed:
             self._look()
-
-
-@contextmanager
-def own_settings() -> Iterator[None]:
-    """Context in which code of a client may change torch's and Python's settings without affecting later clients."""
-    with torch.enable_grad(), warnings.catch_warnings():
-        yield
 
 
 def differ_in_weights_only(algorithm: Algorithm, module: ClientModule) -> bool:

@@ -189,8 +189,8 @@ def quiet_lightning(shown: set[str] | None = None) -> Iterator[None]:
 
             def show_once(message: Warning | str, *args: Any, **options: Any) -> None:
                 if (text := str(message)) not in shown:
+                    show(message, *args, **options)  # first: it is this function again if fits are nested
                     shown.add(text)
-                    show(message, *args, **options)
 
             warnings.showwarning = show_once
             yield

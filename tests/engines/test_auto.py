@@ -81,7 +81,7 @@ def test_an_engine_that_breaks_down_is_left_out_and_told(tmp_path, timed, monkey
     assert run.engine.choice == "sequential"
 
 
-def test_processes_are_tried_where_starting_them_is_a_small_part_of_the_run(tmp_path, timed, monkeypatch):
+def test_processes_are_tried_where_they_can_save_twice_their_start(tmp_path, timed, monkeypatch):
     tried = timed[1]
     run = experiment(tmp_path, engine="auto", rounds=1)
     run._build()
@@ -89,11 +89,10 @@ def test_processes_are_tried_where_starting_them_is_a_small_part_of_the_run(tmp_
     run.engine.run(run.worker, [run.server.task(1, 0, run.server.download(1, 0))])
     assert ProcessesEngine not in {engine for engine, _ in tried}
     again = AutoEngine()
-    again.fits = 100_000
-    monkeypatch.setattr(auto.os, "cpu_count", lambda: 2)
-    assert "processes" in again._candidates(0.01, 1)
-    monkeypatch.setattr(auto.os, "cpu_count", lambda: 1)
-    assert "processes" not in again._candidates(0.01, 1)
+    cases = {(2, 3100): False, (2, 3300): True, (4, 2100): False, (4, 2200): True, (1, 10**6): False}
+    for (cores, again.fits), expected in cases.items():  # fits of 10 ms: 16 s can be saved, or not
+        monkeypatch.setattr(auto, "usable_cores", lambda cores=cores: cores)
+        assert ("processes" in again._candidates(0.01, 1)) == expected
 
 
 def test_an_engine_is_started_and_warmed_up_before_its_time_is_taken(tmp_path, timed, monkeypatch):
