@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
@@ -37,7 +36,7 @@ class LocalTraining:
     """
 
     batch_size: int = 64
-    optimizer: OptimizerCallable = torch.optim.SGD
+    optimizer: OptimizerCallable | None = None
     optimizer_state: Literal["fresh", "kept"] | None = None
     lr_scheduler: LRSchedulerCallable | None = None
     trainer: dict[str, Any] = field(default_factory=dict)

@@ -109,10 +109,14 @@ def with_features(module: nn.Module | None) -> Backbone:
     """Return a module if it is a `Backbone`; otherwise raise an error.
 
     Raises:
-        ConfigError: It is not a backbone.
+        ConfigError: It is not a backbone. The message has the options that name its head.
     """
     if not isinstance(module, Backbone):
-        raise ConfigError("model: this method looks at features, so the model must be a Backbone; FromModule makes one")
+        kind = type(module)
+        linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)] if module else []
+        options = f"--model FromModule --model.module {kind.__module__}.{kind.__qualname__}"
+        fix = f"Did you mean {options} --model.head {linear[-1] if linear else 'NAME_OF_ITS_LAST_LAYER'}?"
+        raise ConfigError(f"model: this method reads features, and {kind.__name__} does not name its head. {fix}")
     return module
 
 
@@ -141,6 +145,14 @@ def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Modu
     if weights:
         encoder.load_state_dict(weights)
     return encoder.eval().requires_grad_(False)
+
+
+class NetworkFactory(Protocol):
+    """A callable that builds any network. Its result has no `encoder` and `head` unless it is a `Backbone`."""
+
+    def __call__(self, *, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """Build the network for inputs of `in_shape` (without the batch) and `num_classes` classes."""
+        ...
 
 
 class ModelFactory(Protocol):
