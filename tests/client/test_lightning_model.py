@@ -196,6 +196,16 @@ def test_methods_train_a_lightning_module_with_a_named_head(algorithm, tmp_path)
     assert run.csv.rows[-1]["client/acc_mean"] > 0.3
 
 
+@pytest.mark.thorough
+def test_worker_processes_train_it_alike(tmp_path):
+    weights = []
+    for engine in ("sequential", "processes"):
+        run = own(Classifier, tmp_path / engine, engine=engine)
+        run.fit()
+        weights.append(run.state["model"])
+    assert same_bytes(*weights)
+
+
 def test_outside_of_training_the_training_step_is_not_called():
     module = ClientModule(Classifier()).eval()
     assert module.step(batch()).loss is None

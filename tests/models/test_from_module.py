@@ -301,10 +301,17 @@ def test_a_built_network_is_refused(tmp_path):
         experiment(tmp_path, model=Plain()).fit()
 
 
+class Narrow(Sized):
+    """Has three outputs by default, under another name."""
+
+    def __init__(self, n_classes: int = 3) -> None:
+        super().__init__(n_classes)
+
+
 @pytest.mark.parametrize(
     ("model", "fix"),
     [
-        (partial(Sized, num_classes=3), r"Did you mean --model.num_classes 10\?"),
+        (Narrow, r"Did you mean --model.n_classes 10\?"),
         (
             partial(FromModule, module=f"{__name__}.Sized", head="3", module_args={"num_classes": 3}),
             r"Did you mean --model.module_args.num_classes 10\?",
