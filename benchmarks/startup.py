@@ -22,6 +22,10 @@ from pathlib import Path
 
 MODULE = ["-m", "fl_lightning"]
 FIT = [*MODULE, "fit", "--config", "digits_fedskc.yaml", "--rounds", "1"]
+PYTHON = """
+from fl_lightning import MLP, Digits, Dirichlet, FederatedOrchestrator, FedSKC, Scenario
+FederatedOrchestrator(Scenario(Digits(), Dirichlet(0.2, min_samples=20), clients=10), MLP, FedSKC(), rounds=1).fit()
+"""
 TAB = "fl-lightning fit --algorithm Fed"
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
@@ -37,6 +41,8 @@ COMMANDS = {
     "fl-lightning fit --algorithm.help FedSKC": [*MODULE, "fit", "--algorithm.help", "FedSKC"],
     f"{TAB}<Tab>": MODULE,
     "fit --config digits_fedskc.yaml, to its first round": FIT,
+    "fit --config digits_fedskc.yaml --logger false, to its first round": [*FIT, "--logger", "false"],
+    "python -c 'FederatedOrchestrator(...).fit()', to its first round": ["-c", PYTHON],
 }
 
 

@@ -66,7 +66,7 @@ class FederatedRun(Protocol):
         """Whether all rounds are done, or a callback has stopped the run."""
 
     def client_module(self, client: int) -> ClientModule:
-        """Return a client's module after the last finished round: with the weights that it would receive next.
+        """Return a client's module with the weights that the client would receive in the next round.
 
         Without a server, it has the weights that the client trained last.
         """
@@ -84,7 +84,7 @@ def is_own(kind: type) -> bool:
 
 
 def require(run: FederatedRun, section: str, refusal: str) -> None:
-    """Check that the aggregator writes a part of the shared state that a callback reads, such as `weights`.
+    """Check that the shared state has, or will have, the section that a callback reads, such as `weights`.
 
     A user's own aggregator is checked in round 1.
 

@@ -1,4 +1,4 @@
-"""Callback that draws confusion matrices of the global model and of the worst client."""
+"""Callback that draws confusion matrices of the global model and of the client with the lowest accuracy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_COUNTS = 12
 
 
 class ConfusionMatrix(RoundFigure):
-    """Draw the confusion matrices of the global model and of the worst client's model.
+    """Draw the confusion matrices of the global model and of the client with the lowest accuracy.
 
     The global model is scored on the global test set, a client's model on the client's test split. The client's model
     is the one that `fl-lightning test` evaluates: the model with which the client would start the next round or,
@@ -50,7 +50,7 @@ class ConfusionMatrix(RoundFigure):
             raise ConfigError("callbacks: ConfusionMatrix: no client has test samples. Increase scenario.local_test.")
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the confusion matrices of the global model and of the worst client, `(C, C)`, and that client's id.
+        """Return the confusion matrices `(C, C)` of the global model and the worst client, and the worst client's id.
 
         Rows are true classes.
         """
@@ -73,7 +73,7 @@ class ConfusionMatrix(RoundFigure):
 
     @staticmethod
     def _tests_globally(run: FederatedRun) -> bool:
-        """Return whether there is a global model and the global test set has the classes that it predicts."""
+        """Return whether the method has a global model that predicts the classes of the global test set."""
         return run.algorithm.one_model and run.data.data.evaluate is None
 
     def draw(self, arrays: Arrays) -> Figure:

@@ -1,4 +1,4 @@
-"""Default callbacks, checks of the callbacks of a run and of clients, and the callbacks' state in checkpoints."""
+"""Functions for the callbacks of a run: add the default ones, check config keys, save and restore states."""
 
 from __future__ import annotations
 

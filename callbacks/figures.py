@@ -61,7 +61,7 @@ class RoundFigure(RoundCallback):
         self._arrays: Arrays | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the figure can be measured and written, and warn of earlier files that were changed or removed.
+        """Check that the figure can be measured and written, and warn if its earlier files were changed or removed.
 
         Raises:
             ConfigError: The method does not reveal the clients' models, there are no classes, another figure logs the

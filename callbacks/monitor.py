@@ -101,7 +101,7 @@ class Monitor(RoundCallback):
 
 
 def metric_mode(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
-    """Return whether a higher or lower value of a metric is better; None if its name does not say.
+    """Return `max` if higher values of a metric are better, `min` if lower values are better; None if unknown.
 
     Args:
         name: The metric.
@@ -191,5 +191,5 @@ def may_add_metrics(run: FederatedRun) -> bool:
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:
-    """Return whether a user's class, not one of this package, defines one of the given methods for a callback."""
+    """Return whether one of the given methods of a callback is defined in a user's class, not in this package."""
     return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

@@ -62,7 +62,10 @@ class RoundProgress(RoundCallback):
             self._bars.advance(self._clients)
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Advance the progress bar of rounds, or print a line. After the first round, print the engine's message."""
+        """Advance the progress bar of rounds or, without a terminal, print a line about the round.
+
+        After the first round, also print the engine's message, such as the engine that `auto` has chosen.
+        """
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
         labels = {"global/acc": "global acc", "client/acc_mean": "client acc", "client/train_loss": "loss"}

@@ -23,11 +23,11 @@ ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CH
 EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
 PAGES = ROOT_PAGES | EXAMPLES  # the page of each file of the repository
 
-ROOMS = tuple(f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".cli"))
+PACKAGES = tuple(f"fl_lightning{name}" for name in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".cli"))
 """Packages with a reference page that has only the modules with public names, and the modules in `EXTRA_MODULES`."""
 EXTRA_MODULES = {"fl_lightning.core.state_dicts", "fl_lightning.evaluation.summary"}
 PACKAGES = (
-    *ROOMS,
+    *PACKAGES,
     "fl_lightning.algorithms",
     "fl_lightning.algorithms.global_model",
     "fl_lightning.algorithms.personalized",
@@ -108,7 +108,7 @@ def reference() -> dict[str, str]:
         name: sorted(
             one
             for one, module in package.modules.items()
-            if not module.is_init_module and (name not in ROOMS or f"{name}.{one}" in homes)
+            if not module.is_init_module and (name not in PACKAGES or f"{name}.{one}" in homes)
         )
         for name, package in packages.items()
     }

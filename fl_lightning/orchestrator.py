@@ -235,7 +235,7 @@ class FederatedOrchestrator:
 
     @property
     def state(self) -> State:
-        """The shared state after the last finished round."""
+        """The shared state on the server, such as the global weights, after the last finished round."""
         return self.server.state
 
     @property
@@ -249,7 +249,7 @@ class FederatedOrchestrator:
         return describe_end(self, self.record.first_round)
 
     def starting_module(self, client: int) -> ClientModule:
-        """Return a client's module, on the CPU, as it starts the current round."""
+        """Return a client's module, on the CPU, as it starts to train in the round after the last finished one."""
         round = self.round + 1
         return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
 

@@ -17,11 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: the work
 import hypothesis
 import numpy as np
 import pytest
-import sklearn.datasets
 import torch
 
 from fl_lightning.core.state_dicts import to_float64
-from fl_lightning.data import FederatedData, Scenario
+from fl_lightning.data import FederatedData, Scenario, images
 from fl_lightning.engines import ProcessesEngine, trainer
 
 BASE_SEED = int(os.environ.get("FL_LIGHTNING_TEST_SEED", "0"))
@@ -104,7 +103,7 @@ def _release_memory() -> Iterator[None]:
 def _quick_files() -> Iterator[None]:
     """Cache the digits and skip `fsync`, a quarter of a tiny run. Programs that tests start still call `fsync`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sklearn.datasets, "load_digits", functools.cache(sklearn.datasets.load_digits))
+        patch.setattr(images, "read_digits", functools.cache(images.read_digits))
         patch.setattr(os, "fsync", lambda file: None)
         yield
 

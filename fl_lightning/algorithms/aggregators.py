@@ -57,7 +57,7 @@ class Aggregator(Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield the state to pass to `model_for` for each client in turn; by default the unchanged state.
+        """Yield the state from which `model_for` returns a client's model, for each client in turn; by default `state`.
 
         An aggregator that can compute the models of several clients together overrides this: it adds them to the
         yielded state, where `model_for` finds them. A client's model must not depend on the other clients asked for.

@@ -160,7 +160,7 @@ class Algorithm(Capable):
         return {"model": model} | self.aggregator.initial(model, num_classes) | knowledge
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Server: return the message to a client at the start of a round: the weights and the shared knowledge.
+        """Server: return the message to a client at the start of a round, with the weights and the shared knowledge.
 
         Args:
             state: The state after the previous round.
@@ -207,7 +207,7 @@ class Algorithm(Capable):
         """
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Client: return the message to the server after training: weights and a summary for each shared knowledge.
+        """Client: after training, return the message to the server, with weights and summaries of the shared knowledge.
 
         Args:
             module: The trained module, in eval mode, without gradients.
@@ -237,7 +237,7 @@ class Algorithm(Capable):
         return participants
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Server: return the next shared state from a round's uploads, which arrive in ascending client id.
+        """Server: return the next shared state from a round's uploads, which arrive in ascending order of client ids.
 
         Do not change tensors of `state` in place: a checkpoint of it may be being written.
         """

@@ -62,7 +62,7 @@ def class_name(path: object) -> str:
 
 
 def option_values(words: Sequence[str], option: str) -> list[tuple[int, str]]:
-    """Return every occurrence of an option on a command line, as its position and its value."""
+    """Return the position and the value of each occurrence of an option on a command line."""
     long, found = f"--{option}", []
     for i, word in enumerate(words):
         if word.startswith(f"{long}="):

@@ -32,7 +32,7 @@ class Spread(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Rounds, bytes and seconds until a target value of the metric was reached, over the runs that reached it.
+    """Rounds, bytes and seconds until the metric reached a target value, over the runs that reached the target.
 
     Args:
         rounds: The first evaluated round with the target value.
@@ -301,7 +301,7 @@ def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Differ
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:
-        """Return the last value of the metric, averaged over the runs with equal seed and equal inner settings."""
+        """Return the metric's last value, averaged over runs with the same seed and the same values of `inner`."""
         values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
             if figures := best_and_last(run.rounds, grouping.metric):

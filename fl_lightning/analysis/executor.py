@@ -153,7 +153,7 @@ class _RunningJob:
     asked_to_stop: bool = False
 
     def ask_to_stop(self) -> None:
-        """Ask the job once to end at its next checkpoint. A second signal would end it immediately."""
+        """Ask the job to end at its next checkpoint, but only once: a second signal would end the job immediately."""
         if not self.asked_to_stop:
             self.asked_to_stop = True
             self.process.terminate()

@@ -219,7 +219,7 @@ WEIGHTS_ONLY = (".pt", ".ckpt")
 
 
 def refuse_target(path: Path, prepare: bool = False) -> None:
-    """Check the path and format of an export before the run is loaded, and raise an error if they are not possible.
+    """Check the path and format of an export before the run is loaded. Raise an error if the export is impossible.
 
     Args:
         path: The file.

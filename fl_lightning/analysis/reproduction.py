@@ -60,18 +60,18 @@ class Cell:
 
     @cached_property
     def last10(self) -> float | None:
-        """Our mean of the metric over the last ten evaluated rounds, averaged over seeds; None if no run has one."""
+        """Our mean of the metric over the last ten evaluated rounds, averaged over seeds; None without such means."""
         means = [one.last10 for one in self.readings.values() if one.last10 is not None]
         return fmean(means) if means else None
 
     @cached_property
     def reached(self) -> bool:
-        """Whether all runs reached the target accuracy. If not, our mean number of rounds is only a lower bound."""
+        """Whether all runs of the cell reached the target accuracy; if not, the mean round count is a lower bound."""
         return all(one.reached for one in self.readings.values())
 
     @cached_property
     def difference(self) -> float | None:
-        """Our mean over seeds minus the paper's number; None if one of them is missing."""
+        """Our mean over seeds minus the paper's number; None if either number is missing."""
         return self.spread.mean - self.paper.mean if self.spread and self.paper else None
 
 
@@ -108,7 +108,7 @@ class Verdict:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """Our mean margin for the claim, with a paired t-test over seeds; None if no margin is known."""
+        """The claim's margin in our runs: its mean over seeds with a paired t-test; None if all are missing."""
         return paired_difference(list(self.margins.values()), [0.0] * len(self.margins))
 
     @cached_property

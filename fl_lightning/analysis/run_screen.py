@@ -204,7 +204,7 @@ def rows_of_plots(lines: int | None, legends: Sequence[int], beside: bool) -> li
 
 
 def legend(rounds: Sequence[Row], names: Mapping[str, str], terminal: Terminal) -> list[Text]:
-    """Return the legend of a plot: the mark, label and last value of each curve, and the best value of accuracies."""
+    """Return the legend of a plot: mark, label and last value of each curve, and for accuracies also the best value."""
     lines = []
     for (name, label), color, mark in zip(names.items(), COLORS, MARKS, strict=False):
         figures = best_and_last(points(rounds, name), name, is_lower_better(name))
@@ -253,7 +253,7 @@ def curves(rounds: Sequence[Row], names: Sequence[str], terminal: Terminal, rows
 
 
 def points(rounds: Sequence[Row], name: str) -> list[Row]:
-    """Return the rows of the rounds in which a metric has a value that is small enough to draw."""
+    """Return the rows of the rounds to plot: those in which the metric's absolute value is at most `LARGEST`."""
     return [row for row in rounds if abs(row.get(name, math.inf)) <= LARGEST]
 
 

@@ -47,7 +47,7 @@ class RunStatus:
 
     @property
     def round_seconds(self) -> float | None:
-        """The mean duration of the last rounds: ten rounds, or one evaluation interval if that is more."""
+        """The mean duration of the last 10 rounds, or of the last `evaluation.every` rounds if these are more."""
         every = (self.run.config.get("evaluation") or {}).get("every")
         last = self.run.rounds[-max(10, every if isinstance(every, int) else 1) :]
         times = [row["time/round_s"] for row in last if math.isfinite(row.get("time/round_s", math.nan))]
@@ -102,14 +102,14 @@ class RunMonitor:
         )
 
     def _ended(self, run: Run, last_round: float) -> bool:
-        """Return whether the run has ended. A summary that was written before the run was resumed does not count."""
+        """Return whether the run has ended: its final summary exists, and the run was not resumed after writing it."""
         if not run.final or run.final["rounds"] != len(run.rounds):
             return False
         stopped_early = (self.folder / "final" / "summary.json").stat().st_mtime >= last_round
         return stopped_early or run.config.get("rounds") == len(run.rounds)
 
     def _has_changed(self, name: str, number: int = 0) -> bool:
-        """Return whether a file of the run, or the number of rounds to read in it, changed since the last call."""
+        """Return whether a file of the run, or the number of rounds to read from it, changed since the last call."""
         try:
             file = (self.folder / name).stat()
             now: object = file.st_ino, file.st_size, file.st_mtime_ns, number

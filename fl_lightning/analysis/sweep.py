@@ -196,7 +196,7 @@ class Study:
         self._study.tell(trial.number, state=FAIL)
 
     def _refuse_first(self, reason: str | None) -> None:
-        """Raise a `ConfigError` with a reason if no trial has ended yet, because the sweep itself may then be wrong."""
+        """Raise a `ConfigError` with a trial's error if no trial has ended before: the sweep itself may be wrong."""
         if reason and not any(trial.state.is_finished() for trial in self._trials()):
             raise ConfigError(reason)
 
@@ -342,7 +342,7 @@ def run_sweep(
 
 
 def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -> None:
-    """Write a sweep's description to its folder. If trials have begun there, check that it has not changed.
+    """Write a sweep's description to its folder; if trials have begun there, check that it equals the stored one.
 
     Before the first trial has begun the description may change, so a mistake in the file can be corrected.
 

@@ -191,7 +191,7 @@ def _with_environment(word: Any) -> str:
 
 
 def _log_offline(words: Sequence[str]) -> list[str]:
-    """Return a command line with the option `--logger.offline` set to true, if it is given."""
+    """Return a command line in which the option `--logger.offline`, if present, is set to true."""
     changed = list(words)
     for i, word in enumerate(words):
         if word == "--logger.offline" and i + 1 < len(words):

@@ -73,8 +73,8 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
 
 def classes_of(kind: str) -> dict[str, Class]:
     """Return this package's classes of one kind, such as `algorithms`, by name. Reads the sources without imports."""
-    base, room, _ = BASES[kind]
-    return classes_in(f"fl_lightning.{room}", f"fl_lightning.{base}")
+    base, package, _ = BASES[kind]
+    return classes_in(f"fl_lightning.{package}", f"fl_lightning.{base}")
 
 
 @cache
@@ -102,7 +102,7 @@ def groups(kind: str) -> dict[str, dict[str, str]]:
 
 
 def kind_of(key: str) -> str | None:
-    """Return the kind of classes that a config key takes, such as `algorithms` for `algorithm`; None without one."""
+    """Return the kind of classes that a config key takes, such as `algorithms` for `algorithm`; None for other keys."""
     return next((kind for kind, (_, _, taken) in BASES.items() if taken == key), None)
 
 
@@ -134,7 +134,7 @@ def arguments(key: str, path: str) -> list[str] | None:
 
 
 def is_in_source(key: str, name: str) -> bool:
-    """Return whether a package such as torchvision defines a class or function `name` that users give for the key."""
+    """Return whether a package that a key takes classes from, such as torchvision, defines `name` in its sources."""
     return any(re.search(rf"^(class|def) {re.escape(name)}\b", text, re.MULTILINE) for text in _sources(key))
 
 

@@ -76,7 +76,7 @@ def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Return a config with our classes under the import paths that runs record and that digests depend on."""
+    """Return a config in which our classes have the import paths that runs record, so that digests do not change."""
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):

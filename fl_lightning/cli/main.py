@@ -31,6 +31,7 @@ def run() -> None:
     """Run the command of `sys.argv` and exit with its exit code; the entry point of the console script."""
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         load("fl_lightning.cli.commands.completion").answer()
+    gc.disable()  # until the command starts: what is imported and parsed before is needed until the end
     skip_final_collection()
     end_on_interrupt()
     if complaint := prepare_terminal():
@@ -119,7 +120,7 @@ def _has_shown(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> tuple[FrameType, int]:
-    """Return the frame and the line number where an error was raised, outside of W&B's wrapper around `sys.exit`."""
+    """Return the frame and the line number where an error was raised, without W&B's frames, which wrap `sys.exit`."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, place = (
         (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")
@@ -144,8 +145,6 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         return 0
     load("fl_lightning.cli.unknown_names").check_names(name, words)
     command = load(f"fl_lightning.cli.commands.{name}")
-    if own_process:
-        gc.freeze()  # scanning all imported objects takes a second
     parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
     readable_errors = load("fl_lightning.cli.errors").readable_errors
@@ -153,6 +152,9 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         words = getattr(command, "expand", list)(words)
     with readable_errors(parser, words):
         given = parser.parse_args(words)
+    if own_process:
+        gc.freeze()  # scanning all imported objects takes a second
+        gc.enable()
     with raise_on_interrupt():
         return command.main(given, parser)
 

@@ -96,7 +96,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, ast.stmt]:
-        """The top-level statement of the module that defines or imports each name, by name."""
+        """For each name at the top level of the module, the statement that defines or imports the name."""
         found: dict[str, ast.stmt] = {}
         statements = list(self.tree.body)
         for one in statements:
@@ -132,8 +132,8 @@ def source(module: str) -> Source:
 
 def path_of(module: str) -> Path:
     """Return the file path of a module of this package without the ending `.py`, without importing the module."""
-    _, room, *rest = module.split(".")
-    spec = find_spec(f"{PACKAGE}.{room}")
+    _, package, *rest = module.split(".")
+    spec = find_spec(f"{PACKAGE}.{package}")
     assert spec
     if not spec.submodule_search_locations:
         return Path(str(spec.origin)).with_suffix("")
@@ -206,26 +206,26 @@ def find_class(path: str) -> Class:
 
 
 @cache
-def classes(room: str, base: str) -> dict[str, Class]:
+def classes(package: str, base: str) -> dict[str, Class]:
     """Return the subclasses of a base class that a module or package exports, by name, in alphabetical order.
 
     Args:
-        room: The module or package. Without an `__all__` that is a plain list, all of its public classes count.
+        package: The module or package. Without an `__all__` that is a plain list, all of its public classes count.
         base: The import path of the base class, which is not returned.
     """
     top = find_class(base).node
-    found = (one for one in _exported(room) if top in [each.node for each in one.ancestors[1:]])
+    found = (one for one in _exported(package) if top in [each.node for each in one.ancestors[1:]])
     return dict(sorted(((one.name, one) for one in found), key=lambda item: item[0].lower()))
 
 
-def _exported(room: str) -> Iterator[Class]:
-    exports = source(room).names.get("__all__")
+def _exported(package: str) -> Iterator[Class]:
+    exports = source(package).names.get("__all__")
     if isinstance(exports, ast.Assign) and isinstance(exports.value, ast.List):
-        yield from filter(None, (class_in(source(room), ast.Name(name)) for name in ast.literal_eval(exports.value)))
+        yield from filter(None, (class_in(source(package), ast.Name(name)) for name in ast.literal_eval(exports.value)))
         return
-    root = path_of(room)
+    root = path_of(package)
     for file in sorted(root.rglob("*.py")):
-        module = source(".".join([room, *file.relative_to(root).with_suffix("").parts]))
+        module = source(".".join([package, *file.relative_to(root).with_suffix("").parts]))
         nodes = (node for node in module.tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
         yield from (Class(module, node) for node in nodes)
 

@@ -323,7 +323,7 @@ def class_choices(key: str) -> str:
 
 
 def arguments_of(key: str, path: str) -> list[str]:
-    """Return the argument names of the class that is given for a key. A user's own class is imported for them."""
+    """Return the argument names of the class that is given for a key. Imports the class if it is the user's own."""
     known = arguments(key, path)
     if known is None:
         with suppress(Exception):  # a wrong path is reported elsewhere
@@ -360,6 +360,6 @@ def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
 
 
 def _from_other_tools(name: str) -> list[str]:
-    """Return a list with our option for an option of another tool, such as Flower; empty if it is unknown."""
+    """Return our option for an option of another tool, such as Flower, in a list; an empty list if we have none."""
     plain = name.replace("-", "_")
     return [OPTIONS[one] for one in (name, plain, plain.rpartition(".")[2]) if one in OPTIONS][:1]

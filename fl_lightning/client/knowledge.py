@@ -51,7 +51,7 @@ class SharedKnowledge(nn.Module):
         """On the client, read the outputs of each training step to compute the knowledge; by default does nothing."""
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """On the client, return the knowledge tensors to upload, after training, in eval mode without gradients."""
+        """On the client after training, return the tensors to upload. Called in eval mode without gradients."""
         raise NotImplementedError
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
@@ -139,7 +139,7 @@ class ClassMeans(SharedKnowledge):
         return self.seen != "after"
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Add the outputs of a training step to the sums of each class; `last_epoch` resets the sums in each epoch."""
+        """Add a training step's outputs to the sums of each class. With `last_epoch`, each epoch resets the sums."""
         sums, counts = class_sums(self.outputs(step).detach(), step.targets, step.logits.shape[1])
         if self.tracked and (self.seen == "round" or self._epoch == epoch):
             sums, counts = sums + self.tracked[0].to(sums.device), counts + self.tracked[1].to(sums.device)

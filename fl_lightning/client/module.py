@@ -50,7 +50,7 @@ class Step:
 
 
 class LossTerm(nn.Module):
-    """A term that a method adds to a client's training loss: a scalar, multiplied by its coefficient already.
+    """A term that a method adds to a client's training loss: a scalar that includes its coefficient.
 
     It also works in any other LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses override
     `forward`. They override `begin` if they need the weights before training, and `remember` and `recall` if a client
@@ -80,7 +80,7 @@ class LossTerm(nn.Module):
         return tuple(piece for piece in self.children() if isinstance(piece, SharedKnowledge))
 
     def begin(self, module: ClientModule) -> None:
-        """Prepare the term at the start of a fit. Received weights and knowledge are loaded on the training device.
+        """Prepare the term at the start of a fit, when received weights and knowledge are on the training device.
 
         Also called once before round 1 with the initial weights, to find errors early. The module's `trainer` has the
         options of the fit.

@@ -10,7 +10,7 @@ class Capable:
     """Base class for capabilities: boolean class attributes that turn False if a subclass overrides certain methods.
 
     Faster ways of running a method rely on capabilities. A subclass that overrides one of the methods that a capability
-    describes does not inherit it: it gets the safe answer, `False`, unless it declares the capability itself.
+    describes does not inherit the capability: its value becomes `False`, which is safe, unless the subclass sets it.
 
     Attributes:
         capabilities: The methods that each capability describes, by the capability's name.

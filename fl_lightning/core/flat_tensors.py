@@ -19,7 +19,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the entries of a state dict are in a flat tensor, in this order.
+    """Layout of a flat tensor: the names, shapes and order of a state dict's entries, and the padding between them.
 
     Args:
         shapes: The name and shape of each entry.
@@ -44,12 +44,12 @@ class Layout:
         return flat.index_fill_(0, self._unused[flat.device], 0.0)
 
     def __reduce__(self) -> Any:
-        """Serialize the fields only."""
+        """Pickle only the shapes and sizes, without the cached indices of the padding."""
         return Layout, (self.shapes, self.sizes)
 
     @cached_property
     def _unused(self) -> dict[torch.device, Tensor]:
-        """The places of unused elements, by the devices on which they were needed."""
+        """Indices of the padding elements in a flat tensor, cached for each device."""
         used = torch.zeros(sum(self.sizes), dtype=torch.bool)
         for part in used.split_with_sizes(self.sizes)[::2]:
             part.fill_(True)

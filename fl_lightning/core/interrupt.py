@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A `KeyboardInterrupt` that our signal handler raises. Other code raises the base class.
+    """A `KeyboardInterrupt` from our handler of SIGINT and SIGTERM, to distinguish it from one that other code raises.
 
     Args:
         number: The signal's number.

@@ -61,7 +61,7 @@ class Message:
         return {f"{section}/{name}": t for section, content in self.sections.items() for name, t in content.items()}
 
     def section(self, name: str) -> Tensors:
-        """Return the tensors of one section, such as the weights in `model`, by name; empty if it does not exist."""
+        """Return the tensors of one section, such as the weights in `model`, by name; empty without such a section."""
         content = self.sections.get(name, {})
         return content if as_flat(content) is not None else dict(content)
 

@@ -83,7 +83,7 @@ class Objective(ABC):
         return outputs, targets
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return the group index of each sample, `(n,)`, for stratified splits and partitions by label; here all 0."""
+        """Return the group of each sample, `(n,)`, for stratified splits and partitions by label: 0 without classes."""
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:

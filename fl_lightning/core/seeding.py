@@ -100,7 +100,7 @@ class RandomStates:
 
     @contextmanager
     def drawing_torch(self) -> Iterator[None]:
-        """Context that does the same as `drawing` for torch's generators only, which is faster."""
+        """Context like `drawing` that switches only torch's generators to the saved states, which is faster."""
         for generator, state in zip(self._generators, self._torch, strict=True):
             generator.set_state(state)
         try:

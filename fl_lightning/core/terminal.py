@@ -9,7 +9,7 @@ from io import TextIOWrapper
 
 
 def prepare_terminal() -> str | None:
-    """Prepare the standard streams and environment variables for a command. Return why it cannot run, else None."""
+    """Prepare standard streams and environment variables. Return the reason if no command can run, else None."""
     os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook may name another backend
     open_streams()
     for stream in (sys.stdout, sys.stderr):

@@ -232,7 +232,7 @@ class CustomDataset(Dataset):
 
     @abstractmethod
     def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
-        """Read the inputs in the order `order`; return them and further fields of `LoadedData`, such as `prepare`."""
+        """Read the samples' inputs in the given order; return the inputs and other fields of `LoadedData` by name."""
 
     def load(self) -> LoadedData:
         """Read the data and split them into training and test samples, which are views of the same tensors."""

@@ -7,7 +7,7 @@ Few-shot Learning", NeurIPS 2017, whose equations are cited below. FedSKC uses i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -153,6 +153,9 @@ class EpisodeBatches(Batches):
         """Draw the episodes of one local epoch at random, and return the sample indices of each episode."""
         episodes = (np.concatenate(sample_episode(self.members, self.task, self.rng)) for _ in range(len(self)))
         return [self.index[torch.from_numpy(episode)].to(self.x.device) for episode in episodes]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((self.x[index], self.y[index]) for index in self.indices())
 
 
 def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Generator) -> list[np.ndarray]:

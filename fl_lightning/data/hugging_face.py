@@ -296,7 +296,7 @@ def _label_column(features: Any) -> str:
 
 
 def _only_column(key: str, columns: list[str]) -> str:
-    """Return the default column of an option: the column of the same name, or else the only one of `columns`."""
+    """Return the default column for an option: the column with the option's name, or else the only column."""
     if key in columns:
         return key
     if len(columns) > 1:

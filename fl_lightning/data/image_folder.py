@@ -325,9 +325,10 @@ def check_memory(n: int, shape: ImageShape) -> None:
 
 
 def channel_statistics(x: Tensor) -> tuple[list[float], list[float]]:
-    """Return the mean and standard deviation (1 instead of 0) of each channel of `uint8` images, scaled to [0, 1].
+    """Return each channel's mean and standard deviation, for `uint8` images scaled to [0, 1].
 
-    The sums are integers, so that the order of summation changes no bit of the result.
+    A standard deviation of 0 is replaced by 1. The sums are integers, so that the order of summation changes no bit of
+    the result.
     """
     total = torch.zeros(2, x.shape[1], dtype=torch.int64)
     for piece in x.split(max(1, CHUNK_BYTES // max(1, x[:1].nbytes))):

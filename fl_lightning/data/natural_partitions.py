@@ -39,7 +39,7 @@ class ByClient(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return the sample indices of all clients in the data, or of `clients` of them drawn at random."""
+        """Return the sample indices of all clients in the data or, given `clients`, of that many drawn at random."""
         if data.client_train is None:
             raise ConfigError(
                 f"{self.error_prefix}: the dataset has no client ids (client_train). Use another partition"
@@ -58,7 +58,7 @@ class ByClient(Partition):
         return ClientSplits(parts, tests if tests and any(map(len, tests)) else None, ids.tolist())
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Group samples by client, and draw `clients` of the clients; here `labels` is the client of each sample."""
+        """Return the sample indices of `clients` clients drawn at random; `labels` is the client of each sample."""
         parts = [part for part in indices_by_class(labels) if len(part) >= self.min_samples]
         return [parts[k] for k in draw_clients(clients, len(parts), "the data", rng)]
 
@@ -92,7 +92,7 @@ class PredefinedSplit(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return the file's index lists of all clients, or of `clients` clients drawn at random."""
+        """Return the file's index lists of all clients or, given `clients`, of that many drawn at random."""
         return self._draw(clients, rng)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:

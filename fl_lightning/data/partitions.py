@@ -88,7 +88,7 @@ class Partition(ABC):
 
 
 class IID(Partition):
-    """Random split: every client gets equally many samples (up to one), drawn regardless of class."""
+    """Random split, regardless of class. The sizes of clients differ by at most one sample."""
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Shuffle the samples and cut them into equal parts, one per client. Every sample is used."""
@@ -163,7 +163,7 @@ class Dirichlet(Partition):
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw the sample counts of a group of clients, `(C, members)`, with at least half an equal share for each."""
+        """Draw sample counts for a group of clients, `(C, members)`; each client gets at least half an equal share."""
         sizes = np.unique(labels, return_counts=True)[1]
         share = len(labels) / members
         for _ in range(self.max_draws):
@@ -374,7 +374,7 @@ def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
 
 
 def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
-    """Return how far each size exceeds a common level (0 if below), chosen so that the excesses add up to `total`."""
+    """Return the amounts by which to lower the largest sizes to a common level; the amounts add up to `total`."""
     low, high = 0, int(sizes.max())  # the excess is at least `total` at low, less at high
     while high - low > 1:
         level = (low + high) // 2
@@ -386,7 +386,7 @@ def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
 
 
 def proportional_counts(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Split each total into integers in proportion to the same row of `counts`, by largest remainder: `(n, C)`."""
+    """Split each of n totals into integers in proportion to its row of `counts`, by largest remainder: `(n, C)`."""
     quota, rest = np.divmod(totals[:, None] * counts, np.maximum(counts.sum(axis=1, keepdims=True), 1))
     rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1, kind="stable")
     return quota + (rank < (totals - quota.sum(axis=1))[:, None])

@@ -258,7 +258,7 @@ def _is_number(value: object) -> bool:
 def subsample(
     data: LoadedData, n: int | float, rng: np.random.Generator, objective: Objective = Classification()
 ) -> LoadedData:
-    """Return a dataset with only `n` training samples, or a share `n` of them, drawn stratified by class."""
+    """Return a dataset with only `n` training samples or, if `n` is a float, this share, stratified by class."""
     labels = objective.strata(data.y_train).numpy()
     if isinstance(n, float):
         n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point

@@ -38,7 +38,7 @@ class Column:
     scale: float = 1.0
 
     def values(self, column: pd.Series) -> np.ndarray:
-        """Return the values of a table column as unencoded numbers. A category is its index, an unknown category -1.
+        """Return the values of a table column as unencoded numbers: a category as its index, an unknown category as -1.
 
         Raises:
             ConfigError: Values are missing, or are not finite numbers where the schema has numbers.
@@ -99,7 +99,7 @@ class TableSchema:
     client: str | None = None
 
     def rows(self, frame: pd.DataFrame) -> Tensor:
-        """Return the rows of a table as unencoded numbers, `(n, columns)` in `float64`. A category is its index.
+        """Return the rows of a table as unencoded numbers, `(n, columns)` in `float64`: a category as its index.
 
         Args:
             frame: A table that has the schema's columns, in any order. Other columns are ignored.

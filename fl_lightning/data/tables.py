@@ -281,7 +281,7 @@ class TextTable(_FileTable):
 
 
 def check_categories(column: pd.Series) -> None:
-    """Raise a `ConfigError` if a column is not categorical: dates, lists, mixed numbers and text, or huge integers."""
+    """Raise a `ConfigError` if a column has values that cannot be categories, such as dates or huge integers."""
     import pandas as pd
 
     values = pd.Series(column.to_numpy(object))

@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 def check_lengths(length: int, vocab_size: int) -> None:
-    """Check the options `length` and `vocab_size`. A vocabulary has padding, unknown and at least one word."""
+    """Check that `length` is at least 1, and `vocab_size` at least 3: padding, unknown words and one word."""
     check_number("scenario.dataset.length", length, "[1, inf)")
     check_number("scenario.dataset.vocab_size", vocab_size, "[3, inf)")
 

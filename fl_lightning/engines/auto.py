@@ -57,7 +57,7 @@ class AutoEngine(Engine):
         self._chosen: Engine | None = None
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Return the value of `work()`. Within it, the chosen engine may train clients in one shared `Trainer.fit`."""
+        """Call `work` and return its value, inside a shared `Trainer.fit` if the chosen engine uses one."""
         return self._chosen.in_one_fit(worker, work) if self._chosen else work()
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:

@@ -24,7 +24,7 @@ class Engine(ABC):
     note: str = ""
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Return the value of `work()`. Within it, clients trained in this process may share one `Trainer.fit`.
+        """Call `work` and return its value. Some engines override this to train many clients in one `Trainer.fit`.
 
         Args:
             worker: The worker object of the tasks.
@@ -65,7 +65,7 @@ class Engine(ABC):
 
 
 def in_client_order(results: Iterable[Result], clients: Iterable[int]) -> Iterator[Result]:
-    """Yield results in the order of `clients`, whatever order they arrive in, so that sums round the same."""
+    """Yield results in the order of `clients`, not of arrival, so that floating-point sums are reproducible."""
     waiting: dict[int, Result] = {}
     arriving = iter(results)
     for client in clients:

@@ -48,7 +48,7 @@ class ClientData:
 
     @cached_property
     def min_batch(self) -> int:
-        """Smallest allowed size of a last training batch: BatchNorm needs two samples, some methods full batches."""
+        """Minimum size of a last training batch: a full batch if the method needs that, 2 for BatchNorm, else 1."""
         if self.algorithm.drop_last:
             return self.batch_size
         return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
@@ -79,7 +79,7 @@ class ClientData:
         return torch.bincount(strata, minlength=objective.stratum_count(loaded.num_classes))
 
     def batches(self, task: Task) -> Batches:
-        """Return a client's training batches in its order for the task's round, not yet prepared or augmented.
+        """Return a client's training batches in the random order of the task's round, not yet prepared or augmented.
 
         Raises:
             ConfigError: The client has too few samples for a batch.
@@ -110,7 +110,7 @@ class ClientData:
         return self._prepared(self._stored.x_test, self._stored.y_test, None)
 
     def ordered_batches(self, index: Tensor | None) -> ReadyBatches:
-        """Return training samples by index in this order, all if None, as prepared batches on the training device."""
+        """Return training samples as prepared batches on the training device, in the order of `index`; None for all."""
         return self._prepared(self._stored.x_train, self._stored.y_train, index)
 
     def prepare(self, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def has_doubles(device: torch.device) -> bool:
 
 
 class DeviceCopies:
-    """Copies the weights of downloads to a device. Tensors that the last download had too are not copied again.
+    """Copies the weights of downloads to a device, except tensors that the previous download already contained.
 
     Args:
         device: The device.
@@ -50,11 +50,11 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # The tensor is held, so its id is its own; one that was written into since is another.
+        # Keys are the id of a tensor and its number of changes. The tensor is stored too, so that its id stays unique.
         self._last: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, download: Message) -> Message:
-        """Return a client's download with its weights on the device. They must not be written to."""
+        """Return a client's download with its weights on the device. Callers must not change these weights in place."""
         before, self._last = self._last, {}
 
         def there(value: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class DeviceCopies:
 
 
 def times_written(value: Tensor) -> object:
-    """Return how often a tensor was written to. Tensors made in inference mode have no count and always differ."""
+    """Return how often a tensor was changed in place; a unique object for inference tensors, which do not count it."""
     return object() if value.is_inference() else value._version
 
 

@@ -150,7 +150,7 @@ def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> I
 
 
 def sends_one_model(worker: Worker) -> bool:
-    """Return whether all clients without layers of their own are evaluated with the same model."""
+    """Return whether every client is evaluated with the same model, except clients that keep layers of their own."""
     algorithm = worker.algorithm
     return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 

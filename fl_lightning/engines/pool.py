@@ -45,7 +45,7 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send the worker process a task with the shared tensors that the task needs, or the run's `Worker` object.
+        """Send the worker process one request: a task with its shared tensors, or the run's `Worker` object to load.
 
         Args:
             handle: The handle of the serialized task or `Worker` object.
@@ -155,7 +155,7 @@ class PoolEngine(Engine):
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
-        """Send workers a new `Worker` object, end workers with unfinished tasks, and return how many workers to use."""
+        """Return how many workers to use, after ending busy ones and sending a new `Worker` object to the others."""
         self._lost.clear()
         size = min(self.size(worker), len(worker.data.shards))
         for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:

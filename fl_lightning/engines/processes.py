@@ -148,7 +148,7 @@ class Process(PoolWorker):
         theirs.close()
 
     def send(self, handle: Place, blocks: dict[int, Place] | None = None) -> None:
-        """Send a task, or the run's `Worker` object, to the worker process through shared memory."""
+        """Send the worker process one request, a task or the run's `Worker` object to load, through shared memory."""
         spans = None if blocks is None else {number: block.spans for number, block in blocks.items()}
         files = {block.file.fd for block in (blocks or {}).values()}
         self._expected += 1
@@ -284,7 +284,7 @@ class MemoryFile:
         return Place(self, spans)
 
     def read(self, spans: list[Span]) -> list[np.ndarray]:
-        """Return the bytes in these ranges as arrays without copying. Writes to them are not visible elsewhere."""
+        """Return the bytes in these ranges as arrays without copying. Writes to the arrays do not change the file."""
         memory = np.frombuffer(mmap.mmap(self.fd, spans[-1][1], access=mmap.ACCESS_COPY), np.uint8)
         return [memory[start:end] for start, end in spans]
 

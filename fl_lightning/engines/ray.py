@@ -115,7 +115,7 @@ class Actor(PoolWorker):
         self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # an actor sees only its GPUs
 
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send a task, or the run's `Worker` object, to the Ray actor."""
+        """Send the Ray actor one request: a task, or the run's `Worker` object to load."""
         self.expected.append(self._actor.serve.remote(handle, blocks))
 
     def answer(self) -> Answer:
@@ -132,7 +132,7 @@ class Actor(PoolWorker):
 
 
 class RemoteServer:
-    """The class of the Ray actors: a `TaskServer` in a thread, so that several calls can share one `Trainer.fit`.
+    """The class of the Ray actors: a `TaskServer` in a thread, so that calls of `serve` can share one `Trainer.fit`.
 
     Args:
         threads: Number of torch's threads.
@@ -147,9 +147,10 @@ class RemoteServer:
         threading.Thread(target=self._run, args=(threads, trainer), daemon=True).start()
 
     def serve(self, parts: list[np.ndarray], blocks: dict[int, Any] | None) -> list[np.ndarray]:
-        """Run a task on copies of its tensors, or load a `Worker` object without copying its data.
+        """Process one request, a task or a `Worker` object to load, and return the serialized answer.
 
-        A task's tensors are copied because the object store is read-only and methods may change the tensors.
+        `blocks` is None for a `Worker` object. The tensors of a task are copied, because the object store is read-only
+        and methods may change the tensors.
         """
         if blocks is None:
             request = Request(parts, None)

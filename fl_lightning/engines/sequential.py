@@ -29,7 +29,7 @@ class SequentialEngine(Engine):
         self._fit: Fit | None = None
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Return the value of `work()`. Its calls of `run` share one `Trainer.fit` if clients can share one."""
+        """Call `work` and return its value, if possible inside one `Trainer.fit` that all clients share."""
         if self._worker is not worker:
             self._worker, self._can_share = worker, self.shared_fit and can_share_fit(worker)
         return run_shared_fit(worker, lambda fit: self._with(fit, work)) if self._can_share else work()

@@ -1,4 +1,4 @@
-"""Several clients trained one after another in one `Trainer.fit`. The fit has one batch, in which all of them train."""
+"""Train several clients one after another in one `Trainer.fit`, during its single dummy batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def can_share_fit(worker: Worker) -> bool:
 
 
 def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
-    """Call `work` within one `Trainer.fit`, which all clients that it trains share, and return its value.
+    """Call `work` inside one `Trainer.fit` that is shared by all clients trained in it, and return the value of `work`.
 
     Args:
         worker: The worker; `can_share_fit(worker)` is true.
@@ -67,7 +67,7 @@ def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
 
 
 class SharedFit(L.LightningModule):
-    """Trains clients one after another in one fit, each bit for bit as under its own `Trainer`.
+    """Trains clients one after another in one fit, with exactly the results of a separate `Trainer` per client.
 
     Starting a fit takes as long as ten steps of a small model, and Lightning's own loop looks for hooks and options in
     each step that a client's fit does not have.
@@ -87,7 +87,7 @@ class SharedFit(L.LightningModule):
         return []
 
     def train_dataloader(self) -> Iterable[int]:
-        """Return a loader with a single batch, during which all clients are trained."""
+        """Return a loader of one dummy batch, so that Lightning calls `on_train_batch_end` once."""
         return range(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -116,7 +116,7 @@ class TaskServer:
     def _run_tasks(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
     ) -> Request:
-        """Run requested tasks, in one shared fit if possible. Return the next request that is a new `Worker` object."""
+        """Run tasks, in one shared fit if possible, until a new `Worker` object is requested. Return that request."""
 
         def work(fit: Fit | None = None) -> Request:
             while (request := receive()).block:
@@ -131,7 +131,7 @@ class TaskServer:
 
 
 def shares_fit(worker: Worker) -> bool:
-    """Return whether a worker's tasks can share a `Trainer.fit`; False on an error, which separate fits then report."""
+    """Return whether a worker's tasks can share a `Trainer.fit`; False on an error, which separate fits then raise."""
     try:
         return can_share_fit(worker)
     except BaseException:

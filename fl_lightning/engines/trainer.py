@@ -149,7 +149,10 @@ def inference(module: torch.nn.Module, trainer: L.Trainer) -> Iterator[None]:
 
 @contextmanager
 def limited_garbage_collection() -> Iterator[None]:
-    """Restrict garbage collection to objects made in the context. Each used trainer is a reference cycle."""
+    """Context in which garbage collection checks only new objects, such as used trainers.
+
+    Every used trainer is part of a reference cycle, which only garbage collection frees.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -160,7 +163,7 @@ def limited_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def quiet_lightning(shown: set[str] | None = None) -> Iterator[None]:
-    """Suppress Lightning's messages about short fits, and cache lookups that it would repeat in every fit.
+    """Context that suppresses Lightning's messages about short fits, and caches lookups that are repeated in every fit.
 
     Other warnings are shown once each. Lightning reads the files of every installed package to find plugins, and opens
     NVIDIA's library to count GPUs.

@@ -221,7 +221,7 @@ def personal_means(scores: Sequence[Score]) -> Row:
 
 
 def own_series(scores: Mapping[int, Score]) -> Row:
-    """Return the metrics of each client's model on the client's test split, as `client_<id>/<name>`; no loss."""
+    """Return each client model's metrics, without the loss, on the client's test split, as `client_<id>/<name>`."""
     return {
         f"client_{client}/{name}": value
         for client, score in scores.items()
@@ -231,7 +231,7 @@ def own_series(scores: Mapping[int, Score]) -> Row:
 
 
 def train_metrics(results: Sequence[Result]) -> Row:
-    """Return the training loss and each term of it, averaged over the clients that trained in the round."""
+    """Return the training loss and each of its terms, averaged over the clients that trained in the round."""
     names = dict.fromkeys(name for result in results for name in result.losses)
     return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
 

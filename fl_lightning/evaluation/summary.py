@@ -46,7 +46,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def parse_rows(content: bytes) -> list[Row]:
-    """Return the rows of a `metrics.csv` or `clients.csv`, given as bytes: the header and all or some of the lines.
+    """Return the rows of a `metrics.csv` or `clients.csv`, given the bytes of its header and of some or all lines.
 
     Raises:
         ValueError: The content is not CSV, or has two columns of one name.
@@ -72,7 +72,7 @@ def read_columns(path: Path) -> dict[str, array[float]]:
 
 
 def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
-    """Return `best`, `best_round`, `last` and `last10` of a metric over a run's rounds; empty without any value.
+    """Return `best`, `best_round`, `last` and `last10` of a metric over a run's rounds; empty if no round has it.
 
     `last10` is the mean over the last ten rounds that have the metric, since with partial participation the value of a
     single round is noisy.
@@ -126,7 +126,10 @@ def model_metrics(rows: Sequence[Row]) -> list[str]:
 
 
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
-    """Return the first round in which a metric reached a target (R_acc), or None. `lower`: lower values are better."""
+    """Return the first round in which a metric reached a target (R_acc); None without such a round.
+
+    A value reaches the target if it is at least the target or, with `lower`, at most the target.
+    """
     values = ((row["round"], row.get(name, math.nan)) for row in rows)
     return next((int(round) for round, value in values if (value <= target if lower else value >= target)), None)
 

@@ -54,9 +54,10 @@ def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
 
 
 class MetricsCsv:
-    """Writes `metrics.csv`: a row per round and a column per metric, blank if a round has no value.
+    """Writes the metrics of a run to `metrics.csv`, and the metrics of single clients to `clients.csv`.
 
-    Metrics of single clients, `client_<id>/<name>`, are written to `clients.csv` in the same folder.
+    `metrics.csv` has a row per round and a column per metric, blank if a round has no value. `clients.csv` is in the
+    same folder. Metrics of single clients are named `client_<id>/<name>`.
 
     Args:
         path: The file.
@@ -117,7 +118,7 @@ class MetricsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:
-        """Append a round's metrics to `clients.csv`, then to `metrics.csv`. They survive a kill of the process.
+        """Append a round's metrics to `clients.csv`, then to `metrics.csv`. The new rows survive a kill of the process.
 
         Raises:
             CheckpointError: Writing fails.
@@ -273,7 +274,7 @@ class WarningsTxt:
         return self._digest([line for line in self._lines if self._round_of(line) < self.round()])
 
     def check(self, round: int, digest: str) -> None:
-        """Warn if the file has changed since the end of a round. Results do not depend on it, so this is no error.
+        """Warn if the file has changed since the end of a round. Raises no error, since results do not depend on it.
 
         Args:
             round: The round.
@@ -284,7 +285,7 @@ class WarningsTxt:
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
     def rewind(self, round: int) -> None:
-        """Remove the warnings after a round, and add those raised before the run folder was locked."""
+        """Remove the file's warnings after a round, and append those raised before the run folder was locked."""
         waiting, self._waiting = self._waiting or [], None
         with suppress(OSError):
             before, kept = self._on_file(), self._lines_until(round)
@@ -336,7 +337,7 @@ class WarningsTxt:
 
 
 class Loggers:
-    """The loggers of a run as one object, which passes each call to all of them. False if there are no loggers.
+    """The loggers of a run as one object, which passes each call to every logger. `len` is the number of loggers.
 
     Args:
         given: A logger, a list of loggers, or False or None for none.

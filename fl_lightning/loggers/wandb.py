@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
-from pydantic import ValidationError
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
@@ -258,7 +257,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         self.experiment.summary.update({name: value for name, value in summary.items() if value is not None})
 
     def log_files(self) -> None:
-        """Log the final model if `log_model` is set, and with `all` also the files for resuming, as W&B artifacts."""
+        """Log W&B artifacts: the final model if `log_model` is set, and with `log_model=all` the files for resuming."""
         run_dir = Path(self._wandb_init["dir"])
         if not self.log_model or self.mode == "disabled":
             return
@@ -349,6 +348,8 @@ def add_checksum(note: Mapping[str, Any]) -> str:
 @contextmanager
 def _name_key(key: str) -> Iterator[None]:
     """Context in which any exception, such as W&B's, becomes a one-line `ConfigError` that names the config key."""
+    from pydantic import ValidationError  # not at the top: only runs with this logger need it
+
     try:
         yield
     except ValidationError as error:  # its text also refers to pydantic's manual

@@ -156,7 +156,7 @@ class NetworkFactory(Protocol):
 
 
 class ModelFactory(Protocol):
-    """A callable, such as a config's `model`, that builds a backbone for an input shape and classes."""
+    """A callable, such as a config's `model`, that builds a backbone for an input shape and a number of classes."""
 
     def __call__(self, *, in_shape: tuple[int, ...], num_classes: int) -> Backbone:
         """Build the backbone for inputs of `in_shape` (without the batch) and `num_classes` classes."""

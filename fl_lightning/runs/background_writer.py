@@ -38,7 +38,7 @@ class Writer:
             self._jobs.popleft().result()
 
     def close(self) -> None:
-        """Wait for all submitted jobs, ignore their exceptions, and end the thread. `submit` starts a new thread."""
+        """Wait for all submitted jobs, ignore their exceptions, and end the thread. A later `submit` starts another."""
         if self._thread:
             self._thread.shutdown()
         self._thread = None

@@ -74,7 +74,7 @@ class Fingerprint:
             raise ConfigError(f"{where}: changed since the run began: {', '.join(sorted(parts))}. {fix}")
 
     def warn_of_environment(self, now: Mapping[str, str]) -> None:
-        """Warn if the environment (versions, device, threads) has changed since the checkpoint, and of the effects."""
+        """Warn if versions, device or threads have changed since the checkpoint, and say how results may change."""
         changed = [f"{name} {was} -> {now.get(name)}" for name, was in self.made_with.items() if now.get(name) != was]
         if changed:
             means = "the partition and random numbers stay the same, but sums may be rounded differently"
@@ -83,7 +83,7 @@ class Fingerprint:
             warnings.warn(f"the run is resumed with {', '.join(changed)}: {means}", stacklevel=2)
 
     def warn_of_edits(self, path: Path, now: Mapping[str, Any]) -> None:
-        """Warn if the run's `config.yaml` was edited after the checkpoint and the edited settings are in use.
+        """Warn if a run is resumed with settings that were edited in its `config.yaml` after the checkpoint.
 
         Args:
             path: The path of `config.yaml`.

@@ -371,7 +371,7 @@ def _parse_value(text: str) -> Any:
 
 
 def has_value(setting: Any, wanted: Any) -> bool:
-    """Whether a setting equals the wanted value or, if that is a list, one of the list's values."""
+    """Return whether a setting equals the wanted value or, if a list is wanted, one of the list's values."""
     if isinstance(wanted, list | tuple | set) and not isinstance(setting, list):
         return any(has_value(setting, each) for each in wanted)
     wanted = _class_name(wanted) if isinstance(wanted, str) else wanted

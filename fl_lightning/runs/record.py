@@ -39,7 +39,7 @@ from fl_lightning.runs.reader import Figures
 from fl_lightning.runs.trust import sign
 
 FLUSH_SECONDS = 1.0
-"""Minimum seconds between flushes of checkpoints to disk. Only a power failure, not a kill, can damage the others."""
+"""Minimum seconds between flushes of checkpoints to disk. Only a power failure can damage unflushed checkpoints."""
 
 Keep = Callable[[list[int]], set[int]]
 """A function that takes the rounds that have a checkpoint, newest first, and returns the rounds to keep."""
@@ -293,7 +293,7 @@ class Record:
             self.logger.finalize(status)
 
     def _flush_newest(self) -> None:
-        """Flush the newest checkpoint to disk, and remove the older flushed one if callbacks do not keep it."""
+        """Flush the newest checkpoint to disk, then remove the previously flushed one unless callbacks keep it."""
         with suppress(CheckpointError):  # the file system has failed, and the error of the run says so
             rounds = self.checkpoints.rounds()
             if rounds and rounds[0] != self._flushed_round:

@@ -122,7 +122,7 @@ def _module_file(path: str, places: list[str] | None = None) -> str | None:
 
 
 def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
-    """Sign the config of a run that the user starts or resumes, unless it is untrusted.
+    """Sign the config of a run that the user starts or resumes, unless the config is untrusted.
 
     The signature covers every byte of the config and the locations of the user's own modules. It stays valid if the
     folder is moved.

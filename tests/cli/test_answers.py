@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import yaml
-from commands import run
+from commands import TINY, run
 
 import fl_lightning
 from fl_lightning.cli import catalogue, help
@@ -74,6 +74,18 @@ print("end", sys.modules.keys() & {SLOW})
 def test_the_package_itself_imports_nothing_slow():
     slow = SLOW | {"jsonargparse"}
     assert python(f"import sys, fl_lightning; print(sys.modules.keys() & {slow})") == "set()\n"
+
+
+def test_fit_does_not_import_packages_that_the_run_does_not_use(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    unused = {"datasets", "mlflow", "optuna", "pandas", "plotly", "pyarrow", "pydantic", "ray", "sklearn", "wandb"}
+    source = f"""
+import sys
+from fl_lightning.cli.main import main
+assert main(["fit", "--config", "{tmp_path}/tiny.yaml", "--run_dir", "{tmp_path}/run"]) == 0
+print("end", sys.modules.keys() & {unused})
+"""
+    assert python(source).endswith("end set()\n")
 
 
 @pytest.mark.parametrize("word", ["--version", "-V"])
@@ -317,6 +329,16 @@ def test_every_option_of_fit_can_be_completed(actions):
 
 
 # --- Garbage ---
+
+
+def test_what_a_public_name_imports_is_not_searched_for_garbage_soon():
+    source = """
+import gc, fl_lightning
+fl_lightning.MLP
+young, middle, old = map(len, map(gc.get_objects, range(3)))
+print(gc.isenabled(), gc.get_freeze_count() < 1000, young + middle < 10_000 < old)
+"""
+    assert python(source).split() == ["True"] * 3
 
 
 def test_only_the_console_script_freezes_imports_for_the_garbage_collector():

@@ -95,7 +95,7 @@ FOLDERS = {
     "an empty test": (
         lambda root: empty_folder(root / "mine" / "test"),
         "mine",
-        "mine/test: has no class folders. Add one per class, or set it to mine/train, of which a share is then",
+        "mine/test: has no class folders. Add one per class, or set it to mine/train to hold out a share of it",
     ),
     "another class": (
         lambda root: (root / "mine" / "test" / "cat").rename(root / "mine" / "test" / "Cat"),

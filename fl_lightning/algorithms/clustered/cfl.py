@@ -69,7 +69,7 @@ def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 
 
 class Splits(Aggregator):
-    """Average uploads by cluster. Split a cluster if its mean update is small, but a client's is large.
+    """Average uploads by cluster, and split a cluster with a small mean update but a large client update.
 
     The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has ever uploaded
     (`heard`) and the `round`. The section `norms` holds, for each cluster before it was split, the norm of the `mean`
@@ -125,7 +125,7 @@ class Splits(Aggregator):
         }
 
     def weights(self, members: Sequence[Upload]) -> list[float]:
-        """Return the weight of each member's upload in the cluster's mean: its samples, or 1."""
+        """Return the weight of each member's upload in the cluster's mean: its number of samples, or 1."""
         return [float(upload.n_samples) if self.weighting == "samples" else 1.0 for upload in members]
 
     def mean(self, members: Sequence[Upload]) -> Tensors:
@@ -133,12 +133,12 @@ class Splits(Aggregator):
         return weighted_mean((upload.message.section("model") for upload in members), self.weights(members))
 
     def norms(self, updates: Tensor, members: Sequence[Upload]) -> Tensor:
-        """Return two norms of a cluster's updates `(m, P)`: that of their mean, and the largest of a single update."""
+        """Return the norm of the weighted mean of a cluster's updates `(m, P)`, and the largest norm of one update."""
         weights = torch.tensor(self.weights(members), dtype=torch.float64)
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
     def should_split(self, mean: float, largest: float) -> bool:
-        """Return whether a cluster is split: its mean update's norm is below ε1, its largest update's above ε2."""
+        """Return whether a cluster is split: the norm of its mean update is below ε1, and its largest norm above ε2."""
         return mean < self.eps1 and largest > self.eps2
 
 
@@ -217,6 +217,6 @@ class CFL(Algorithm):
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state with the latest update, which places an absent client if its cluster splits."""
+        """Return the client state, with the latest update to choose the client's cluster if it is absent at a split."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

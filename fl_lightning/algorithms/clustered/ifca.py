@@ -33,7 +33,7 @@ def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
 
 
 def best_cluster(losses: Tensor) -> int:
-    """Return the index of the cluster with the smallest of the losses `(k,)` (line 9). A NaN is never chosen."""
+    """Return the index of the cluster with the smallest loss, given all losses `(k,)`. NaN is never chosen (line 9)."""
     return int(losses.nan_to_num(nan=torch.inf).argmin())
 
 

@@ -38,7 +38,7 @@ PEER_NORMS = "peer_norms"
 
 
 class PeerCriticalFL(PeerAlgorithm):
-    """CriticalFL between peers: while gradient norms grow, collect only large changes, from more peers.
+    """CriticalFL between peers: while gradient norms grow, collect the largest changes, from more peers.
 
     Each client has its own detector. It receives the mean of the client's gradient norm and the last norms of the peers
     that the client collected from. From a peer in a critical period, a client collects only the entries that changed
@@ -107,7 +107,7 @@ class PeerCriticalFL(PeerAlgorithm):
         module.received = {name: value.clone() for name, value in self._shared(module.backbone).items()}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the message to publish: the model, largest changes, gradient norm and next number of peers."""
+        """Return the message to publish: model, mask of its largest changes, gradient norm and next number of peers."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         if not module.round:
@@ -131,7 +131,7 @@ class PeerCriticalFL(PeerAlgorithm):
 
 
 def collected_part(publication: Message) -> Message:
-    """Return the part of a published model that peers collect: all or, in a critical period, the largest changes."""
+    """Return the part of a published model that peers collect: all or, in a critical period, its largest changes."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
     changed = publication.section(CHANGED)
     if not changed:
@@ -145,7 +145,7 @@ def collected_part(publication: Message) -> Message:
 
 
 def mask_message(message: Message) -> Message:
-    """Convert the model in a message to a mask of its entries and their values; a whole model gets a full mask."""
+    """Convert a message's model to a mask and the values of the masked entries. A whole model gets a mask of ones."""
     model = message.section("model")
     if MASK in model:
         return message

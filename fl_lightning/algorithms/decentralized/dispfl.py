@@ -62,7 +62,7 @@ def search_rate(round: int, prune_rate: float, rounds: int) -> float:
 
 
 def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
-    """Return a mask in which the `⌈α nnz⌉` smallest weights give way to the entries of highest score (Algorithm 2).
+    """Return a mask with its `⌈α nnz⌉` smallest weights removed and as many of highest score added (Algorithm 2).
 
     An entry that was just dropped can come back. The number of entries in the mask does not change.
 
@@ -196,7 +196,7 @@ class DisPFL(PeerAlgorithm):
             apply_masks(module.backbone, module.masks)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return the mean of each weight over the clients whose mask contains it, and of BatchNorm's statistics."""
+        """Return each weight's mean over the clients whose mask contains it, and the mean BatchNorm statistics."""
         messages = [own, *(upload.message for upload in received)]
         shapes = {name: value.shape for name, value in own.section("model").items()}
         masks = [message.section("masks") for message in messages]
@@ -248,7 +248,7 @@ class DisPFL(PeerAlgorithm):
 
 
 def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
-    """Return `|g|` of the loss, summed over a client's data, for all weights inside and outside the mask."""
+    """Return the absolute gradient of the loss summed over a client's data, for weights inside and outside the mask."""
     parameters = dict(module.backbone.named_parameters())
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

@@ -100,7 +100,7 @@ class PeerAlgorithm(Algorithm):
         return weighted_mean(models, map(self.weight, messages))
 
     def weight(self, publication: Message) -> float:
-        """Return the weight of a published model in a mean: its client's samples, or 1."""
+        """Return the weight of a published model in a mean: its client's number of samples, or 1."""
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:

@@ -165,7 +165,7 @@ class UnitAlignment(LossTerm):
 
 
 def run_in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Return a module's output in eval mode, with gradients, then restore the mode of each of its parts."""
+    """Return a module's output in eval mode, with gradients, then restore the modes of its submodules."""
     training = [part for part in module.modules() if part.training]
     recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
     module.eval()

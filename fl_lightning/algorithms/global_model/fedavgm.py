@@ -16,7 +16,7 @@ from fl_lightning.core.message import Tensors
 
 
 def momentum_step(change: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> tuple[Tensor, Tensor]:
-    """Return the direction of the server's step, `v'` or with Nesterov `Δ + β v'`, and the momentum `v' = β v + Δ`.
+    """Return the server's step direction, `v'` or, with Nesterov momentum, `Δ + β v'`; and the momentum `v' = β v + Δ`.
 
     Args:
         change: `Δ`, the clients' mean minus the old weights.

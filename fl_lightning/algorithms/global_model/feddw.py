@@ -191,7 +191,10 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times the regulariser (Eq. 11) or its linearised form, or zero before soft labels are known."""
+        """Return μ times the regulariser (Eq. 11) or, with `linearize_every`, its linearised form.
+
+        Zero if no soft labels are known.
+        """
         soft_labels = self.soft_labels.values
         if soft_labels is None or step.backbone is None:
             return step.logits.new_zeros(())
@@ -250,7 +253,11 @@ class FedDW(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Build a client's module. Remove or refuse the classification layer's bias, unless the preset keeps it."""
+        """Build a client's module whose classification layer has no bias, unless the preset keeps the bias.
+
+        Raises:
+            ConfigError: The layer has a bias, and `drop_bias` does not allow its removal.
+        """
         layer = classification_layer(backbone)
         if layer.bias is not None and not self.keeps_bias:
             if not self.drop_bias:

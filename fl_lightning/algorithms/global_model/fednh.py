@@ -78,7 +78,7 @@ class RoundSums(NamedTuple):
 
 
 class PrototypeAveraging(Aggregator):
-    """Average the trained weights uniformly, and move the server's class prototypes towards the clients'.
+    """Average the trained weights uniformly, and move the server's class prototypes towards the clients' prototypes.
 
     The prototypes are the only entry of the shared model that clients do not send. Instead they send `values` `(C, d)`
     and `counts` `(C,)` in the section `prototypes`.

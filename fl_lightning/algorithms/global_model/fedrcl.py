@@ -70,7 +70,7 @@ def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: flo
 
 
 def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[str, ...]:
-    """Return the name of the last ReLU in each level (stage) of a network. Its input is the level's features.
+    """Return the names of the last ReLU in each level (stage) of a network; their inputs are the levels' features.
 
     Args:
         backbone: The network.

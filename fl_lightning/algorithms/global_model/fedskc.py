@@ -50,7 +50,7 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Return the global knowledge (Eq. 1): average each client's with those of similar clients, then over clients.
+    """Return the global knowledge (Eq. 1): each client's knowledge, averaged with similar clients, then over clients.
 
     The knowledge of a class is averaged over the clients with samples of it. For h such clients, `min(M, h - 1)`
     neighbours are used.
@@ -207,7 +207,7 @@ def local_contrastive_loss(
 
 
 def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
-    """Return the contrastive loss as in the authors' code: Eq. 3 without `U_j`, with the positive twice in the sum.
+    """Return the contrastive loss of the authors' code: Eq. 3 without `U_j`, and with the positive counted twice.
 
     For a sample of an unknown class, the positive is its own detached logits.
     """
@@ -425,7 +425,7 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes over which the authors' code sums variances: for each of the two rounds, all known classes."""
+    """Return the classes over which the authors' code sums variances: in each round, those known in that round."""
     return now, before
 
 

@@ -1,4 +1,4 @@
-"""MOON: pull representations towards the global model's and away from the client's last model's.
+"""MOON: pull features towards those of the global model, and away from those of the client's last model.
 
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021, Section 3.3.
 
@@ -36,7 +36,7 @@ def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], 
 
 
 class ModelContrast(LossTerm):
-    """Model-contrastive loss: pulls features towards the received model's and away from earlier models'.
+    """Model-contrastive loss: pulls features towards those of the received model, away from earlier models.
 
     The loss is Eq. 3, times `μ`. The client keeps the encoders from the end of its last rounds, which never leave it.
     In its first round the received encoder takes their place: the term is then `μ log 2` and has no gradient. All kept
@@ -93,7 +93,7 @@ class ModelContrast(LossTerm):
 
 
 class MOON(Algorithm):
-    """FedAvg that pulls features towards the global model's and away from the client's last model's.
+    """FedAvg that pulls features towards those of the global model, away from the client's last model.
 
     With `mu` 0 this is FedAvg, bit for bit, and so is the first round of every client. The paper's network has a
     projection before the classification layer: `model.head.projection: 256`. Without it, features are compared

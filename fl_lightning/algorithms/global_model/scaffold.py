@@ -103,7 +103,10 @@ class ControlVariates(LossTerm):
         return sum(parts[1:], start=parts[0])
 
     def controls(self, module: ClientModule) -> tuple[Tensors, Tensors]:
-        """Return the client's next control variate `c_i⁺` and its change `Δc`; without steps it stays `c_i`."""
+        """Return the client's next control variate `c_i⁺` and its change `Δc`.
+
+        After a fit without steps, `c_i⁺` is `c_i`, and `Δc` is zero.
+        """
         if not module.steps * self.lr:
             return self._own, {name: torch.zeros_like(value) for name, value in self._own.items()}
         new = {

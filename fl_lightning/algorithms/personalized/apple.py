@@ -55,12 +55,12 @@ def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: 
 
 
 def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
-    """Return the factor `λ(r)` of the ratios' penalty: `ε^(r/L)` or `(cos(π r/L) + 1) / 2`; 0 from round L on.
+    """Return the weight `λ(r)` of the penalty on the mixing ratios, which decreases, and is 0 from round L on.
 
     Args:
         round: r, from 0.
         length: L.
-        schedule: `epsilon` or `cosine`.
+        schedule: Before round L, λ is `ε^(r/L)` with `epsilon`, and `(cos(π r/L) + 1) / 2` with `cosine`.
     """
     if round >= length:
         return 0.0

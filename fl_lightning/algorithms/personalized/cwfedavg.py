@@ -137,7 +137,7 @@ def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
 
 
 def class_models(state: State) -> Tensors:
-    """Return the class models `w_j^G = Σ_i q_ij w_i` (Eq. 3), computed from the state; each entry is `(C, ...)`."""
+    """Return the class models `w_j^G = Σ_i q_ij w_i` (Eq. 3) from the server's state; each entry is `(C, ...)`."""
     return combine(state["weights"]["value"].T, state["sources"])
 
 

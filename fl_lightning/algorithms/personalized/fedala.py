@@ -100,7 +100,7 @@ class FedALA(Algorithm):
         super().__init__(loss_terms, aggregator, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the received model, and keep the client's last (at first the initial) model to mix with it."""
+        """Load the received model, and keep the client's last model, or the initial model, to mix them in `prepare`."""
         initial = dict(module.backbone.named_parameters())
         names = top_names(module.backbone, self.layers)
         module.notes = {
@@ -110,7 +110,7 @@ class FedALA(Algorithm):
         super().receive(module, download, memory)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Learn the mixing weights, and load the mixture of the last and the received model if they differ."""
+        """If the client's last model differs from the received model, learn the mixing weights and load the mixture."""
         parameters = dict(module.backbone.named_parameters())
         local = {name: own.to(parameters[name]) for name, own in module.notes[LOCAL].items()}
         received = {name: parameters[name].detach() for name in local}

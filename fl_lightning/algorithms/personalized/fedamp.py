@@ -110,7 +110,7 @@ class FedAMP(Algorithm):
         return message_weights(own, others, self.alpha, self.sigma)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights, and the record of clients that have uploaded: none."""
+        """Return the initial weights, and an empty record of the clients that have uploaded."""
         none = torch.zeros(clients, dtype=torch.bool)
         return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": none, "ever": none}}
 
@@ -147,7 +147,7 @@ class FedAMP(Algorithm):
 
 
 class HeurFedAMP(FedAMP):
-    """FedAMP with weights from cosines instead of distances, and a constant weight for a client's model.
+    """FedAMP with weights from cosines instead of distances. A client's own model has a constant weight.
 
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
 

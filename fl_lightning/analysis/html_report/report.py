@@ -292,7 +292,7 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return the distinct partitions with their runs. More than 200 clients are sorted and averaged in groups."""
+    """Return each distinct partition with its runs and sample counts. Over 200 clients are averaged in groups."""
     found: dict[tuple[int, bytes], dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
@@ -400,7 +400,7 @@ def own_file(run: Run, *parts: str) -> Path:
 
 
 def _read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `read(*arguments)`, or None if the file is missing or invalid (then noted in `left_out`)."""
+    """Return `read(*arguments)`, or None for a missing or invalid file. Invalid files are added to `left_out`."""
     try:
         return read(*arguments)
     except FileNotFoundError:

@@ -114,7 +114,7 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the config files alone. A run is named after the changes made on the command line.
+    """Return the settings of the config files alone. The command line's changes to these settings name the run.
 
     Classes given on the command line count with their default options. If the files are no complete config, all
     settings are returned.

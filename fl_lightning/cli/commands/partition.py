@@ -20,7 +20,7 @@ __all__ = ["expand", "main"]
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print every client's number of samples of each class. With `--out`, also write them as a figure and a CSV."""
+    """Print every client's number of samples of each class. With `--out`, also write them to a figure and a CSV."""
     if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for an invalid name
         raise ConfigError(f"--out: {given.out} is the folder of a run. Choose another folder.")
     scenario: Scenario = instantiate(given, parser).scenario

@@ -86,7 +86,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def read_keys() -> Iterator[Callable[[float], str]]:
-    """Context that yields a function `pressed(seconds)`: wait for a key press, and return the key or empty text."""
+    """Context that yields a function `pressed(seconds)`, which waits for a key and returns the key or empty text."""
     keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def pressed(seconds: float) -> str:

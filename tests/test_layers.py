@@ -1,4 +1,4 @@
-"""Each room of the package imports only the rooms before it, and no files import each other in a circle."""
+"""Each folder of the package imports only the folders before it, and no files import each other in a circle."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = (
+PACKAGES = (
     *("core", "evaluation", "data", "models", "client", "algorithms", "engines", "loggers", "runs", "callbacks"),
     *("orchestrator", "analysis", "cli"),
 )
@@ -37,20 +37,20 @@ KNOWN = {f"fl_lightning.{name}" for name, _ in modules() if name}
 
 
 def backwards(name, text):
-    """Return the imports of a module from rooms after its own."""
-    room = ROOMS.index(name.partition(".")[0])
+    """Return the imports of a module from packages after its own."""
+    package = PACKAGES.index(name.partition(".")[0])
     found = {one.removeprefix("fl_lightning.") for one in imports(text)}
-    return {f"{name} -> {one}" for one in found if ROOMS.index(one.partition(".")[0]) > room}
+    return {f"{name} -> {one}" for one in found if PACKAGES.index(one.partition(".")[0]) > package}
 
 
 def test_only_the_orchestrator_is_outside_of_a_folder():
     loose = {path.stem for path in (ROOT / "fl_lightning").glob("*.py")}
     assert loose == {"__init__", "__main__", "orchestrator"}
     folders = {path.parent.name for path in (ROOT / "fl_lightning").glob("*/__init__.py")}
-    assert folders | {"orchestrator", "callbacks"} == {*ROOMS}
+    assert folders | {"orchestrator", "callbacks"} == {*PACKAGES}
 
 
-def test_a_room_imports_only_rooms_before_it():
+def test_a_folder_imports_only_folders_before_it():
     found = set()
     for name, path in modules():
         if name not in ("", "__main__"):
@@ -75,5 +75,5 @@ def test_no_files_import_each_other_in_a_circle():
         "load('fl_lightning.cli.main')",
     ],
 )
-def test_an_import_of_a_later_room_is_detected(line):
+def test_an_import_of_a_later_folder_is_detected(line):
     assert backwards("core.files", line) == {"core.files -> cli.main"}
