@@ -105,6 +105,15 @@ def classification_layer(module: nn.Module) -> nn.Linear:
     return linear[-1]
 
 
+def options_with_head(module: nn.Module | None) -> str:
+    """Return the command-line options that use a network as the model and name its last linear layer as the head."""
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)] if module else []
+    head = linear[-1] if linear else "NAME_OF_ITS_LAST_LAYER"
+    return (
+        f"--model FromModule --model.module {type(module).__module__}.{type(module).__qualname__} --model.head {head}"
+    )
+
+
 def with_features(module: nn.Module | None) -> Backbone:
     """Return a module if it is a `Backbone`; otherwise raise an error.
 
@@ -112,11 +121,8 @@ def with_features(module: nn.Module | None) -> Backbone:
         ConfigError: It is not a backbone. The message has the options that name its head.
     """
     if not isinstance(module, Backbone):
-        kind = type(module)
-        linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)] if module else []
-        options = f"--model FromModule --model.module {kind.__module__}.{kind.__qualname__}"
-        fix = f"Did you mean {options} --model.head {linear[-1] if linear else 'NAME_OF_ITS_LAST_LAYER'}?"
-        raise ConfigError(f"model: this method reads features, and {kind.__name__} does not name its head. {fix}")
+        what = f"this method reads features, and {type(module).__name__} does not name its head"
+        raise ConfigError(f"model: {what}. Did you mean {options_with_head(module)}?")
     return module
 
 

@@ -267,10 +267,12 @@ def test_training_that_is_not_supported_is_refused_before_round_1(model, options
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_a_method_that_needs_features_asks_for_the_head_by_name(tmp_path):
-    fix = rf"Did you mean --model FromModule --model.module {__name__}.Classifier --model.head fc\?"
-    with pytest.raises(ConfigError, match=rf"^model: this method reads features, .*{fix}$"):
+def test_a_method_that_needs_features_or_a_head_asks_for_it_by_name(tmp_path):
+    options = f"--model FromModule --model.module {__name__}.Classifier --model.head fc"
+    with pytest.raises(ConfigError, match=rf"^model: this method reads features, .* Did you mean {options}\?$"):
         own(Classifier, tmp_path, FedProto()).fit()
+    with pytest.raises(ConfigError, match=rf"^algorithm.personal: 'head' is no part .* has body, fc, .* {options}$"):
+        own(Classifier, tmp_path, FedRep()).fit()
 
 
 def test_a_method_with_parameters_of_its_own_needs_an_optimizer_in_the_config():
