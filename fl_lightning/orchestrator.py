@@ -34,8 +34,7 @@ from fl_lightning.evaluation.evaluation import Evaluation, train_metrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
-from fl_lightning.models import ModelFactory
-from fl_lightning.models.base import NetworkFactory
+from fl_lightning.models import ModelFactory, NetworkFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
 from fl_lightning.runs.failed_clients import has_upload, require_uploads

@@ -13,8 +13,7 @@ from torch import nn
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.objectives import Objective
 from fl_lightning.core.trusted_imports import Untrusted, by_import_path, public_classes, refusal, untrusted
-from fl_lightning.models import Backbone, ModelFactory
-from fl_lightning.models.base import NetworkFactory
+from fl_lightning.models import Backbone, ModelFactory, NetworkFactory
 from fl_lightning.models.wrapped import build_network, original_of
 
 

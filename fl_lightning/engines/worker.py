@@ -52,7 +52,7 @@ from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.scorer import Scorer
 from fl_lightning.engines.trainer import ClientTrainerView, LocalWork, inference, quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.extra_metrics import check_measures
-from fl_lightning.models.base import NetworkFactory
+from fl_lightning.models import NetworkFactory
 from fl_lightning.models.wrapped import build_network
 
 Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
