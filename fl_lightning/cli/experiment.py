@@ -22,7 +22,6 @@ from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import MODULES
 from fl_lightning.core.trusted_imports import find_object
-from fl_lightning.models.wrapped import parameters_of
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config
@@ -64,7 +63,9 @@ def refuse_function(model: Any) -> None:
     With `class_path`, jsonargparse would call it here, before the random state of the initial weights is set.
     """
     builder = find_object(model.class_path) if isinstance(model, Namespace) else model
-    if inspect.isroutine(builder) and (builder is not model or not {*SET_BY_DATA} & parameters_of(builder).keys()):
+    if inspect.isroutine(builder) and (
+        builder is not model or not {*SET_BY_DATA} & inspect.signature(builder).parameters.keys()
+    ):
         path = f"{builder.__module__}.{builder.__name__}"
         raise ConfigError(f"model: {path} is a function. Did you mean {as_backbone(path)}?")
 

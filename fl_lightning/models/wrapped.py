@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -196,25 +196,28 @@ def build_network(factory: Any, in_shape: tuple[int, ...], num_classes: int) -> 
 def arguments_from_data(factory: Any, in_shape: tuple[int, ...], num_classes: int) -> dict[str, Any]:
     """Return the arguments `in_shape` and `num_classes` that a class or function of a network takes."""
     values = {"in_shape": in_shape, "num_classes": num_classes}
-    parameters = parameters_of(factory)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    called = constructor_of(factory)
+    parameters = inspect.signature(called).parameters
+    passes_on = not inspect.isclass(called) or issubclass(called, Backbone)  # any nn.Module has **kwargs without a use
+    takes_any = passes_on and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {name: value for name, value in values.items() if takes_any or name in parameters}
 
 
-def parameters_of(factory: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a class or function of a network, also if a config has set some of its arguments."""
+def constructor_of(factory: Any) -> Any:
+    """Return the class or function of a network, also if a config has set some of its arguments."""
     if isinstance(factory, partial):  # in that of jsonargparse, the class is the first argument
-        factory = next(filter(inspect.isclass, factory.args), factory)
-    return inspect.signature(factory).parameters
+        return next(filter(inspect.isclass, factory.args), factory)
+    return factory
 
 
 def outputs_option(factory: Any) -> str | None:
     """Return the config key that probably sets the number of outputs of a network; None if no name suggests it."""
-    key, options = "model", factory
+    key, called, from_data = "model", constructor_of(factory), {"in_shape", "num_classes"}
     if isinstance(factory, partial) and "module" in factory.keywords:  # of a `FromModule`
-        key, options = "model.module_args", find_object(factory.keywords["module"])
-    names = [name for name in parameters_of(options) if re.search("class|out|label", name) and name != "dropout"]
-    return f"{key}.{names[0]}" if names else None
+        key, called = "model.module_args", find_object(factory.keywords["module"])
+        from_data -= set(factory.keywords.get("module_args") or {})
+    parameters = [name for name in inspect.signature(called).parameters if name not in from_data | {"dropout"}]
+    return next((f"{key}.{name}" for name in parameters if re.search("class|out|label", name)), None)
 
 
 def build(path: str, arguments: dict[str, Any], in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -235,7 +238,7 @@ def build(path: str, arguments: dict[str, Any], in_shape: tuple[int, ...], num_c
             raise TypeError("a built-in function does not build an nn.Module")
         for name in WEIGHTS & arguments.keys():
             require_trust(f"model.module_args.{name}", arguments[name])
-        named = parameters_of(builder)
+        named = inspect.signature(builder).parameters
         from_data = arguments_from_data(builder, in_shape, num_classes).items()
         module = builder(**{name: value for name, value in from_data if name in named} | arguments)
     except ConfigError:

@@ -137,7 +137,7 @@ LINES = {
         "scenario.dataset.download true",
     ],
     # Model and data
-    f"{FIT} --model own_module.TwoOutputs": ["model: ", "(2,)", "10 classes", "one number a class"],
+    f"{FIT} --model own_module.TwoOutputs": ["model: forward returned (2,)", "needs (10,). Give its last layer"],
     f"{ARRAYS} good.npz --model CNN": ["model: ", "needs images", "(8,)", "use MLP"],
     f"{FIT} --model.hidden []": ["model.hidden needs at least one width"],
     # Folders
