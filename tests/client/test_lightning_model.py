@@ -176,6 +176,7 @@ def test_loss_terms_are_added_to_the_returned_loss(kind):
     expected = returned["loss"] if isinstance(returned, dict) else returned
     assert torch.equal(loss, expected + 0.3 * sum((p**2).sum() for p in net.parameters()) / 2)
     assert module.loss_names == ["training_step", "weight_norm"]
+    assert module.step(batch()).logits.shape == (6, 10)
 
 
 def test_terms_read_the_outputs_of_the_same_forward_pass():
