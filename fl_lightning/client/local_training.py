@@ -17,7 +17,8 @@ class LocalTraining:
 
     Args:
         batch_size: Number of samples in a training batch.
-        optimizer: Builds the optimizer of each client's fit.
+        optimizer: Builds the optimizer of each client's fit. By default it is that of the model, if the model is a
+            LightningModule, or SGD.
         optimizer_state: State of a client's optimizer at the start of a round: `fresh`, or `kept` from the client's
             last round (momentum, step counts, ...), with this round's learning rate. By default the algorithm decides;
             most start `fresh`.
