@@ -41,7 +41,7 @@ OPTIONAL = {"claims"}
 
 SCALED = ("rounds", "trainer.max_epochs")
 READINGS = ("_best", "_last", "_last10")
-RULE = "rounds, local epochs (trainer.max_epochs) and training samples times {:g}, rounded up; nothing else"
+RULE = "only rounds, local epochs (trainer.max_epochs) and training samples are multiplied by {:g} and rounded up"
 """Text that describes the effect of `--scale`. Options of a method that count rounds or epochs do not change."""
 
 SET_ELSEWHERE = {"config": "columns", "algorithm": "rows", "seed": "--seeds", "run_dir": "--out"}

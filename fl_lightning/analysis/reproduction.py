@@ -91,7 +91,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Our result for a paper's claim in one column: the differences between the better row's result and the other's.
+    """Our result for a claim "A > B" of a paper in one column of a table: the difference of A and B for each seed.
 
     Args:
         claim: The claim.

@@ -93,8 +93,9 @@ def verdict_line(verdicts: Sequence[Verdict]) -> str:
     if seeds < 2:
         return line
     return (
-        f"{line} A claim holds where the mean is ahead; p is of a paired t-test over seeds, two-sided, for each claim "
-        f"by itself. With {seeds} seeds p < 0.05 takes a margin of {margin_needed(seeds):.1f} standard deviations."
+        f"{line} A claim holds if its better row is also better in our runs, on average over seeds. p is from a "
+        f"two-sided paired t-test over seeds, for each claim separately. With {seeds} seeds, p < 0.05 needs a mean "
+        f"difference of {margin_needed(seeds):.1f} standard deviations."
     )
 
 

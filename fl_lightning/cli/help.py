@@ -77,7 +77,7 @@ def key_help(command: str, key: str) -> str:
 
 
 def names_help(key: str) -> str | None:
-    """Return a help text with the name and description of each class that a key takes; None if no class is known."""
+    """Return a help text that lists the classes that can be the value of a config key; None if there are none."""
     kind = kind_of(key)
     lines = descriptions(kind) if kind else dict.fromkeys(OTHERS.get(key, ()), "")
     if not lines:

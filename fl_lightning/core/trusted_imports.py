@@ -122,7 +122,7 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def require_trust(key: str, value: Any) -> None:
-    """Raise an error if the config in use is untrusted and sets a value, such as a server's address.
+    """Raise an error if an untrusted config is in use and sets the given key, for example to a server's address.
 
     Args:
         key: The config key of the value.

@@ -32,6 +32,9 @@ class ClientSlot:
         module: A newly built client module on the training device, for which `can_reset` is true.
         shared: Names of the backbone's entries that are sent.
         fixed: Names of those that are the same everywhere.
+
+    Attributes:
+        layout: Where the weights that are sent are in the flat tensor.
     """
 
     def __init__(self, module: ClientModule, shared: Iterable[str], fixed: Iterable[str] = ()) -> None:
@@ -39,12 +42,12 @@ class ClientSlot:
         entries = module.backbone.state_dict(keep_vars=True)
         self._order = tuple(shared)
         sent = weights_of(entries, self._order)
-        self._layout, self._weights = Layout.of(sent), [*sent.values()]
+        self.layout, self._weights = Layout.of(sent), [*sent.values()]
         self._owners = [owner(module.backbone, name) for name in sent]
         self._children = [(vars(part), part._modules.copy()) for part in module.modules() if part._modules]
         self._others = {name: entries[name] for name in self._order if name not in sent}
         self._initial = self._new_flat()
-        for name, view in self._layout.views(self._initial).items():
+        for name, view in self.layout.views(self._initial).items():
             view.copy_(entries[name].detach())
         self._attributes = [(vars(part), vars(part).copy()) for part in module.modules()]
         containers = [
@@ -56,7 +59,7 @@ class ClientSlot:
         rest = {id(value): value for part in module.modules() for value in tensors_of(part)}
         self._rest = [(value, value.detach().clone()) for key, value in rest.items() if key not in unchanged]
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-        self._place(self._initial.clone())
+        self.place(self._initial.clone())
 
     def reset(self, overwritten: Set[str] = frozenset()) -> ClientModule:
         """Reset the module to the state of a newly built one, and return it.
@@ -82,11 +85,16 @@ class ClientSlot:
             for value, start in self._rest:
                 value.copy_(start)
         if spent:  # the last upload has the memory
-            self._place(self._new_flat())
+            self.place(self._new_flat())
         if not self._placed.keys() <= overwritten:
             self._placed.flat.copy_(self._initial)
         self.module.shared_weights = self._placed
         return self.module
+
+    @property
+    def flat(self) -> Tensor:
+        """The tensor that the weights are views of."""
+        return self._placed.flat
 
     @property
     def is_intact(self) -> bool:
@@ -96,17 +104,17 @@ class ClientSlot:
         return (same_parts and not hooked) and all(
             attributes[kind].get(name) is weight and weight.data_ptr() == self._placed[entry].data_ptr()
             for (entry, _), weight, (attributes, kind, name) in zip(
-                self._layout.shapes, self._weights, self._owners, strict=True
+                self.layout.shapes, self._weights, self._owners, strict=True
             )
         )
 
     def _new_flat(self) -> Tensor:
-        return self._layout.empty(self._weights[0].dtype, self._weights[0].device)
+        return self.layout.empty(self._weights[0].dtype, self._weights[0].device)
 
-    def _place(self, flat: Tensor) -> None:
-        """Make the module's weights views of one flat tensor."""
-        self._placed = FlatTensors(flat, self._layout, self._others, self._order)
-        for (name, _), weight in zip(self._layout.shapes, self._weights, strict=True):
+    def place(self, flat: Tensor) -> None:
+        """Make the module's weights views of a flat tensor. Their values become those of the flat tensor."""
+        self._placed = FlatTensors(flat, self.layout, self._others, self._order)
+        for (name, _), weight in zip(self.layout.shapes, self._weights, strict=True):
             weight.data = self._placed[name]
 
 
@@ -114,7 +122,10 @@ def can_reset(module: ClientModule, shared: Iterable[str]) -> bool:
     """Return whether a `ClientSlot` can hold a module and reset it for the next client.
 
     Its weights must be of one type and ordinary tensors, and its parts may only have attributes that can be restored.
+    A subclass of `ClientModule` may have other attributes.
     """
+    if type(module) is not ClientModule:
+        return False
     weights = weights_of(module.backbone.state_dict(keep_vars=True), shared).values()
     ordinary = all(type(w) is nn.Parameter or type(w) is Tensor for w in weights)
     apart = len({w.untyped_storage().data_ptr() for w in weights}) == len(weights) > 0

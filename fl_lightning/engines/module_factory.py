@@ -71,17 +71,24 @@ class ModuleFactory:
         load_weights(module.backbone, weights)
         return module
 
-    def receive(self, task: Task, reuse: bool = False) -> ClientModule:
+    def new_slot(self) -> ClientSlot | None:
+        """Build a client module that can be reset for each client; None if that is not possible."""
+        module = self.build().to(self.trainer.strategy.root_device)
+        shared = self.algorithm.shared_names(module.backbone)
+        return ClientSlot(module, shared, self.algorithm.fixed) if can_reset(module, shared) else None
+
+    def receive(self, task: Task, reuse: bool = False, slot: ClientSlot | None = None) -> ClientModule:
         """Return the client's module at the start of a task, with the download loaded and torch's random state set.
 
         Args:
             task: The task.
             reuse: Use the module of the client before, if it can be reset. By default a new module is built.
+            slot: Use the module of this slot.
         """
         download = self._send(task.download) if self._built_on.type != "cpu" else task.download
         overwritten = download.section("model") if self._overwrites else {}
         # before seeding: compilation and copying may use random numbers
-        slot = self._intact_slot() if reuse else None
+        slot = self._intact_slot() if reuse else slot
         module = slot.reset(overwritten.keys()) if slot else self.build(overwritten)
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         counts = partial(self.clients.strata, task.client)
@@ -118,9 +125,7 @@ class ModuleFactory:
     @cached_property
     def _slot(self) -> ClientSlot | None:
         """The client module that is reset for each client; None if a new module must be built for each."""
-        module = self.build().to(self.trainer.strategy.root_device)
-        shared = self.algorithm.shared_names(module.backbone)
-        return ClientSlot(module, shared, self.algorithm.fixed) if can_reset(module, shared) else None
+        return self.new_slot()
 
     @cached_property
     def _copier(self) -> ModuleCopier[ClientModule]:

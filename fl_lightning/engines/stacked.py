@@ -1,12 +1,14 @@
-"""The engine that trains a round's clients as one batched model in one `Trainer.fit`."""
+"""The engine that trains a round's clients as one batched model."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,14 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning.client.lightning_model import class_name
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
-from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
-from fl_lightning.engines.base import Engine
-from fl_lightning.engines.stacked_fit import Client, StackedFit
+from fl_lightning.engines.base import Engine, Value
+from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit
+from fl_lightning.engines.stacked_fit import StackedFit, in_rows
+from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
-from fl_lightning.engines.trainer import FOR_ALL, obstacle_to_shared_fit, quiet_lightning, quiet_trainer
-from fl_lightning.engines.worker import Worker
+from fl_lightning.engines.trainer import obstacle_to_shared_fit, quiet_lightning
+from fl_lightning.engines.worker import Fit, Worker
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that handle each parameter separately and skip those without a gradient."""
@@ -53,6 +56,8 @@ class StackedEngine(Engine):
     def __init__(self, clients: int = 64) -> None:
         check_number("engine.clients", clients, "[2, inf)", "use SequentialEngine for one client at a time")
         self.clients = clients
+        self._fit: Fit | None = None
+        self._slots: StackedSlots | None = None
 
     def check(self, worker: Worker) -> None:
         """Check that clients can be stacked, by trying a training step of two clients.
@@ -80,49 +85,63 @@ class StackedEngine(Engine):
         with trainer.precision_plugin.forward_context():
             check_steps(clients, x[:8], y[:8])
 
+    def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
+        """Return the value of `work()`. Its calls of `run` share one `Trainer.fit`."""
+        return run_shared_fit(worker, lambda fit: self._with(fit, work))
+
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Train tasks in groups of at most `clients`, and yield the results group by group."""
         arriving = iter(tasks)
         while taken := list(islice(arriving, min(self.clients, len(worker.data.shards)))):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
-            if taken[0].fit and alike and len(taken) > 1:
-                yield from fit_together(worker, taken)
+            if not (taken[0].fit and alike and len(taken) > 1):
+                yield from self._run_one_by_one(worker, taken)
+            elif self._fit:
+                yield from self._run_together(worker, taken)
             else:
-                yield from map(worker.run, taken)
+                yield from self.in_one_fit(worker, partial(list, self._run_together(worker, taken)))
 
+    def close(self) -> None:
+        """Release the client modules."""
+        self._slots = None
 
-def fit_together(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
-    """Train the clients of several tasks of one round together, and yield their results."""
-    clients = []
-    for task in tasks:
+    def _with(self, fit: Fit, work: Callable[[], Value]) -> Value:
+        self._fit = fit
         try:
-            clients.append(Client.start(worker, task))
-        except BaseException as error:
-            yield failed_result(task, error)
-    try:
-        states = train_together(worker, clients) if clients else {}
-    except BaseException as error:  # of no client in particular: one by one, each client reports its own error
-        if is_interrupt(error):
-            raise
-        warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
-        yield from map(worker.run, [client.task for client in clients])
-        return
-    while clients:
-        client = clients.pop(0)
-        if not client.error:
-            with client.turn():
-                result = worker.finish(client.task, client.module, states.get(client.task.client, {}))
-        yield failed_result(client.task, client.error) if client.error else result
+            return work()
+        finally:
+            self._fit = None
 
+    def _run_one_by_one(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
+        fit = self._fit if self._fit and can_share_fit(worker) else None
+        return (worker.run(task, fit) for task in tasks)
 
-def train_together(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
-    """Train clients as one batched model, and return their final optimizer states if those are kept."""
-    stacked_fit = StackedFit(clients, worker.data.data, worker.idle_trainer)
-    epochs = max(client.work.epochs for client in clients)
-    trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.shown)
-    with quiet_lightning(worker.shown):
-        trainer.fit(stacked_fit)
-    return stacked_fit.optimizer_states() if worker.keeps_optimizer else {}
+    def _run_together(self, worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
+        """Train the clients of several tasks of one round together, and yield their results."""
+        trainer: L.Trainer = self._fit.__self__.trainer  # type: ignore[union-attr]
+        fit = StackedFit(worker, trainer, self._slots_for(worker, len(tasks)))
+        for task in in_rows(worker, tasks):
+            try:
+                fit.start(task)
+            except BaseException as error:
+                yield failed_result(task, error)
+        try:
+            fit.train()
+        except BaseException as error:  # of no client in particular: one by one, each client reports its own error
+            if is_interrupt(error):
+                raise
+            warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
+            yield from self._run_one_by_one(worker, [client.task for client in fit.clients])
+            return
+        for row in sorted(range(len(fit.clients)), key=lambda row: fit.clients[row].task.client):
+            yield fit.finish(row)
+
+    def _slots_for(self, worker: Worker, count: int) -> StackedSlots | None:
+        """Return slots for some clients, those of earlier rounds if possible; None if modules cannot be reset."""
+        if self._slots is None or self._slots.modules is not worker.modules or self._slots.count < count:
+            first = worker.modules.new_slot()
+            self._slots = StackedSlots(worker.modules, first, count) if first else None
+        return self._slots
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------------
@@ -174,7 +193,7 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     if path := difference(*shapes):
         kind = type(shapes[0].get(path)).__name__
         raise ConfigError(f"{path.removeprefix('client.')!r}, of type {kind}, is not the same for two new clients")
-    step_of_all = StackedStep(steps, [RandomStates(x.device) for _ in clients])
+    step_of_all = StackedStep(steps, x.device, [RandomStates(x.device) for _ in clients])
     tensors = [dict(tensors_of(client.backbone)) for client in clients]
     stacked = {
         name: torch.stack([one[name].detach() for one in tensors]).requires_grad_(value.requires_grad)

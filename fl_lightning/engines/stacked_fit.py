@@ -1,27 +1,31 @@
-"""The LightningModule that trains several clients together. The clients' weights are rows of stacked tensors."""
+"""The training of several clients together. Their weights are rows of stacked tensors."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.state_dicts import at_least_float32
-from fl_lightning.core.task import Task, is_interrupt
-from fl_lightning.data import LoadedData
+from fl_lightning.core.state_dicts import at_least_float32, stack
+from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
 from fl_lightning.data.loaders import Batches
+from fl_lightning.engines.client_slot import ClientSlot
 from fl_lightning.engines.stacked_optimizer import BlockOptimizer
+from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import (
     ClientStep,
     StackedStep,
@@ -43,33 +47,25 @@ class Client:
 
     Args:
         task: Its task.
-        module: Its module at the start of the task, on the training device.
+        slot: The slot of its module, or None if the module was built for the task.
+        module: Its module.
+        tensors: The backbone's parameters and buffers by name.
         batches: Its training batches.
-        random_states: Its random states.
         work: Its number of steps.
+        progress: The trainer that its module sees.
+        random_states: Its random states, or None if it draws no random numbers.
         error: The error that ended its training, if any.
-
-    Attributes:
-        progress: The trainer of its module, once the fit has begun.
     """
 
     task: Task
+    slot: ClientSlot | None
     module: ClientModule
+    tensors: Tensors
     batches: Batches
-    random_states: RandomStates
     work: LocalWork
+    progress: ClientTrainerView
+    random_states: RandomStates | None
     error: BaseException | None = None
-    progress: ClientTrainerView = field(init=False)
-
-    @classmethod
-    def start(cls, worker: Worker, task: Task) -> Client:
-        """Return the client of a task with its module, batches and random states, ready to start its fit."""
-        module = worker.modules.receive(task)
-        random_states = RandomStates(worker.device)
-        batches = worker.client_data.batches(task)
-        if worker.device.type != "cpu":  # modules are built on the CPU, and `to` takes time
-            module.to(worker.device)
-        return cls(task, module.train(), batches, random_states, LocalWork.under(worker.idle_trainer, len(batches)))
 
     def steps_in(self, epoch: int) -> int:
         """Return the number of steps of the client in an epoch; 0 if it has failed or was stopped."""
@@ -78,8 +74,12 @@ class Client:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Context with the client's own random states. An error in it becomes the client's failure."""
-        with self.catch_failure(), self.random_states.drawing():
+        with self.catch_failure(), self.drawing():
             yield
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Return a context with the client's own random states."""
+        return self.random_states.drawing() if self.random_states else nullcontext()
 
     @contextmanager
     def catch_failure(self) -> Iterator[None]:
@@ -106,81 +106,116 @@ class StackedBatch:
     x: Tensor
     y: Tensor
 
-    def to(self, device: torch.device, **options: Any) -> StackedBatch:
-        """Return the batches on a device."""
-        return StackedBatch(self.rows, self.x.to(device, **options), self.y.to(device, **options))
 
-
-class StackedFit(L.LightningModule):
+class StackedFit:
     """Trains several clients together as one batched model, each as a `Trainer` of its own would train it.
 
     The clients' weights and buffers are rows of stacked tensors. A step runs all clients that are in it as one batched
     model on views of the stacks, and one optimizer over the stacks then steps their rows.
 
+    `start` the clients one by one, in the order of `in_rows`, then `train` them, and `finish` each.
+
     Args:
-        clients: The clients, at least one.
-        data: The dataset.
-        alone: A trainer with each client's own options.
+        worker: The worker.
+        trainer: The trainer of the fit that all clients share.
+        slots: Slots for the clients' modules, or None if their modules cannot be reset.
+
+    Attributes:
+        clients: The clients that have been started. Client i has row i of the stacks.
     """
 
-    def __init__(self, clients: Sequence[Client], data: LoadedData, alone: L.Trainer) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        # Clients with most steps first, so that active clients stay consecutive rows, which are views of the stacks.
-        # Clients with equal numbers of samples are neighbours, because their batches always have the same size.
-        self.clients = sorted(clients, key=lambda c: (-c.work.per_epoch, -len(c.batches.index), c.task.client))
-        self.data, self.alone = data, alone
-        tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
-        self.stacks = {name: torch.stack([own[name].detach() for own in tensors]) for name in tensors[0]}
-        self.tensors: list[Tensors] = []  # rows of the stacks, for each client
-        self.begun: list[Client] = []  # clients that take part in the current epoch
-        self.parts: list[tuple[list[int], Tensors, Tensor]] = []  # rows, tensors and losses of the current step
+    def __init__(self, worker: Worker, trainer: L.Trainer, slots: StackedSlots | None) -> None:
+        self.worker, self.trainer, self.slots = worker, trainer, slots
+        self.alone, self.data, self.device = worker.idle_trainer, worker.data.data, worker.device
+        self.clients: list[Client] = []
         self.kinds: list[tuple[StackedStep, dict[int, int]]] = []
-        self.observes = any(piece.observes for client in clients for piece in client.module.pieces())
-        self.hooked = any(overrides_epoch_hooks(client.module) for client in clients)
+        self.epoch = 0
+        self.alike = slots is not None and differ_in_weights_only(worker.algorithm, worker.template)
 
-    def configure_optimizers(self) -> Any:
-        """Build one optimizer with separate state for each client's parameters, and one scheduler."""
-        first, started = self.clients[0].module, [client.module.optimizer_state for client in self.clients]
-        self.blocks = BlockOptimizer(first, self.stacks, started)
-        optimizer = self.blocks.optimizer
-        return optimizer if first.scheduler_factory is None else ([optimizer], [first.scheduler_factory(optimizer)])
+    def start(self, task: Task) -> None:
+        """Start a client's fit. If that fails, the error is raised, and the next client gets its row."""
+        slot = self.slots.slot(len(self.clients)) if self.slots else None
+        module = self.worker.modules.receive(task, slot=slot)
+        if slot is None:  # newly built
+            module.to(self.device).train()
+        tensors = self.clients[0].tensors if self.alike and self.clients else dict(tensors_of(module.backbone))
+        batches = self.worker.client_data.batches(task)
+        work = LocalWork.under(self.alone, len(batches))
+        module.trainer = progress = ClientTrainerView(self.trainer, self.alone, work)  # type: ignore[assignment]
+        with own_settings():
+            module.on_fit_start()
+        random_states = RandomStates(self.device) if self._draws(task) else None  # which takes time
+        self.clients.append(Client(task, slot, module, tensors, batches, work, progress, random_states))
 
-    def optimizer_states(self) -> dict[int, Tensors]:
-        """Return the final optimizer state of each client, by client id."""
-        return {client.task.client: self.blocks.state_of(row) for row, client in enumerate(self.clients)}
+    def _draws(self, task: Task) -> bool:
+        """Return whether a client may draw random numbers after its start."""
+        copies = self.worker.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
+        return not (self.alike and copies) or self.data.augment is not None or (not self.slots or self.slots.draws)
 
-    # --- Hooks of the clients' modules ---
+    def train(self) -> None:
+        """Train the clients that have been started. A client's failure is stored in its `error`.
 
-    def train_dataloader(self) -> StackedBatches:
-        """Return the loader of the clients' batches."""
-        return StackedBatches(self)
+        Raises:
+            ConfigError: The clients' steps cannot be stacked.
+        """
+        if not self.clients:
+            return
+        with own_settings():
+            self._prepare()
+            for epoch in range(self.epochs):
+                self._begin_epoch(epoch)
+                for batch in self._batches():
+                    self._step(batch)
+                    if self.trainer.received_sigterm:
+                        raise SIGTERMException
+                self._end_epoch()
+            if self.alike and self.slots:
+                self.slots.draws = self.slots.step().replaces
 
-    def on_fit_start(self) -> None:
-        """Call `on_fit_start` of each client's module."""
-        for client in self.clients:
-            client.module.trainer = client.progress = ClientTrainerView(self.trainer, self.alone, client.work)  # type: ignore[assignment]
+    def finish(self, row: int) -> Result:
+        """Return the result of a client after its training."""
+        client, worker = self.clients[row], self.worker
+        if client.slot and not client.slot.is_intact:
+            client.module.shared_weights = None
+        if not client.error:
             with client.turn():
-                client.module.on_fit_start()
+                state = self.blocks.state_of(row) if worker.keeps_optimizer else {}
+                return worker.finish(client.task, client.module, state)
+        assert client.error
+        return failed_result(client.task, client.error)
 
-    def on_train_epoch_start(self) -> None:
+    # --- Epochs ---
+
+    def _prepare(self) -> None:
+        """Stack the clients' tensors if they have no slots, and build the optimizer and scheduler."""
+        first, modules = self.clients[0].module, [client.module for client in self.clients]
+        self.epochs = max(client.work.epochs for client in self.clients)
+        self.observes = any(piece.observes for module in modules for piece in module.pieces())
+        self.hooked = any(overrides_epoch_hooks(module) for module in modules)
+        self.checks_each_step = self.observes or self.data.augment is not None  # which draw random numbers in between
+        with torch.no_grad():
+            self.stacks = self.slots.stacks if self.slots else stack([client.tensors for client in self.clients])
+        self.blocks = BlockOptimizer(first, self.stacks, [module.optimizer_state for module in modules])
+        self.schedule = first.scheduler_factory(self.blocks.optimizer) if first.scheduler_factory else None
+
+    def _begin_epoch(self, epoch: int) -> None:
         """Call the active clients' `on_train_epoch_start`. Group clients again if that may have changed them."""
-        self.begun = [client for client in self.clients if client.steps_in(self.current_epoch)]
+        self.epoch = epoch
+        self.begun = [client for client in self.clients if client.steps_in(self.epoch)]
         if self.hooked:
             for client in self.begun:
                 with client.turn():
                     client.module.on_train_epoch_start()
-        if self.hooked or not self.current_epoch:
-            self._stack()
-            self._look()
+        if self.hooked or not self.epoch:
+            self._group()
 
-    def on_train_epoch_end(self) -> None:
+    def _end_epoch(self) -> None:
         """Call `on_train_epoch_end` of the active clients' modules, and step the learning-rate scheduler.
 
         Raises:
             ConfigError: A step has changed what it may only read.
         """
-        if not self.observes:
+        if not self.checks_each_step and (self.hooked or self.epoch == self.epochs - 1):
             for step_of_all, _ in self.kinds:
                 step_of_all.verify()
         for client in self.begun:
@@ -188,30 +223,40 @@ class StackedFit(L.LightningModule):
                 with client.turn() if self.hooked else client.catch_failure():
                     client.module.on_train_epoch_end()
                 client.progress.current_epoch += 1
-        if scheduler := self.lr_schedulers():
-            scheduler.step()  # type: ignore[union-attr]
+        if self.schedule:
+            self.schedule.step()
+
+    def _group(self) -> None:
+        """Group the clients that can be stacked with each other in their current state."""
+        if not self.alike:
+            self._stack()
+            self._look()
+        elif self.slots:
+            step = self.slots.step()
+            step.random_states = [state for client in self.clients if (state := client.random_states)]
+            step.watch()
+            self.kinds = [(step, {row: row for row in range(len(self.clients))})]
 
     def _stack(self) -> None:
-        """Replace the clients' weights and buffers by rows of the stacked tensors.
+        """Move the clients' weights and buffers to the rows of the stacked tensors.
 
         Raises:
             ConfigError: A hook has replaced a parameter or buffer.
         """
-        before, self.tensors = self.tensors, [dict(tensors_of(client.module.backbone)) for client in self.clients]
-        for earlier, own in zip(before, self.tensors, strict=False):  # none before the first epoch
-            if path := difference(earlier, own):
+        for row, client in enumerate(self.clients):
+            if path := difference(client.tensors, dict(tensors_of(client.module.backbone))):
                 raise ConfigError(f"a hook puts something else in the place of {path!r}")
-        for name, stack in self.stacks.items():
-            for own, place in zip(self.tensors, stack.unbind(), strict=True):
-                if own[name].data_ptr() != place.data_ptr():
-                    place.copy_(own[name].detach())
-                    own[name].data = place
+            for name, rows in self.stacks.items():
+                own, place = client.tensors[name], rows[row]
+                if own.data_ptr() != place.data_ptr():
+                    own.data = place.copy_(own.detach())
 
     def _look(self) -> None:
-        """Group the clients that can be stacked with each other in their current state."""
+        """Compare the clients' steps to group them."""
         kinds: list[tuple[dict[str, Any], list[int], list[StepContents]]] = []
         for row, client in enumerate(self.clients):
-            if client.steps_in(self.current_epoch):
+            if client.steps_in(self.epoch):
+                client.module.class_counts = client.module.class_counts  # a step would compute those of one client
                 step = StepContents(ClientStep(client.module))
                 shape = step.shape()
                 for other, rows, steps in kinds:
@@ -221,57 +266,85 @@ class StackedFit(L.LightningModule):
                         break
                 else:
                     kinds.append((shape, [row], [step]))
-        self.kinds = [
-            (
-                StackedStep(steps, [self.clients[row].random_states for row in rows]),
-                {row: i for i, row in enumerate(rows)},
-            )
-            for _, rows, steps in kinds
-        ]
+        self.kinds = []
+        for _, rows, steps in kinds:
+            random_states = [state for row in rows if (state := self.clients[row].random_states)]
+            self.kinds.append((StackedStep(steps, self.device, random_states), {row: i for i, row in enumerate(rows)}))
 
     # --- Steps ---
 
-    def on_after_batch_transfer(self, batch: StackedBatch, dataloader_idx: int) -> StackedBatch:
-        """Prepare all batches at once; augment each client's batch with its own random numbers."""
-        x = self.data.prepare(batch.x.flatten(0, 1)).unflatten(0, batch.x.shape[:2])
-        if augment := self.data.augment:
-            augmented = []
-            for row, own in zip(batch.rows, x, strict=True):
-                with self.clients[row].random_states.drawing():
-                    augmented.append(augment(own))
-            x = torch.stack(augmented)
-        return StackedBatch(batch.rows, self.trainer.precision_plugin.convert_input(x), batch.y)
+    def _batches(self) -> Iterator[StackedBatch]:
+        """Yield the batches of all clients in this epoch. Each client's batches keep their order.
 
-    def training_step(self, batch: StackedBatch, batch_idx: int) -> None:
-        """Compute the losses of the clients in a batch, group by group."""
-        self.parts = []
-        for step_of_all, places in self.kinds:
-            chosen = [i for i, row in enumerate(batch.rows) if row in places]
-            if chosen:
-                own = as_rows(chosen, batch.x.device)
-                rows, x, y = [batch.rows[i] for i in chosen], batch.x[own], batch.y[own]
-                tensors = self._of(rows)
-                output = step_of_all(tensors, [places[row] for row in rows], x, y)
-                self.parts.append((rows, tensors, output.loss))
-                self._record(rows, output)
-                if self.observes:
-                    step_of_all.verify()
-                    self._observe(rows, output, x, y)
+        A step takes all clients whose next batch has the largest size among the waiting ones: first full batches, then
+        incomplete last batches, size by size.
+        """
+        stored = self.clients[0].batches
+        passes = [islice(client.batches.indices(), client.steps_in(self.epoch)) for client in self.clients]
+        waiting: dict[int, Tensor] = {}
+        arrived = list(range(len(passes)))
+        while True:
+            for row in arrived:
+                waiting.pop(row, None)
+                if (index := next(passes[row], None)) is not None:
+                    waiting[row] = index
+            if not waiting:
+                return
+            sizes = {row: len(index) for row, index in sorted(waiting.items())}
+            largest = max(sizes.values())
+            arrived = [row for row in sizes if sizes[row] == largest]
+            chosen = torch.stack([waiting[row] for row in arrived])
+            yield StackedBatch(arrived, stored.x[chosen], stored.y[chosen])
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compute gradients and step the optimizer, outside of the precision context as in a client's own fit."""
-        optimizer = self.trainer.optimizers[0]
-        for rows, tensors, loss in self.parts:
-            self.manual_backward(loss.sum())
+    def _step(self, batch: StackedBatch) -> None:
+        """Train the clients in a batch for one step."""
+        x, y = (value.to(self.device, non_blocking=True) for value in (batch.x, batch.y))
+        x, parts = self._prepared(batch.rows, x), []
+        with self.alone.precision_plugin.train_step_context():
+            for step_of_all, numbers in self.kinds:
+                chosen = [i for i, row in enumerate(batch.rows) if row in numbers]
+                if chosen:
+                    own, rows = as_rows(chosen, self.device), [batch.rows[i] for i in chosen]
+                    parts.append(self._forward(step_of_all, numbers, StackedBatch(rows, x[own], y[own])))
+        for *_, loss in parts:  # outside of the precision context, as in a client's own fit
+            loss.sum().backward()
+        for rows, tensors, _ in parts:  # only now: this writes buffers to the tensor that all weights are views of
             self._set_gradients(rows, tensors)
             for row in rows:
                 self.clients[row].progress.global_step += 1
-        optimizer.step()
-        optimizer.zero_grad()
+        self.blocks.optimizer.step()
+        self.blocks.optimizer.zero_grad()
+
+    def _prepared(self, rows: list[int], x: Tensor) -> Tensor:
+        """Prepare all batches at once; augment each client's batch with its own random numbers."""
+        convert = self.alone.precision_plugin.convert_input
+        x = self.data.prepare(convert(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+        if augment := self.data.augment:
+            augmented = []
+            for row, own in zip(rows, x, strict=True):
+                with self.clients[row].drawing():
+                    augmented.append(augment(own))
+            x = torch.stack(augmented)
+        return convert(x)
+
+    def _forward(
+        self, step_of_all: StackedStep, numbers: dict[int, int], batch: StackedBatch
+    ) -> tuple[list[int], Tensors, Tensor]:
+        """Compute the losses of some clients, and return their rows, tensors and losses."""
+        rows, tensors = batch.rows, self._of(batch.rows)
+        if self.checks_each_step:
+            step_of_all.watch()
+        output = step_of_all(tensors, [numbers[row] for row in rows], batch.x, batch.y)
+        self._record(rows, output)
+        if self.checks_each_step:
+            step_of_all.verify()
+        if self.observes:
+            self._observe(output, batch)
+        return rows, tensors, output.loss
 
     def _of(self, rows: list[int]) -> Tensors:
         """Return the stacked weights of some clients, as views if the rows are consecutive, and copies of buffers."""
-        own, first = as_rows(rows, self.trainer.strategy.root_device), self.tensors[rows[0]]
+        own, first = as_rows(rows, self.device), self.clients[rows[0]].tensors
         return {
             name: value[own].detach().requires_grad_() if first[name].requires_grad else value[own].clone()
             for name, value in self.stacks.items()
@@ -293,55 +366,47 @@ class StackedFit(L.LightningModule):
         for row, own in zip(rows, values.unbind(), strict=True):
             self.clients[row].module.record(names, own)
 
-    def _observe(self, rows: list[int], output: StepOutput, x: Tensor, y: Tensor) -> None:
+    def _observe(self, output: StepOutput, batch: StackedBatch) -> None:
         """Pass the step's outputs to `observe` of the clients' shared knowledge. Group clients again if it changed."""
         changed = False
-        for i, row in enumerate(rows):
+        for i, row in enumerate(batch.rows):
             module = self.clients[row].module
             features = None if output.features is None else output.features[i]
-            step = Step(output.logits[i], y[i], features, x[i], module.backbone)
+            step = Step(output.logits[i], batch.y[i], features, batch.x[i], module.backbone)
             held = contents(module.knowledge)
             written = versions(held)
-            with self.clients[row].random_states.drawing():
+            with self.clients[row].drawing():
                 for piece in filter(attrgetter("observes"), module.pieces()):
-                    piece.observe(step, self.current_epoch)
+                    piece.observe(step, self.epoch)
             now = contents(module.knowledge)
             changed |= difference(held, now) is not None or versions(now) != written
         if changed:
             self._look()
 
 
-class StackedBatches:
-    """One epoch of all clients' batches. Batches of the same size are stacked, larger sizes first.
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Context in which code of a client may change torch's and Python's settings without affecting later clients."""
+    with torch.enable_grad(), warnings.catch_warnings():
+        yield
 
-    Each client's batches keep their order. A step takes all clients whose next batch has the largest size among the
-    waiting ones: first full batches, then incomplete last batches, size by size.
 
-    Args:
-        fit: The fit. Its epoch determines the number of steps of each client.
+def differ_in_weights_only(algorithm: Algorithm, module: ClientModule) -> bool:
+    """Return whether the clients' steps are the same in all rounds except for the weights of the backbone.
+
+    Loss terms and shared knowledge hold further tensors, and a method may change a module before its training.
     """
+    unchanged = algorithm.receives_by_loading and type(algorithm).prepare is Algorithm.prepare
+    return unchanged and type(module) is ClientModule and not (len(module.loss_terms) or len(module.knowledge))
 
-    def __init__(self, fit: StackedFit) -> None:
-        self.fit = fit
 
-    def __iter__(self) -> Iterator[StackedBatch]:
-        epoch = self.fit.current_epoch
-        stored = self.fit.clients[0].batches
-        passes = [islice(client.batches.indices(), client.steps_in(epoch)) for client in self.fit.clients]
-        waiting: dict[int, Tensor] = {}
-        arrived = list(range(len(passes)))
-        while True:
-            for row in arrived:
-                waiting.pop(row, None)
-                if (index := next(passes[row], None)) is not None:
-                    waiting[row] = index
-            if not waiting:
-                return
-            sizes = {row: len(index) for row, index in sorted(waiting.items())}
-            largest = max(sizes.values())
-            arrived = [row for row in sizes if sizes[row] == largest]
-            chosen = torch.stack([waiting[row] for row in arrived])
-            yield StackedBatch(arrived, stored.x[chosen], stored.y[chosen])
+def in_rows(worker: Worker, tasks: Sequence[Task]) -> list[Task]:
+    """Sort tasks by the number of samples of their clients, largest first.
+
+    Clients with most steps then come first, so that active clients stay consecutive rows, which are views of the
+    stacks. Clients with equal numbers of samples are neighbours, because their batches always have the same size.
+    """
+    return sorted(tasks, key=lambda task: (-worker.client_data.sample_count(task.client), task.client))
 
 
 def overrides_epoch_hooks(module: ClientModule) -> bool:

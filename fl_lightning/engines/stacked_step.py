@@ -33,6 +33,7 @@ _CONTAINERS = (dict, list, tuple)
 
 # Attributes that a client's step does not read. The first class that a module is an instance of counts.
 _FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "notes", "_losses"}
+_FIT |= {"shared_weights", "stays", "spent"}
 _MODULE, _LIGHTNING = (vars(kind()).keys() - {"training"} for kind in (nn.Module, L.LightningModule))
 _HIDDEN = {ClientModule: _LIGHTNING | _FIT, L.LightningModule: _LIGHTNING, nn.Module: _MODULE}
 
@@ -72,17 +73,6 @@ class ClientStep(nn.Module):
         losses = self.client.losses(step)
         return StepOutput(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
 
-    def homes(self) -> list[tuple[dict[str, Any], str, str]]:
-        """Return where parameters and buffers are stored, as (dict, key, name). A tensor may be in several places."""
-        names = {id(value): name for name, value in tensors_of(self)}
-        return [
-            (held, key, names[id(value)])
-            for module in self.modules()
-            for held in (module._parameters, module._buffers)
-            for key, value in held.items()
-            if value is not None
-        ]
-
 
 def impure(path: str) -> ConfigError:
     """Return the error for a training step that has changed something that it may only read."""
@@ -97,30 +87,42 @@ class StepContents:
 
     Attributes:
         registered: Parameters and buffers by name, those of the backbone under `client.backbone.`.
+        names: Their names by id.
+        homes: Where they are stored, as (dict, key, name). A tensor may be in several places.
         plain: Plain attributes of its parts by path.
     """
 
     def __init__(self, step: ClientStep) -> None:
-        self.step, self.registered, self.plain = step, dict(tensors_of(step)), plain(step)
+        self.step, self.plain = step, plain(step)
+        self.modules: dict[str, nn.Module] = dict(step.named_modules())
+        self.registered: Tensors = {}
+        self.names: dict[int, str] = {}
+        self.homes: list[tuple[dict[str, Any], str, str]] = []
+        for prefix, module in self.modules.items():
+            for held in (module._parameters, module._buffers):
+                for key, value in held.items():
+                    if value is not None:
+                        name = self.names.setdefault(id(value), f"{prefix}.{key}")
+                        self.registered[name] = value
+                        self.homes.append((held, key, name))
 
     def free(self) -> Tensors:
         """Return the tensors in plain attributes that are neither parameters nor buffers."""
-        known = {id(value) for value in self.registered.values()}
-        return {path: leaf for path, leaf in self.plain.items() if isinstance(leaf, Tensor) and id(leaf) not in known}
+        return {
+            path: leaf for path, leaf in self.plain.items() if isinstance(leaf, Tensor) and id(leaf) not in self.names
+        }
 
     def shape(self) -> dict[str, Any]:
         """Return the shapes, types and plain values that clients must have in common to be stacked, by path."""
-        names = {id(value): name for name, value in self.registered.items()}
-        named = dict(self.step.named_modules())
-        modules = {id(module): name for name, module in named.items()}
+        modules = {id(module): name for name, module in self.modules.items()}
 
         def described(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                return names.get(id(leaf)) or (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+                return self.names.get(id(leaf)) or (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
             return modules[id(leaf)] if isinstance(leaf, nn.Module) else leaf
 
         tensors = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in self.registered.items()}
-        kinds = {f"{name} is": type(module) for name, module in named.items()}
+        kinds = {f"{name} is": type(module) for name, module in self.modules.items()}
         return tensors | kinds | {path: described(leaf) for path, leaf in self.plain.items()}
 
 
@@ -207,26 +209,34 @@ class StackedStep:
 
     Args:
         steps: Their steps in their current state. The module of the first computes the steps of all.
+        device: The training device.
         random_states: The clients' random states, which dropout draws from.
+
+    Attributes:
+        replaces: Whether functions that `ClientFunctions` replaces are called, as far as is known.
     """
 
-    def __init__(self, steps: Sequence[StepContents], random_states: Sequence[RandomStates]) -> None:
-        self.step, self.random_states, self.replaces = steps[0].step, random_states, True
-        held = [step.registered for step in steps]
-        constant = (name for name in held[0] if not name.startswith(BACKBONE))
-        self.constants = {name: torch.stack([one[name].detach() for one in held]) for name in constant}
+    def __init__(
+        self, steps: Sequence[StepContents], device: torch.device, random_states: Sequence[RandomStates] = ()
+    ) -> None:
+        first, self.device, self.random_states, self.replaces = steps[0], device, random_states, True
+        self.step, self.homes, self.names = first.step, first.homes, first.names
+        constant = [name for name in first.registered if not name.startswith(BACKBONE)]
+        self.constants = {name: torch.stack([one.registered[name].detach() for one in steps]) for name in constant}
         free = [step.free() for step in steps]
         self.free = {path: torch.stack([one[path].detach() for one in free]) for path in free[0]}
-        self.homes = self.step.homes()
-        self.names = {id(value): name for name, value in held[0].items()}
         self.attributes = [
             (vars(module), name, value, f"{prefix}.{name}")
-            for prefix, module in self.step.named_modules()
+            for prefix, module in first.modules.items()
             for name, value in attributes(module).items()
             if any(isinstance(leaf, Tensor) for leaf in leaves(value).values())
         ]
-        self.held = steps[0].plain
-        self.written = versions({**self.constants, **self.free})
+        self.watch()
+
+    def watch(self) -> None:
+        """Remember what the next steps must not change, for `verify`."""
+        self.held, self.written = plain(self.step), versions({**self.constants, **self.free})
+        self.outside = RandomStates(self.device)
 
     def __call__(self, backbone: Tensors, chosen: list[int], x: Tensor, y: Tensor) -> StepOutput:
         """Run a training step of some of the clients as one batched call.
@@ -238,33 +248,34 @@ class StackedStep:
             y: `(n, B)`.
 
         Raises:
-            ConfigError: The step replaces a tensor, or draws random numbers other than dropout's.
+            ConfigError: The step replaces a tensor.
         """
         rows = as_rows(chosen, x.device)
         constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
         weights = {BACKBONE + name: value for name, value in backbone.items()}
-        functions = ClientFunctions([self.random_states[i] for i in chosen])
-        still = RandomStates(x.device)
+        # interception takes time; `verify` detects other draws
+        functions = ClientFunctions([self.random_states[i] for i in chosen]) if self.replaces else None
 
         def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> StepOutput:
-            functions.place = place
+            if functions:
+                functions.place = place
             with self._holding(tensors, free):
                 return self.step(x, y)
 
-        with functions if self.replaces else nullcontext():
-            stacked = torch.vmap(one, randomness="same")
-            output: StepOutput = stacked(weights | constants, free, x, y, torch.arange(len(chosen), device=x.device))
-        self.replaces = functions.used  # interception takes time; other draws are detected below
-        if not still.unmoved():
-            raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
+        with functions or nullcontext():
+            stacked, places = torch.vmap(one, randomness="same"), torch.arange(len(chosen), device=x.device)
+            output: StepOutput = stacked(weights | constants, free, x, y, places)
+        self.replaces = functions is not None and functions.used
         return output
 
     def verify(self) -> None:
-        """Check that the steps so far have changed no tensor or attribute that they may only read.
+        """Check that the steps since `watch` have changed no tensor, attribute or random state that they may only read.
 
         Raises:
-            ConfigError: A step has changed something.
+            ConfigError: A step has changed something, or drawn random numbers other than dropout's.
         """
+        if not self.outside.unmoved():
+            raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
         now = versions({**self.constants, **self.free})
         if path := difference(self.held, plain(self.step)) or difference(self.written, now):
             raise impure(path)
@@ -289,11 +300,14 @@ class StackedStep:
         before = [(held, key, held[key]) for held, key, *_ in put]
         for held, key, value, _ in put:
             held[key] = value
-        within = [leaves(value) for _, _, value, _ in put]
+        within = [(leaves(value), value, path) for *_, value, path in put if isinstance(value, _CONTAINERS)]
         try:
             yield
-            for (held, key, value, path), own in zip(put, within, strict=True):
-                if held.get(key) is not value or difference(own, leaves(value)):
+            for held, key, value, path in put:
+                if held.get(key) is not value:
+                    raise impure(path)
+            for own, value, path in within:
+                if difference(own, leaves(value)):
                     raise impure(path)
         finally:
             for held, key, value in before:

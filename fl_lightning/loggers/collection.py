@@ -274,7 +274,7 @@ class WarningsTxt:
         return self._digest([line for line in self._lines if self._round_of(line) < self.round()])
 
     def check(self, round: int, digest: str) -> None:
-        """Warn if the file has changed since the end of a round. Raises no error, since results do not depend on it.
+        """Warn if the file of warnings has changed since the end of a round; results do not depend on this file.
 
         Args:
             round: The round.

@@ -181,7 +181,7 @@ def read_final(folder: Path) -> Figures | None:
 
 
 def complete_rounds(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of a run's complete rounds. A row is empty if a kill left its line incomplete.
+    """Return the rows of a metrics file without empty ones, which stand for lines that a killed run left incomplete.
 
     Raises:
         ValueError: The rows are not rounds 1 to n in order.

@@ -515,8 +515,8 @@ def test_the_whole_table_in_markdown(here):
     assert (
         text
         == """\
-**Tiny, Table 1.** Percent; mean ± standard deviation over seeds 0, 3. At scale 0.5: rounds, local epochs \
-(trainer.max_epochs) and training samples times 0.5, rounded up; nothing else. With model=MLP, rounds=3.
+**Tiny, Table 1.** Percent; mean ± standard deviation over seeds 0, 3. At scale 0.5: only rounds, local \
+epochs (trainer.max_epochs) and training samples are multiplied by 0.5 and rounded up. With model=MLP, rounds=3.
 
 |  |  | alpha 0.1 | alpha 1 |
 |---|---|---|---|
@@ -532,9 +532,9 @@ def test_the_whole_table_in_markdown(here):
 | FedSKC > Uniform | alpha 1 | - | +2.0 | 1 of 1 | - | holds |
 | Uniform > FedSKC | alpha 1 | - | -2.0 | 0 of 1 | - | does not hold |
 
-Claims: 2 hold (0 with p < 0.05), 1 do not (0 with p < 0.05), 0 cannot be judged yet. A claim holds where the mean \
-is ahead; p is of a paired t-test over seeds, two-sided, for each claim by itself. With 2 seeds p < 0.05 takes a \
-margin of 9.0 standard deviations."""
+Claims: 2 hold (0 with p < 0.05), 1 do not (0 with p < 0.05), 0 cannot be judged yet. A claim holds if its \
+better row is also better in our runs, on average over seeds. p is from a two-sided paired t-test over seeds, for each \
+claim separately. With 2 seeds, p < 0.05 needs a mean difference of 9.0 standard deviations."""
     )
 
 
@@ -602,7 +602,8 @@ def test_a_scaled_run_has_fewer_rounds_epochs_and_samples(here, at_once):
     words = ["--rows", "FedSKC", "--columns", "0.1", "--seeds", "0", "--out", "here"]
     code, out, _ = run("reproduce", "table.yaml", *words, "--scale", "0.1", "--set", "batch_size=8")
     assert code == 0
-    assert "At scale 0.1: rounds, local epochs (trainer.max_epochs) and training samples times 0.1, rounded up" in out
+    rule = "only rounds, local epochs (trainer.max_epochs) and training samples are multiplied by 0.1 and rounded up"
+    assert f"At scale 0.1: {rule}." in out
     assert "With batch_size=8." in out
     (folder,) = (path.parent for path in Path("here").rglob("config.yaml"))
     config = yaml.safe_load((folder / "config.yaml").read_text())

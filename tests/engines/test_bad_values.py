@@ -140,7 +140,11 @@ KINDS = [
     kind([*ROUNDS, "ExponentialLR", "--round_lr_scheduler.gamma", ".inf"], "round_lr_scheduler: the learning rate"),
     kind([*FIT, "--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: -1", "is below 0; 0 clips nothing"),
     kind([*FIT, "--trainer.limit_train_batches", "1.5"], "trainer.limit_train_batches: 1.5 is outside [0, 1]"),
-    kind([*FIT, "--trainer.limit_train_batches", "0.001"], "trainer.limit_train_batches: 0.001 of", "is none"),
+    kind(
+        [*FIT, "--trainer.limit_train_batches", "0.001"],
+        "trainer.limit_train_batches: 0.001 is less than one of",
+        "smallest client",
+    ),
     kind([*FIT, "--trainer.precision", "16-mixed"], "trainer.precision: 16-mixed is not available on the cpu"),
     kind([*FIT, "--algorithm.tau", ".nan"], "algorithm.tau: nan is no finite number; the paper uses 0.08"),
     kind([*FIT, "--algorithm.loss_terms+", "{class_path: Proximal, init_args: {mu: .inf}}"], "algorithm.mu: inf"),

@@ -16,7 +16,9 @@ from fl_lightning.core.message import Tensors
 
 
 def momentum_step(change: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> tuple[Tensor, Tensor]:
-    """Return the server's step direction, `v'` or, with Nesterov momentum, `Δ + β v'`; and the momentum `v' = β v + Δ`.
+    """Return the direction of the server's step and the new momentum `v' = β v + Δ`.
+
+    The direction is `v'` or, with Nesterov momentum, `Δ + β v'`.
 
     Args:
         change: `Δ`, the clients' mean minus the old weights.

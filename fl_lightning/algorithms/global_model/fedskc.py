@@ -159,10 +159,10 @@ def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
 
 
 def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
-    """Return the similarities `cos(l_i, c̃^j) / U_j` of a batch's logits to each class's knowledge (Eq. 2).
+    """Return each sample's similarity to each class's knowledge: the cosine divided by the mean distance (Eq. 2).
 
-    `U_j` is the batch's mean distance to `c̃^j`, at least 1e-6 and without gradient. The paper computes it over the
-    client's whole data.
+    This is `cos(l_i, c̃^j) / U_j`. `U_j` is the batch's mean distance to `c̃^j`, at least 1e-6 and without gradient. In
+    the paper it is the mean over the client's whole data.
 
     Args:
         logits: `(B, C)`.

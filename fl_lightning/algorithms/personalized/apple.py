@@ -223,7 +223,7 @@ class APPLE(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {CORES: cores}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the message to a client: other clients' cores, the initial mixing ratios and the shared knowledge."""
+        """Return the message to a client: other clients' core models, initial mixing ratios and shared knowledge."""
         others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
         cores = bundle({j: tensors_to_message(state[section(j)]) for j in others})
         first = {RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}}

@@ -225,7 +225,7 @@ class ClassWise(Aggregator):
                 yield state | {start_section(client): own}
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return the list of all uploads of the round, because every class model is a mean of all of them."""
+        """Return all uploads of the round as a list: `finish` needs all of them at once to average each class model."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:

@@ -62,7 +62,7 @@ def group_table(found: Comparison) -> ResultTable:
     last, best = ([getattr(group, name) for group in found.groups] for name in ("last", "best"))
     bold = {(i, len(heads) + 1) for i in best_rows(last, found)} | {(i, len(heads) + 2) for i in best_rows(best, found)}
     return ResultTable(
-        header, rows, len(heads), bold, notes(found, "in the last evaluated round and where best", found.targets)
+        header, rows, len(heads), bold, notes(found, "in the last evaluated and in the best round", found.targets)
     )
 
 
@@ -201,9 +201,12 @@ def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
     if found.reference:
         levels = ", ".join(f"{'*' * i} p < {level:g}" for i, level in enumerate(LEVELS, 1))
         lines.append(
-            f"to {found.reference}: differences in the last round between runs with the same seed; {levels}: "
-            f"paired t-test, two-sided, with Holm's correction for all groups that were tested."
+            f"to {found.reference}: difference in the last round to its run with the same seed; {levels}: "
+            f"paired t-test, two-sided, with Holm's correction over all groups that were tested."
         )
     if targets:
-        lines.append("R: the first evaluated round that reached it: mean over the runs that did (so many of so many).")
+        lines.append(
+            "R_x: the first evaluated round in which a run reached x. R_x, bytes and seconds are means over the runs "
+            "that reached x; (2 of 3) means that one of three runs did not."
+        )
     return [*lines, *(f"{remark}." for remark in found.remarks)]

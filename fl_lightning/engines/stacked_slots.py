@@ -1,0 +1,69 @@
+"""Client modules that are built once and reset for each group of clients that are trained together."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fl_lightning.engines.client_slot import ClientSlot
+from fl_lightning.engines.module_factory import ModuleFactory
+from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, tensors_of
+
+
+class StackedSlots:
+    """Client slots whose weights are rows of stacked tensors, so that a step of all clients copies no weights.
+
+    Args:
+        modules: Builds the slots.
+        first: A new slot.
+        count: Number of rows.
+
+    Attributes:
+        count: Number of rows.
+        stacks: The parameters and buffers of all backbones by name, `(count, ...)`. Row i belongs to slot i.
+        draws: Whether training steps may draw random numbers; False once it is known that they do not.
+    """
+
+    def __init__(self, modules: ModuleFactory, first: ClientSlot, count: int) -> None:
+        self.modules, self.count = modules, count
+        self.draws = True
+        self._step: StackedStep | None = None
+        self._slots: list[ClientSlot] = []
+        self._unsent: list[list[tuple[Tensor, int]]] = []  # tensors that are not in the flat tensor, and their places
+        self._flat = first.flat.new_zeros(count, len(first.flat))
+        parts = self._flat.split_with_sizes(first.layout.sizes, dim=1)[::2]
+        sent = {name: part.view(count, *shape) for (name, shape), part in zip(first.layout.shapes, parts, strict=True)}
+        tensors = tensors_of(first.module.backbone)
+        self.stacks = {name: sent.get(name, value.new_empty(count, *value.shape)) for name, value in tensors}
+        self._add(first)
+
+    def slot(self, row: int) -> ClientSlot:
+        """Return the slot of a row. It is built anew if a client has replaced or moved one of its tensors."""
+        if row >= len(self._slots) or not self._is_intact(row):
+            del self._slots[row:], self._unsent[row:]
+            slot = self.modules.new_slot()
+            assert slot is not None
+            self._add(slot)
+        return self._slots[row]
+
+    def step(self) -> StackedStep:
+        """Return the training step of all slots, for clients that only differ in the backbone's weights."""
+        if self._step is None:
+            steps = [StepContents(ClientStep(slot.module)) for slot in self._slots]
+            self._step = StackedStep(steps, self._flat.device)
+            self._step.replaces = self.draws
+        return self._step
+
+    def _is_intact(self, row: int) -> bool:
+        return self._slots[row].is_intact and all(value.data_ptr() == place for value, place in self._unsent[row])
+
+    def _add(self, slot: ClientSlot) -> None:
+        """Add a slot, and move its tensors to the next row."""
+        row = len(self._slots)
+        slot.place(self._flat[row])
+        sent = dict(slot.layout.shapes)
+        unsent = {name: value for name, value in tensors_of(slot.module.backbone) if name not in sent}
+        for name, value in unsent.items():
+            value.data = self.stacks[name][row].copy_(value.detach())
+        self._slots.append(slot)
+        self._unsent.append([(value, value.data_ptr()) for value in unsent.values()])
+        self._step = None
