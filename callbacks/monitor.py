@@ -179,11 +179,12 @@ def suggest_metric(name: str, names: Sequence[str], clients: int) -> str:
 
 
 def may_add_metrics(run: FederatedRun) -> bool:
-    """Whether a user's classes or client callbacks may log metrics that are not named before the run begins."""
+    """Whether a user's classes, model or client callbacks may log metrics that are not named before the run begins."""
     terms = run.worker.template.terms()
     return (
         is_own(type(run.worker.template))
         or bool(run.worker.client_callbacks)
+        or run.worker.template.trains_itself
         or any(is_own(type(term)) and not term.active for term in terms)  # it may become active in a later round
         or any(
             _defines(callback, "on_round_metrics", "numbers") and not _defines(callback, "metrics")

@@ -73,7 +73,7 @@ _NAMES = {
     "core.message": "Message Upload",
     "models": """
         Backbone BiLSTM classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder Head LeNet MLP
-        MobileNetV2 ModelFactory ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN VGG11 with_encoder
+        MobileNetV2 ModelFactory NetworkFactory ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN VGG11 with_encoder
     """,
     "core.objectives": "Classification MultiLabel Objective Regression",
     "orchestrator": "FederatedOrchestrator",

@@ -34,7 +34,7 @@ from fl_lightning.evaluation.evaluation import Evaluation, train_metrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
-from fl_lightning.models import ModelFactory
+from fl_lightning.models import ModelFactory, NetworkFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
 from fl_lightning.runs.failed_clients import has_upload, require_uploads
@@ -93,7 +93,7 @@ class FederatedOrchestrator:
     def __init__(
         self,
         scenario: Scenario,
-        model: ModelFactory,
+        model: ModelFactory | NetworkFactory,
         algorithm: Algorithm,
         rounds: int = 10,
         clients_per_round: int | None = None,
@@ -331,6 +331,8 @@ class FederatedOrchestrator:
         """Check the worker and its data, and compute the algorithm's initial state."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
         worker.check()
+        if self.round_lr_scheduler:
+            worker.template.require_optimizer("round_lr_scheduler")
         self.record.set_data(self.data, self.worker.device)
         self.engine.check(worker)
         self.algorithm.samples = [worker.client_data.sample_count(client) for client in range(self.clients)]

@@ -54,12 +54,12 @@ def builders_of_torchvision() -> list[str]:
 
 
 def as_backbone(module: str) -> str:
-    """Return the command-line options that use a PyTorch module class as the model, through `FromModule`.
+    """Return the command-line options that use a function's network as the model, through `FromModule`.
 
     Args:
-        module: The import path of the module, or the name of a model builder of torchvision.
+        module: The import path of the function, or the name of a model builder of torchvision.
     """
-    builder = module.removeprefix("torchvision.models.")
+    builder = re.sub(r"^torchvision\.models\.(\w+\.)?", "", module)
     if builder not in builders_of_torchvision():
         return f"--model FromModule --model.module {module} --model.head NAME_OF_ITS_LAST_LAYER"
     head = _last_layer(builder) or "NAME_OF_ITS_LAST_LAYER"

@@ -15,7 +15,6 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.catalogue import CLASS_KEYS
-from fl_lightning.cli.class_names import as_backbone
 from fl_lightning.cli.unknown_names import CLASS_EXPECTED, Names, class_choices, quote
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.trusted_imports import find_object, refusal
@@ -112,7 +111,7 @@ def _wrong_class(key: str, message: str) -> str | None:
 def _other_class(key: str, path: str) -> str | None:
     """Return our message about a torch or Lightning class that a key takes only through a wrapper; None for others."""
     if key == "model":
-        return f"{path} is no Backbone. Did you mean {as_backbone(path)}?"
+        return f"{path} is no nn.Module. Give the import path of a network's class"
     if key == "scenario.dataset":
         from fl_lightning.data.torch_dataset import suggest_torch_dataset
 

@@ -14,11 +14,14 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning import HOMES
 from fl_lightning.cli.allowed_objects import allowed_objects
+from fl_lightning.cli.catalogue import SET_BY_DATA
+from fl_lightning.cli.class_names import as_backbone
 from fl_lightning.cli.errors import readable_errors, refuse_nulls
 from fl_lightning.cli.experiment_parser import experiment_parser
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import MODULES
+from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config
@@ -49,8 +52,22 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
             raise ConfigError(f"{group}: it needs lines `key: value`, it holds {held}")
     refuse_nulls(given, FederatedOrchestrator)
     refuse_nulls(given, LocalTraining)
+    refuse_function(given.model)
     with readable_errors(parser):
         return parser.instantiate(given)
+
+
+def refuse_function(model: Any) -> None:
+    """Raise an error if the model is a function that needs arguments, such as torchvision's `resnet18`.
+
+    With `class_path`, jsonargparse would call it here, before the random state of the initial weights is set.
+    """
+    builder = find_object(model.class_path) if isinstance(model, Namespace) else model
+    if inspect.isroutine(builder) and (
+        builder is not model or not {*SET_BY_DATA} & inspect.signature(builder).parameters.keys()
+    ):
+        path = f"{builder.__module__}.{builder.__name__}"
+        raise ConfigError(f"model: {path} is a function. Did you mean {as_backbone(path)}?")
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:

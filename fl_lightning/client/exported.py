@@ -13,8 +13,8 @@ from torch import nn
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.objectives import Objective
 from fl_lightning.core.trusted_imports import Untrusted, by_import_path, public_classes, refusal, untrusted
-from fl_lightning.models import Backbone, ModelFactory
-from fl_lightning.models.wrapped import original_of
+from fl_lightning.models import Backbone, ModelFactory, NetworkFactory
+from fl_lightning.models.wrapped import build_network, original_of
 
 
 def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
@@ -33,10 +33,8 @@ def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
     return _built(
         "backbone",
         model,
-        ModelFactory,
-        lambda factory: original_of(
-            factory(in_shape=tuple(described["in_shape"]), num_classes=described["num_classes"])
-        ),
+        ModelFactory | NetworkFactory,
+        lambda factory: original_of(build_network(factory, tuple(described["in_shape"]), described["num_classes"])),
         trust,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
@@ -18,7 +17,8 @@ class LocalTraining:
 
     Args:
         batch_size: Number of samples in a training batch.
-        optimizer: Builds the optimizer of each client's fit.
+        optimizer: Builds the optimizer of each client's fit. By default it is that of the model, if the model is a
+            LightningModule, or SGD.
         optimizer_state: State of a client's optimizer at the start of a round: `fresh`, or `kept` from the client's
             last round (momentum, step counts, ...), with this round's learning rate. By default the algorithm decides;
             most start `fresh`.
@@ -37,7 +37,7 @@ class LocalTraining:
     """
 
     batch_size: int = 64
-    optimizer: OptimizerCallable = torch.optim.SGD
+    optimizer: OptimizerCallable | None = None
     optimizer_state: Literal["fresh", "kept"] | None = None
     lr_scheduler: LRSchedulerCallable | None = None
     trainer: dict[str, Any] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fl_lightning.client.exported import rebuilt, rebuilt_objective
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
+from fl_lightning.client.lightning_model import class_name, has_optimizer, own_optimizer, own_step, trains_itself
 from fl_lightning.client.loss_record import LossRecord
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
 from fl_lightning.client.weights import load_weights
@@ -36,6 +37,7 @@ class Step:
         inputs: The batch of inputs.
         backbone: The network that is being trained, for terms on its weights.
         taps: Inputs of the layers that a term lists in its `taps`, by name.
+        loss: The loss that the model's own `training_step` returned, if the model is a LightningModule.
     """
 
     logits: Tensor
@@ -44,6 +46,7 @@ class Step:
     inputs: Tensor | None = None
     backbone: nn.Module | None = None
     taps: Tensors = field(default_factory=dict)
+    loss: Tensor | None = None
 
 
 class LossTerm(nn.Module):
@@ -109,11 +112,13 @@ class ClientModule(L.LightningModule):
     and `test_*`.
 
     Args:
-        backbone: The network. `Step.features` is filled if it has an `encoder` and a `head`. In a checkpoint of
+        backbone: The network. `Step.features` is filled if it has an `encoder` and a `head`. If it is a
+            LightningModule, its own `training_step` computes the loss that terms are added to. In a checkpoint of
             `fl-lightning export` this is a description, from which `load_from_checkpoint(path)` builds the network.
         loss_terms: Terms added to the objective's loss, with unique names.
         knowledge: Shared knowledge in addition to that of the loss terms.
-        optimizer: Builds the optimizer from the backbone's parameters; SGD with lr 0.01 by default.
+        optimizer: Builds the optimizer from the backbone's parameters. By default that of the LightningModule, if the
+            backbone is one, or SGD with lr 0.01.
         lr_scheduler: Builds a scheduler from the optimizer. It is stepped once per local epoch.
         objective: Classification with cross-entropy by default. In an exported checkpoint this is a description.
 
@@ -245,24 +250,45 @@ class ClientModule(L.LightningModule):
         """Return an iterator over the shared knowledge objects that the module exchanges besides weights."""
         return (cast(SharedKnowledge, piece) for piece in self.knowledge)
 
-    def step(self, batch: tuple[Tensor, Tensor]) -> Step:
-        """Run the backbone on a batch, and return features, logits and the layer inputs that loss terms read."""
+    @property
+    def trains_itself(self) -> bool:
+        """Whether the backbone is a LightningModule with a `training_step` of its own, which computes the loss."""
+        return trains_itself(self.backbone)
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the optimizer is that of the backbone, a LightningModule, because no other was given."""
+        return self.optimizer_factory is None and has_optimizer(self.backbone)
+
+    def step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Step:
+        """Run the backbone on a batch, and return features, logits and the layer inputs that loss terms read.
+
+        In train mode, a backbone that is a LightningModule also computes the loss, in the same forward pass.
+        """
         x, y = batch
-        with tapped(self.backbone, [name for term in self.terms() if term.active for name in term.taps]) as taps:
-            if isinstance(self.backbone, Backbone):
-                features, logits = self.backbone.features_and_logits(x)
-                return Step(logits, y, features, x, self.backbone, taps)
-            return Step(self(x), y, None, x, self.backbone, taps)
+        active = [term for term in self.terms() if term.active]
+        loss, outputs = None, None
+        with tapped(self.backbone, [name for term in active for name in term.taps]) as taps:
+            if self.training and self.trains_itself:
+                loss, outputs = own_step(self, batch, batch_idx)
+                if not (active or any(piece.observes for piece in self.pieces())):
+                    outputs = outputs or (None, x.new_empty(0))  # nothing reads them
+            features, logits = outputs or self._outputs(x)
+        return Step(logits, y, features, x, self.backbone, taps, loss)
+
+    def _outputs(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        return self.backbone.features_and_logits(x) if isinstance(self.backbone, Backbone) else (None, self(x))
 
     def losses(self, step: Step) -> dict[str, Tensor]:
         """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's."""
-        losses = {self.objective.term: self.objective.loss(step.logits, step.targets)}
+        loss = self.objective.loss(step.logits, step.targets) if step.loss is None else step.loss
+        losses = {self._loss_name: loss}
         losses |= {term.name: term(step) for term in self.terms() if term.active}
         return losses
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the objective's loss on a batch plus all active loss terms, and record each of them."""
-        step = self.step(batch)
+        step = self.step(batch, batch_idx)
         losses = self.losses(step)
         self.note(step, losses)
         return functools.reduce(torch.add, losses.values())
@@ -287,7 +313,11 @@ class ClientModule(L.LightningModule):
     @property
     def loss_names(self) -> list[str]:
         """Names of the losses that `losses` returns: the objective's and those of the active loss terms."""
-        return [self.objective.term, *(term.name for term in self.terms() if term.active)]
+        return [self._loss_name, *(term.name for term in self.terms() if term.active)]
+
+    @property
+    def _loss_name(self) -> str:
+        return "training_step" if self.trains_itself else self.objective.term
 
     @property
     def steps(self) -> int:
@@ -313,11 +343,14 @@ class ClientModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build the fit's optimizer over `trainables`, at this round's learning rate, and its scheduler, if any."""
-        optimizer = self.optimizer_for(self.trainables())
+        if self.has_own_optimizer and type(self).trainables is ClientModule.trainables:
+            configured, optimizer = own_optimizer(self)
+        else:
+            configured = optimizer = self.optimizer_for(self.trainables())
         if self.optimizer_state:
             load_optimizer_tensors(optimizer, self.optimizer_state)
         if self.scheduler_factory is None:
-            return optimizer
+            return configured
         return [optimizer], [self.scheduler_factory(optimizer)]
 
     def trainables(self) -> Iterable[Any]:
@@ -325,10 +358,25 @@ class ClientModule(L.LightningModule):
         return self.backbone.parameters()
 
     def optimizer_for(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Build an optimizer for these parameters with the client's optimizer options and the round's learning rate."""
+        """Build an optimizer for these parameters with the client's optimizer options and the round's learning rate.
+
+        Raises:
+            ConfigError: No optimizer was given, and that of the backbone is for all of its parameters.
+        """
+        self.require_optimizer("algorithm")
         optimizer = (
             self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
         )
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         return optimizer
+
+    def require_optimizer(self, key: str) -> None:
+        """Raise an error if the optimizer is that of the backbone, a LightningModule.
+
+        Args:
+            key: The config key that needs another optimizer.
+        """
+        if self.has_own_optimizer:
+            what = f"needs an optimizer in the config in place of {class_name(self.backbone)}'s own"
+            raise ConfigError(f"{key}: {what}. Name one, such as --optimizer SGD --optimizer.lr 0.1")

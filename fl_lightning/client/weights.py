@@ -14,6 +14,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.flat_tensors import as_flat, map_tensors
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import State
+from fl_lightning.models.base import Backbone, options_with_head
 
 PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
 
@@ -59,9 +60,12 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
         if not any(name.startswith(part) for name in backbone.state_dict()):
             getattr(backbone, part.partition(".")[0], None)  # `FromModule` raises an error that says why
             there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
+            fix = "and their submodules, such as encoder.1"
+            if not isinstance(backbone, Backbone):
+                fix = f"and their submodules. Name one, or use {options_with_head(backbone)}"
             raise ConfigError(
                 f"algorithm.{key}: {part.removesuffix('.')!r} is no part of {type(backbone).__name__} with weights; "
-                f"it has {there}, and their submodules, such as encoder.1"
+                f"it has {there}, {fix}"
             )
 
 

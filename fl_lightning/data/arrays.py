@@ -22,7 +22,8 @@ CLIENTS = ("client_train", "client_test")
 class Arrays(Dataset):
     """Custom data: an `.npz` file with x_train, y_train, x_test and y_test, or a folder with an `.npy` file of each.
 
-    `uint8` inputs are scaled to 0-1, floating-point inputs are used as they are. Images may be `(n, height, width)`,
+    `uint8` inputs are scaled to 0-1, floating-point inputs are used as they are. Other whole numbers `(n, length)` are
+    token ids, for networks with an embedding such as `TextCNN`; 0 is padding. Images may be `(n, height, width)`,
     `(n, height, width, channels)` with 1 or 3 channels, or `(n, channels, height, width)`. Labels are integers from 0,
     one per sample; `(n, L)` of 0 and 1 for a multi-label target; or floating-point numbers to predict, `(n,)` or
     `(n, T)`. Optional arrays `client_train` and `client_test` hold the client id of each sample.
@@ -97,10 +98,11 @@ class Arrays(Dataset):
         return self.num_classes or outputs
 
     def _inputs(self, name: str, values: np.ndarray) -> Tensor:
-        if values.dtype != np.uint8 and not np.issubdtype(values.dtype, np.floating):
-            raise self._error(f"{name} is {values.dtype}; it needs uint8 or floating point")
+        if values.dtype.kind not in "iuf":
+            raise self._error(f"{name} is {values.dtype}; it needs whole numbers or floating point")
+        dtype = np.float32 if values.dtype.kind == "f" else np.int64
         with np.errstate(over="ignore"):  # overflow becomes Inf, which is refused
-            x = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.float32, copy=False))
+            x = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(dtype, copy=False))
         if x.ndim == 3:
             return x.unsqueeze(1)
         if x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):

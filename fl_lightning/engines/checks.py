@@ -5,27 +5,28 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
+from fl_lightning.client.lightning_model import class_name, has_optimizer
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
 from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
 from fl_lightning.engines.trainer import DEFAULTS
+from fl_lightning.models.wrapped import outputs_option
 
 MOST = 10**9
 """Maximum number of epochs, steps or batches of a client's fit."""
 
 IN_FULL = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """Full names of the precisions for which Lightning has short names."""
-
-OWN_TRAINING = ("training_step", "configure_optimizers")
-"""Methods of a LightningModule that define its training."""
 
 ROUNDING = {
     "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
@@ -97,14 +98,46 @@ def warn_of_environment(device: torch.device) -> None:
             )
 
 
-def warn_of_ignored_training(model: torch.nn.Module) -> None:
-    """Warn if the model contains a LightningModule with a training step or optimizer, because they are not used."""
-    kinds = {type(module) for module in model.modules() if isinstance(module, L.LightningModule)}
-    for kind in sorted(kinds, key=lambda kind: kind.__name__):
-        own = [name for name in OWN_TRAINING if getattr(kind, name) is not getattr(L.LightningModule, name)]
-        if own:
-            what = f"{kind.__name__}'s own {' and '.join(own)} {'is' if len(own) == 1 else 'are'} not used"
-            warnings.warn(f"model: {what}. The method trains its forward, with the config's optimizer", stacklevel=2)
+def warn_of_unused_optimizer(module: ClientModule) -> None:
+    """Warn if the model is a LightningModule with an optimizer, but the config names another one."""
+    if has_optimizer(module.backbone) and not module.has_own_optimizer:
+        what = (
+            f"{class_name(module.backbone)}'s configure_optimizers is not used, because the config names an optimizer"
+        )
+        warnings.warn(f"model: {what}. Set optimizer null to use it", stacklevel=2)
+
+
+@contextmanager
+def blame_inputs(x: Tensor) -> Iterator[None]:
+    """Context in which an exception of the model becomes a `ConfigError` that names the type of integer inputs."""
+    try:
+        with blame("model"):
+            yield
+    except ConfigError as error:
+        if x.is_floating_point() or not isinstance(error.__cause__, RuntimeError | TypeError):
+            raise
+        fix = "Use TextCNN, FastText, BiLSTM or a network with an embedding, or store the inputs as float32."
+        raise ConfigError(f"model: it cannot take int64 inputs ({one_line(error.__cause__)}). {fix}") from error
+
+
+def check_outputs(outputs: Any, samples: int, expected: int, factory: Any) -> None:
+    """Raise an error if a network's outputs for a batch are not a tensor with the dataset's number of outputs.
+
+    Args:
+        outputs: What the network returned.
+        samples: Number of samples in the batch.
+        expected: Number of outputs for a sample.
+        factory: The factory of the network.
+    """
+    if not isinstance(outputs, Tensor):
+        fix = "Return the logits, a tensor, from forward, as in `return self.net(x).logits`."
+        raise ConfigError(f"model: forward returned {type(outputs).__name__}. {fix}")
+    if outputs.shape == (samples, expected):
+        return
+    option = outputs_option(factory)
+    fix = f"Did you mean --{option} {expected}?" if option else f"Give its last layer {expected} outputs."
+    what = f"{tuple(outputs.shape[1:])} outputs a sample, and the dataset needs ({expected},)"
+    raise ConfigError(f"model: forward returned {what}. {fix}")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: bool) -> None:

@@ -64,7 +64,8 @@ def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: Clie
         module: A client's module that is not used afterwards, because a callback may change it.
     """
     losses = ["loss", *module.loss_names]
-    known = type(module) is ClientModule and all(type(one) in (EarlyStopping, Timer) for one in given)
+    logs_only_losses = type(module) is ClientModule and not module.trains_itself
+    known = logs_only_losses and all(type(one) in (EarlyStopping, Timer) for one in given)
     metrics = [f"train_{name}" for name in losses if known]  # other modules and callbacks may log more
     for callback in copy.deepcopy(list(given)):
         name = f"client_callbacks: {type(callback).__name__}"

@@ -59,7 +59,7 @@ def can_share_fit(worker: Worker) -> bool:
     scaler.
     """
     module, trainer = worker.modules.build(), worker.idle_trainer
-    if type(module) is not ClientModule or obstacle_to_shared_fit(trainer):
+    if type(module) is not ClientModule or module.trains_itself or obstacle_to_shared_fit(trainer):
         return False
     optimizer, schedules = configure_optimizer(module)
     return isinstance(optimizer, torch.optim.Optimizer) and all(isinstance(s, LRScheduler) for s in schedules)

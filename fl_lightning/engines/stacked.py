@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_lightning.client.lightning_model import class_name
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.seeding import RandomStates
@@ -146,6 +147,8 @@ def check_module(module: ClientModule) -> None:
     for name in dir(ClientModule):
         if not name.startswith("__") and name not in HOOKS and find(kind, name) is not find(ClientModule, name):
             raise refusal(kind.__name__, f"it has a {name} of its own")
+    if module.trains_itself:
+        raise refusal(class_name(module.backbone), "it is a LightningModule with a training step of its own")
     optimizer = module.optimizer_for(module.backbone.parameters())
     if type(optimizer) not in [getattr(torch.optim, name) for name in OPTIMIZERS]:
         raise refusal(f"optimizer {type(optimizer).__name__}", f"only torch's {', '.join(OPTIMIZERS)}")

@@ -17,6 +17,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from fl_lightning.algorithms.base import Algorithm, OptimizerState
+from fl_lightning.client.lightning_model import (
+    ModelHooks,
+    check_lightning_model,
+    has_optimizer,
+    own_optimizer,
+    own_step,
+)
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, optimizer_tensors
 from fl_lightning.client.weights import to_cpu
@@ -28,22 +35,25 @@ from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
+    blame_inputs,
     check_optimizer,
     check_options,
+    check_outputs,
     check_schedule,
     check_share,
     check_trainer,
     most_epochs,
     warn_of_environment,
-    warn_of_ignored_training,
+    warn_of_unused_optimizer,
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged_metrics, set_up_callbacks
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.scorer import Scorer
-from fl_lightning.engines.trainer import inference, quiet_lightning, quiet_trainer
+from fl_lightning.engines.trainer import ClientTrainerView, LocalWork, inference, quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.extra_metrics import check_measures
-from fl_lightning.models import ModelFactory
+from fl_lightning.models import NetworkFactory
+from fl_lightning.models.wrapped import build_network
 
 Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
 
@@ -59,7 +69,7 @@ class Worker:
         data: The dataset and the samples of each client.
         batch_size: Samples per training batch.
         trainer: Keyword arguments of Lightning's `Trainer`; one local epoch by default.
-        optimizer: Builds each fit's optimizer.
+        optimizer: Builds each fit's optimizer; by default SGD, or the model's own if it is a LightningModule.
         lr_scheduler: Builds each fit's scheduler, or None.
         optimizer_state: Whether a fit's optimizer starts `fresh` or continues from the client's last round (`kept`);
             by default as the algorithm says.
@@ -72,7 +82,7 @@ class Worker:
 
     seed: int
     algorithm: Algorithm
-    model: ModelFactory
+    model: NetworkFactory
     data: FederatedData
     batch_size: int = 64
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -94,9 +104,10 @@ class Worker:
         """The client module with the run's initial weights. Every task trains a copy."""
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
         loaded = self.data.data
-        backbone = self.model(in_shape=loaded.in_shape, num_classes=loaded.num_classes)
+        backbone = build_network(self.model, loaded.in_shape, loaded.num_classes)
         frozen = {id(parameter): parameter for parameter in backbone.parameters() if not parameter.requires_grad}
-        module = self.algorithm.client_module(backbone, self.optimizer, self.lr_scheduler)
+        optimizer = self.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
+        module = self.algorithm.client_module(backbone, optimizer, self.lr_scheduler)
         # a method may replace a frozen parameter by one of its own
         self.algorithm.fixed = frozenset(n for n, p in module.backbone.named_parameters() if id(p) in frozen)
         module.objective = self.data.objective
@@ -158,29 +169,47 @@ class Worker:
         with blame("model"):
             module = self.modules.build().to(self.device)
         scorer = self.scorer
-        warn_of_ignored_training(module.backbone)
         set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
-        with blame("optimizer"):
-            spare = self.modules.build().to(self.device)
-            check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
         fewest = max(1, math.ceil(int(self.data.concatenate()[1].min()) / self.batch_size))
         check_share(trainer, fewest)
+        if module.trains_itself:
+            warn_of_unused_optimizer(module)
+            self._check_lightning_model(ClientTrainerView(trainer, trainer, LocalWork.under(trainer, fewest)))
+        with blame("optimizer"):
+            spare = self.modules.build().to(self.device)
+            if not spare.has_own_optimizer:
+                check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
         check_schedule(module, most_epochs(trainer, fewest))
         with blame("lr_scheduler"):
-            module.configure_optimizers()
+            if not module.has_own_optimizer:
+                module.configure_optimizers()
         with blame("algorithm"):
             module.class_counts = torch.ones(objective.stratum_count(outputs))
             module.trainer = trainer
             for term in module.terms():
                 term.begin(module)
             module.check_fit()
-        with blame("model"), inference(module, trainer):
-            x, y = next(iter(self.client_data.ordered_batches(None)))
+        x, y = next(iter(self.client_data.ordered_batches(None)))
+        with blame_inputs(x), inference(module, trainer):
             logits = module(x)
-        if logits.shape != (len(x), outputs):
-            what = "classes; it needs one number a class" if objective.classes else "numbers to be put out"
-            raise ConfigError(f"model: puts out {tuple(logits.shape[1:])} a sample, the dataset has {outputs} {what}")
+        check_outputs(logits, len(x), outputs, self.model)
         check_measures(scorer.measures, objective, logits, y)
+
+    def _check_lightning_model(self, trainer: Any) -> None:
+        """Check a model that is a LightningModule, and try a step of its training and its optimizer."""
+        module = self.modules.build().to(self.device).train()
+        module.trainer, vars(module)["log"] = trainer, lambda *args, **options: None
+        if self.compile:
+            raise ConfigError("compile: a LightningModule's own training step is not compiled. Set compile false.")
+        if self.lr_scheduler:
+            module.require_optimizer("lr_scheduler")
+        check_lightning_model(module)
+        batch = next(iter(self.client_data.ordered_batches(None)))
+        with blame_inputs(batch[0]), trainer.precision_plugin.train_step_context():
+            own_step(module, batch, 0)
+        if module.has_own_optimizer:
+            with blame("model"):
+                check_optimizer(own_optimizer(module)[1], trainer, self.keeps_optimizer)
 
     def run(self, task: Task, fit: Fit | None = None) -> Result:
         """Run a client's task and return its result. An error becomes part of the result, with client, round and cause.
@@ -202,7 +231,8 @@ class Worker:
         """Train a client's module with a `Trainer` of its own, and return its optimizer."""
         batches = self.client_data.batches(task)
         module.train()
-        trainer = quiet_trainer(self.trainer, self.shown, self.client_callbacks)
+        callbacks = [*self.client_callbacks, *([ModelHooks()] if module.trains_itself else [])]
+        trainer = quiet_trainer(self.trainer, self.shown, callbacks)
         with quiet_lightning(self.shown):
             trainer.fit(module, datamodule=ClientDataModule(batches, self.client_data.ready_to_train))
         if self.client_callbacks and not module.train_losses():

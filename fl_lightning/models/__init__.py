@@ -1,6 +1,13 @@
 """Backbones: networks with an `encoder` for the features and a `head` for the logits. One file per family."""
 
-from fl_lightning.models.base import Backbone, ModelFactory, classification_layer, frozen_encoder, with_encoder
+from fl_lightning.models.base import (
+    Backbone,
+    ModelFactory,
+    NetworkFactory,
+    classification_layer,
+    frozen_encoder,
+    with_encoder,
+)
 from fl_lightning.models.cnn import CNN, CNN4, LeNet
 from fl_lightning.models.heads import CosineLinear, Head
 from fl_lightning.models.mlp import MLP
@@ -24,6 +31,7 @@ __all__ = [
     "LeNet",
     "MobileNetV2",
     "ModelFactory",
+    "NetworkFactory",
     "ResNet8",
     "ResNet18",
     "ResNet50",

@@ -105,14 +105,24 @@ def classification_layer(module: nn.Module) -> nn.Linear:
     return linear[-1]
 
 
+def options_with_head(module: nn.Module | None) -> str:
+    """Return the command-line options that use a network as the model and name its last linear layer as the head."""
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)] if module else []
+    head = linear[-1] if linear else "NAME_OF_ITS_LAST_LAYER"
+    return (
+        f"--model FromModule --model.module {type(module).__module__}.{type(module).__qualname__} --model.head {head}"
+    )
+
+
 def with_features(module: nn.Module | None) -> Backbone:
     """Return a module if it is a `Backbone`; otherwise raise an error.
 
     Raises:
-        ConfigError: It is not a backbone.
+        ConfigError: It is not a backbone. The message has the options that name its head.
     """
     if not isinstance(module, Backbone):
-        raise ConfigError("model: this method looks at features, so the model must be a Backbone; FromModule makes one")
+        what = f"this method reads features, and {type(module).__name__} does not name its head"
+        raise ConfigError(f"model: {what}. Did you mean {options_with_head(module)}?")
     return module
 
 
@@ -141,6 +151,14 @@ def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Modu
     if weights:
         encoder.load_state_dict(weights)
     return encoder.eval().requires_grad_(False)
+
+
+class NetworkFactory(Protocol):
+    """A callable that builds any network. Its result has no `encoder` and `head` unless it is a `Backbone`."""
+
+    def __call__(self, *, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """Build the network for inputs of `in_shape` (without the batch) and `num_classes` classes."""
+        ...
 
 
 class ModelFactory(Protocol):

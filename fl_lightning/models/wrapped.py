@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,7 +55,7 @@ class FromModule(Backbone):
         head: str,
         module_args: dict[str, Any] | None = None,
     ) -> None:
-        network = build(module, module_args or {})
+        network = build(module, module_args or {}, in_shape, num_classes)
         try:
             layer = network.get_submodule(head)
         except AttributeError:
@@ -90,13 +93,30 @@ class FromModule(Backbone):
         """Return the logits `(B, C)` that the module's own `forward` computes."""
         return cast(Tensor, self.module(x)) if "module" in self._modules else super().forward(x)
 
+    @property
+    def network(self) -> nn.Module:
+        """The user's module, without its head if it was split."""
+        return self.module if "module" in self._modules else self.encoder
+
+    @contextmanager
+    def assembled(self) -> Iterator[nn.Module]:
+        """Context with the user's module as it was built, with its head."""
+        if "module" in self._modules:
+            yield self.module
+            return
+        placeholder = self.encoder.get_submodule(self.cut)
+        self.encoder.set_submodule(self.cut, self.head)
+        try:
+            yield self.encoder
+        finally:
+            self.encoder.set_submodule(self.cut, placeholder)
+
     def original(self) -> nn.Module:
         """Return the user's module with the current weights under their original names."""
         if "module" in self._modules:
             return self.module
-        encoder, head = copy.deepcopy((self.encoder, self.head))
-        encoder.set_submodule(self.cut, head)
-        return encoder
+        with self.assembled() as network:
+            return copy.deepcopy(network)
 
 
 def original_of(backbone: nn.Module) -> nn.Module:
@@ -161,8 +181,49 @@ def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
     return numbers
 
 
-def build(path: str, arguments: dict[str, Any]) -> nn.Module:
+def build_network(factory: Any, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Build a network with a factory: a class or function, which need not take `in_shape` and `num_classes`.
+
+    Raises:
+        ConfigError: The factory is a module, not its class.
+    """
+    if isinstance(factory, nn.Module):
+        fix = "Give its class, or a function that builds it, so that the initial weights come from the run's seed."
+        raise ConfigError(f"model: got an object of the class {type(factory).__name__}. {fix}")
+    return cast(nn.Module, factory(**arguments_from_data(factory, in_shape, num_classes)))
+
+
+def arguments_from_data(factory: Any, in_shape: tuple[int, ...], num_classes: int) -> dict[str, Any]:
+    """Return the arguments `in_shape` and `num_classes` that a class or function of a network takes."""
+    values = {"in_shape": in_shape, "num_classes": num_classes}
+    called = constructor_of(factory)
+    parameters = inspect.signature(called).parameters
+    passes_on = not inspect.isclass(called) or issubclass(called, Backbone)  # any nn.Module has **kwargs without a use
+    takes_any = passes_on and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: value for name, value in values.items() if takes_any or name in parameters}
+
+
+def constructor_of(factory: Any) -> Any:
+    """Return the class or function of a network, also if a config has set some of its arguments."""
+    if isinstance(factory, partial):  # in that of jsonargparse, the class is the first argument
+        return next(filter(inspect.isclass, factory.args), factory)
+    return factory
+
+
+def outputs_option(factory: Any) -> str | None:
+    """Return the config key that probably sets the number of outputs of a network; None if no name suggests it."""
+    key, called, from_data = "model", constructor_of(factory), {"in_shape", "num_classes"}
+    if isinstance(factory, partial) and "module" in factory.keywords:  # of a `FromModule`
+        key, called = "model.module_args", find_object(factory.keywords["module"])
+        from_data -= set(factory.keywords.get("module_args") or {})
+    parameters = [name for name in inspect.signature(called).parameters if name not in from_data | {"dropout"}]
+    return next((f"{key}.{name}" for name in parameters if re.search("class|out|label", name)), None)
+
+
+def build(path: str, arguments: dict[str, Any], in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Import a class or function by its path, and return the `nn.Module` that it builds.
+
+    `in_shape` and `num_classes` are passed to it if its signature names them and `arguments` does not.
 
     Raises:
         ConfigError: That fails, or the result is not an `nn.Module`.
@@ -177,7 +238,9 @@ def build(path: str, arguments: dict[str, Any]) -> nn.Module:
             raise TypeError("a built-in function does not build an nn.Module")
         for name in WEIGHTS & arguments.keys():
             require_trust(f"model.module_args.{name}", arguments[name])
-        module = builder(**arguments)
+        named = inspect.signature(builder).parameters
+        from_data = arguments_from_data(builder, in_shape, num_classes).items()
+        module = builder(**{name: value for name, value in from_data if name in named} | arguments)
     except ConfigError:
         raise
     except (ImportError, AttributeError, TypeError, ValueError) as error:

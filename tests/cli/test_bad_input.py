@@ -16,8 +16,17 @@ class TwoOutputs(Backbone):
     def __init__(self, in_shape, num_classes):
         super().__init__(nn.Flatten(), nn.Linear(64, 2), 64)
 
-class NoBackbone(nn.Module):
-    pass
+class NoForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+class Narrow(nn.Sequential):
+    def __init__(self, classes: int = 3):
+        super().__init__(nn.Flatten(), nn.Linear(64, classes))
+
+def function(**options) -> Narrow:
+    return Narrow()
 """
 
 FIT = "fit --config tiny.yaml"
@@ -78,7 +87,13 @@ LINES = {
         "CSVLogger, MLFlowLogger, TensorBoardLogger, WandbRoundLogger",
     ],
     f"{FIT} --algorithm fl_lightning.models.MLP": ["algorithm: ", "is no Algorithm"],
-    f"{FIT} --model own_module.NoBackbone": ["model: own_module.NoBackbone is no Backbone", "FromModule"],
+    f"{FIT} --model own_module.NoForward": ["model: Module [NoForward] is missing", "forward"],
+    f"{FIT} --model torch.optim.SGD": ["model: torch.optim.SGD is no nn.Module. Give the import path of a network"],
+    f"{FIT} --model own_module.Narrow": ["model: forward returned (3,) outputs", "Did you mean --model.classes 10?"],
+    f"{FIT} --model own_module.function": ["model: own_module.function is a function", "--model.module own_module.f"],
+    f"{FIT} --model {{class_path: torchvision.models.resnet18, init_args: {{num_classes: 3}}}}": [
+        "model: torchvision.models.resnet.resnet18 is a function. Did you mean --model FromModule --model.module torch"
+    ],
     # Values
     f"{FIT} --rounds 0": ["rounds: 0 is below 1"],
     f"{FIT} --batch_size 0": ["batch_size: 0 is below 1"],
@@ -124,7 +139,7 @@ LINES = {
         "scenario.dataset.download true",
     ],
     # Model and data
-    f"{FIT} --model own_module.TwoOutputs": ["model: ", "(2,)", "10 classes", "one number a class"],
+    f"{FIT} --model own_module.TwoOutputs": ["model: forward returned (2,)", "needs (10,). Give its last layer"],
     f"{ARRAYS} good.npz --model CNN": ["model: ", "needs images", "(8,)", "use MLP"],
     f"{FIT} --model.hidden []": ["model.hidden needs at least one width"],
     # Folders

@@ -138,7 +138,6 @@ def test_any_value_in_any_key_is_accepted_or_refused_in_one_line(place, here):
         ("trainer", "null", "trainer: it needs lines `key: value`, it holds null"),
         ("rounds", "10**400", "rounds: a number of 401 digits"),
         ("batch_size", "null", "batch_size: null is no value for it; leave it out to get 64"),
-        ("optimizer", "null", "optimizer: null is no value for it; leave it out"),
         ("optimizer.init_args.lr", "null", "optimizer.lr: null is no value for it; leave it out to get 0.001"),
         ("algorithm.init_args.loss_terms.0.init_args.mu", "null", "algorithm.loss_terms.mu: null is no value for it"),
         ("model", "null", "model must be given"),

@@ -94,6 +94,14 @@ def test_floating_point_inputs_become_float32(dtype: str, tmp_path: Path) -> Non
     assert np.array_equal(data.x_train.numpy(), x.astype(np.float32))
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "int32", ">i8"])
+def test_integer_inputs_become_int64_and_are_not_scaled(dtype: str, tmp_path: Path) -> None:
+    x = np.arange(24).reshape(6, 4)
+    data = Arrays(str(save(tmp_path, x_train=x.astype(dtype), x_test=x[:3].astype(dtype)))).checked()
+    assert data.x_train.dtype == data.x_test.dtype == torch.int64
+    assert data.prepare(data.x_train).tolist() == x.tolist()
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint64", ">i8"])
 def test_labels_of_any_integer_type_become_int64(dtype: str, tmp_path: Path) -> None:
     data = Arrays(str(save(tmp_path, y_train=valid_arrays()["y_train"].astype(dtype)))).load()
@@ -115,13 +123,15 @@ BAD_ARRAYS = {
     "float labels": ({"y_train": np.arange(6.0)}, "y_test needs float32 numbers like the other labels, got int64"),
     "text labels": ({"y_train": np.array(list("abcabc"))}, "y_train needs one whole number"),
     "complex labels": ({"y_train": np.full(6, 1j)}, "y_train needs one whole number per sample, got complex128"),
-    "complex inputs": ({"x_test": np.full((3, 4), 1j)}, "x_test is complex128; it needs uint8 or floating point"),
+    "complex inputs": ({"x_test": np.full((3, 4), 1j)}, "x_test is complex128; it needs whole numbers or"),
     "complex clients": (
         {"client_train": np.full(6, 1j)},
         "client_train needs one id per sample, integers or text, got",
     ),
     "too large for float32": ({"x_train": np.full((6, 4), 1e300)}, "x_train holds NaN or Inf, or numbers too large"),
-    "integer inputs": ({"x_train": np.ones((6, 4), int)}, "x_train is int64; it needs uint8 or floating point"),
+    "integer inputs": ({"x_train": np.ones((6, 4), int)}, "x_train and x_test need the same dtype"),
+    "integer images": ({"x_train": np.ones((6, 4, 4), int)}, "or int64 for token ids (n, length)"),
+    "negative integers": ({"x_train": np.full((6, 4), -1)}, "x_train holds -1; token ids count from 0"),
     "scalar": ({"x_train": np.float32(1)}, "x_train has shape ()"),
 }
 

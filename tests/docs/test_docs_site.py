@@ -135,6 +135,28 @@ def test_your_algorithm_page_runs(work_dir, monkeypatch, capsys):
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+def test_your_model_page_runs(work_dir, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(work_dir)
+    blocks = FENCE.findall((ROOT / "docs" / "your-model.md").read_text())
+    for name, text in ((title, text) for _, title, text in blocks if title):
+        Path(name).write_text(text)
+    configs = [text for _, _, text in blocks if text.startswith("model:") and "mynet.Net" in text]
+    assert len(configs) == 2
+    for text in configs:
+        Path("net.yaml").write_text(text)
+        run("fl-lightning fit --config digits_fedavg.yaml --config net.yaml --rounds 1")
+    commands = [line for _, _, text in blocks for line in text.replace("\\\n", " ").splitlines()]
+    commands = [line for line in commands if line.startswith("fl-lightning fit")]
+    assert len(commands) == 3
+    for line in commands:
+        run(line)
+    runpy.run_path("script.py", run_name="__main__")
+    assert sum("client/train_acc" in header for header in columns()) == 3
+    capsys.readouterr()
+
+
+@pytest.mark.thorough
 def test_your_metric_page_runs(work_dir, monkeypatch, capsys):
     monkeypatch.syspath_prepend(work_dir)
     snippets = FENCE.findall((ROOT / "docs" / "your-metric.md").read_text())

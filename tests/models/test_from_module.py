@@ -3,7 +3,7 @@
 import copy
 from functools import partial
 
-import lightning as L
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,8 +18,9 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.state_dicts import RunningMean
+from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.engines import StackedEngine, Task
-from fl_lightning.models import FromModule, with_encoder
+from fl_lightning.models import FromModule, TextCNN, with_encoder
 
 
 class Plain(nn.Module):
@@ -263,45 +264,82 @@ def test_the_exported_file_gives_the_outputs_of_the_original_module(trained, suf
             torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
-class WithTrainingStep(L.LightningModule):
-    """A LightningModule with its own training step."""
+# --- A network without FromModule ---
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(64, 10)
+
+class Sized(nn.Sequential):
+    """Takes the number of classes, and an argument of its own."""
+
+    def __init__(self, num_classes: int, hidden: int = 5) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+
+
+@pytest.mark.parametrize("kind", [Plain, Sized, partial(Sized, hidden=4)])
+@pytest.mark.fast_cases(2)
+def test_a_class_of_a_network_is_a_model_as_it_is(kind, tmp_path):
+    run = experiment(tmp_path, model=kind, trainer=ONE_EPOCH, clients_per_round=6, rounds=1)
+    run.fit()
+    build = partial(kind, num_classes=10) if kind is not Plain else Plain
+    assert same_bytes(run.state["model"], by_hand(run, build))
+
+
+def test_a_network_is_a_model_in_a_config(tmp_path):
+    settings = yaml.safe_load(TINY) | {"algorithm": "FedAvg"}
+    settings["model"] = {"class_path": f"{__name__}.Sized", "init_args": {"hidden": 3}}
+    tiny(tmp_path / "run", "--rounds", "1", text=yaml.safe_dump(settings))
+    assert open_run(tmp_path / "run").state["model"]["1.weight"].shape == (3, 64)
+    assert run("export", tmp_path / "run", "-o", tmp_path / "net.ckpt").code == 0
+
+
+def test_from_module_passes_the_number_of_classes_to_a_module_that_takes_it():
+    assert FromModule((1, 8, 8), 7, f"{__name__}.Sized", "3").head.out_features == 7
+    assert FromModule((1, 8, 8), 7, f"{__name__}.Sized", "3", {"num_classes": 9}).head.out_features == 9
+
+
+def test_a_built_network_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^model: got an object of the class Plain\. Give its class"):
+        experiment(tmp_path, model=Plain()).fit()
+
+
+class Narrow(Sized):
+    """Has three outputs by default, under another name."""
+
+    def __init__(self, n_classes: int = 3) -> None:
+        super().__init__(n_classes)
+
+
+@pytest.mark.parametrize(
+    ("model", "fix"),
+    [
+        (Narrow, r"Did you mean --model.n_classes 10\?"),
+        (
+            partial(FromModule, module=f"{__name__}.Sized", head="3", module_args={"num_classes": 3}),
+            r"Did you mean --model.module_args.num_classes 10\?",
+        ),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), r"Give its last layer 10 outputs\."),
+    ],
+)
+def test_a_wrong_number_of_outputs_is_refused_with_the_option(model, fix, tmp_path):
+    with pytest.raises(ConfigError, match=rf"^model: forward returned \(3,\) outputs a sample, .* \(10,\)\. {fix}$"):
+        experiment(tmp_path, model=model).fit()
+
+
+class Named(Sized):
+    """Returns a dict, like the networks of Hugging Face."""
 
     def forward(self, x):
-        return self.fc(x.flatten(1))
-
-    def training_step(self, batch, index):
-        raise AssertionError("the method trains")
-
-    def configure_optimizers(self):
-        raise AssertionError("the config names the optimizer")
+        return {"logits": super().forward(x)}
 
 
-class WithoutTrainingStep(L.LightningModule):
-    """A LightningModule without a training step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(64, 10)
-
-    forward = WithTrainingStep.forward
+def test_outputs_that_are_no_tensor_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^model: forward returned dict\. Return the logits, a tensor"):
+        experiment(tmp_path, model=Named).fit()
 
 
-@pytest.mark.thorough
-def test_ignored_training_methods_are_reported_once_a_run(tmp_path):
-    for engine in ("sequential", "processes"):
-        options = {"model": partial(FromModule, module=f"{__name__}.WithTrainingStep", head="fc"), "engine": engine}
-        with pytest.warns(UserWarning, match="WithTrainingStep") as told:
-            experiment(tmp_path / engine, rounds=2, **options).fit()
-        assert [str(one.message) for one in told] == [
-            "model: WithTrainingStep's own training_step and configure_optimizers are not used. "
-            "The method trains its forward, with the config's optimizer"
-        ]
-
-
-def test_a_lightning_module_without_training_methods_gives_no_warning(tmp_path, recwarn):
-    experiment(tmp_path, model=partial(FromModule, module=f"{__name__}.WithoutTrainingStep", head="fc"), rounds=1).fit()
-    assert not list(recwarn)
+def test_integer_inputs_need_an_embedding(tmp_path):
+    x = np.random.default_rng(0).integers(0, 50, (40, 8))
+    np.savez(tmp_path / "a.npz", x_train=x[:30], y_train=x[:30, 0] % 3, x_test=x[30:], y_test=x[30:, 0] % 3)
+    data = Scenario(Arrays(str(tmp_path / "a.npz")), IID(), 2)
+    with pytest.raises(ConfigError, match=r"^model: it cannot take int64 inputs \(.*\)\. Use TextCNN"):
+        experiment(tmp_path / "refused", scenario=data, clients_per_round=2, model=Sized).fit()
+    experiment(tmp_path / "run", scenario=data, clients_per_round=2, rounds=1, model=partial(TextCNN, channels=2)).fit()

@@ -32,7 +32,7 @@ from fl_lightning.runs.trust import allow_local_modules, run_config
 
 def expand(words: Sequence[str]) -> list[str]:
     """Return the command line of `fit` with config names, baseline settings and the resumed run's config filled in."""
-    words = with_engine_class(expand_baseline(correct_case(with_config_paths(words))))
+    words = with_optimizer_class(with_engine_class(expand_baseline(correct_case(with_config_paths(words)))))
     allow_local_modules([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
@@ -78,6 +78,13 @@ def with_engine_class(words: Sequence[str]) -> list[str]:
     rest = [word for place, word in enumerate(words) if place not in replaced]
     first = next(i for i, word in enumerate(rest) if word.startswith("--engine."))
     return [*rest[:first], "--engine", f"{short.capitalize()}Engine", *rest[first:]]
+
+
+def with_optimizer_class(words: Sequence[str]) -> list[str]:
+    """Return a command line with `--optimizer SGD` added if it has options of an optimizer that nothing names."""
+    named = values(words, "optimizer") or any("optimizer" in read_config(Path(p)) for _, p in values(words, "config"))
+    has_options = any(word.startswith("--optimizer.") for word in words)
+    return ["--optimizer", "SGD", *words] if has_options and not named else list(words)
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
