@@ -516,7 +516,7 @@ def test_percent_multiplies_the_metric_and_its_differences_by_100(form, tmp_path
         text = out.replace("*", "").replace(r"\textbf{", "").replace("}", "").replace("$\\pm$", "±")
         assert re.search(r"12.50 ± 0.00\W+25.00 ± 0.00\W+(?=[a-z\d]|41)", text)
         assert re.search(r"62.50 ± 17.68\W+62.50 ± 17.68\W+\+50.00 ± 17.68", text)
-        assert "global/acc in percent, in the last evaluated round and where best: mean" in out
+        assert "global/acc in percent, in the last evaluated and in the best round: mean" in out
     across = run("compare", tmp_path, "--percent", "--across", "algorithm").out
     assert re.search(r"12.50 ± 0.00 +62.50 ± 17.68", across)
 

@@ -335,16 +335,6 @@ def test_every_option_of_fit_can_be_completed(actions):
 # --- Garbage ---
 
 
-def test_what_a_public_name_imports_is_not_searched_for_garbage_soon():
-    source = """
-import gc, fl_lightning
-fl_lightning.MLP
-young, middle, old = map(len, map(gc.get_objects, range(3)))
-print(gc.isenabled(), gc.get_freeze_count() < 1000, young + middle < 10_000 < old)
-"""
-    assert python(source).split() == ["True"] * 3
-
-
 def test_only_the_console_script_freezes_imports_for_the_garbage_collector():
     source = """
 import gc, sys
