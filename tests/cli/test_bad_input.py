@@ -91,7 +91,7 @@ LINES = {
     f"{FIT} --model torch.optim.SGD": ["model: torch.optim.SGD is no nn.Module. Give the import path of a network"],
     f"{FIT} --model own_module.Narrow": ["model: forward returned (3,) outputs", "Did you mean --model.classes 10?"],
     f"{FIT} --model own_module.function": ["model: own_module.function is a function", "--model.module own_module.f"],
-    f"{FIT} --model {{class_path: torchvision.models.resnet18, init_args: {{num_classes: 3}}}}": [
+    f"{FIT} --model torchvision.models.resnet18": [
         "model: torchvision.models.resnet.resnet18 is a function. Did you mean --model FromModule --model.module torch"
     ],
     # Values

@@ -146,7 +146,7 @@ PLACES = [
     # text that jsonargparse parses like a file
     ("model", "{class_path: evil.Net}"),
     ("algorithm.init_args.loss_terms", "[evil.Net]"),
-    ("optimizer", "#" * 20_000),
+    ("model", "#" * 20_000),
     # another config file
     ("scenario", "file.yaml"),
     ("model.init_args.head", "/dev/stdin"),
