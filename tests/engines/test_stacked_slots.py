@@ -16,6 +16,7 @@ from fl_lightning.client.module import LossTerm
 from fl_lightning.engines import SequentialEngine, StackedEngine, stacked
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.stacked_fit import StackedFit
+from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import tensors_of
 from fl_lightning.models import Backbone
 
@@ -71,6 +72,22 @@ def test_no_module_is_built_from_the_second_round_on(tmp_path, monkeypatch, meth
     engine.close()
     run_tasks(engine, run.worker, tasks(run, 5))
     assert len(builds) == 2 * run.clients
+
+
+@pytest.mark.parametrize("name", ["encoder.1.weight", "head.weight"])  # sent, and personal
+def test_a_slot_is_built_anew_after_one_of_its_tensors_was_moved(tmp_path, name):
+    modules = fitted(tmp_path, FedPer(), model=NormMLP).worker.modules
+    slots = StackedSlots(modules, modules.new_slot(), 2)
+    first, second = slots.slot(0), slots.slot(1)
+    step = slots.step()
+    assert (slots.slot(1), slots.step()) == (second, step)
+    moved = dict(tensors_of(second.module.backbone))[name]
+    moved.data = moved.detach().clone()
+    assert slots.slot(0) is first
+    assert slots.slot(1) is not second
+    value = dict(tensors_of(slots.slot(1).module.backbone))[name]
+    assert value.data_ptr() == slots.stacks[name][1].data_ptr()
+    assert slots.step() is not step
 
 
 OPTIONS = {
