@@ -53,7 +53,7 @@ TRAINER_FIXES = {
     "barebones": "A client's fit never has a logger, a bar or checkpoints. Leave it out.",
     "reload_dataloaders_every_n_epochs": "Each client's fit has its own batches. Leave it out.",
 }
-"""What to use instead of each option that a client's fit does not support, by the option's name."""
+"""The replacement for each option that a client's fit does not support, by the option's name."""
 
 
 def unsupported_option(name: str) -> str:

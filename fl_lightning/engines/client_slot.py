@@ -96,6 +96,11 @@ class ClientSlot:
         """The tensor that the weights are views of."""
         return self._placed.flat
 
+    def check_weights(self) -> None:
+        """Unset the module's `shared_weights` if training replaced a weight. Weights are then uploaded one by one."""
+        if not self.is_intact:
+            self.module.shared_weights = None
+
     @property
     def is_intact(self) -> bool:
         """Whether the module still has its original submodules and weights, in place and without gradient hooks."""

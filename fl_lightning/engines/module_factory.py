@@ -77,18 +77,16 @@ class ModuleFactory:
         shared = self.algorithm.shared_names(module.backbone)
         return ClientSlot(module, shared, self.algorithm.fixed) if can_reset(module, shared) else None
 
-    def receive(self, task: Task, reuse: bool = False, slot: ClientSlot | None = None) -> ClientModule:
+    def receive(self, task: Task, slot: ClientSlot | None = None) -> ClientModule:
         """Return the client's module at the start of a task, with the download loaded and torch's random state set.
 
         Args:
             task: The task.
-            reuse: Use the module of the client before, if it can be reset. By default a new module is built.
-            slot: Use the module of this slot.
+            slot: Holds the module of an earlier client, which is reset. By default a new module is built.
         """
         download = self._send(task.download) if self._built_on.type != "cpu" else task.download
         overwritten = download.section("model") if self._overwrites else {}
         # before seeding: compilation and copying may use random numbers
-        slot = self._intact_slot() if reuse else slot
         module = slot.reset(overwritten.keys()) if slot else self.build(overwritten)
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         counts = partial(self.clients.strata, task.client)
@@ -112,12 +110,8 @@ class ModuleFactory:
             self.algorithm.personalize(module, self.clients.training_batches(task.client))
         return module
 
-    def check_weights(self, module: ClientModule) -> None:
-        """Unset `shared_weights` of a module if training replaced a weight; weights are then uploaded one by one."""
-        if module.shared_weights is not None and self._slot and not self._slot.is_intact:
-            module.shared_weights = None
-
-    def _intact_slot(self) -> ClientSlot | None:
+    def intact_slot(self) -> ClientSlot | None:
+        """Return the slot of the client module that is reset for each client; None if it cannot be reset."""
         if self._slot and not self._slot.is_intact:
             del self._slot
         return self._slot

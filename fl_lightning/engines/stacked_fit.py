@@ -175,8 +175,8 @@ class StackedFit:
     def finish(self, row: int) -> Result:
         """Return the result of a client after its training."""
         client, worker = self.clients[row], self.worker
-        if client.slot and not client.slot.is_intact:
-            client.module.shared_weights = None
+        if client.slot:
+            client.slot.check_weights()
         if not client.error:
             with client.turn():
                 state = self.blocks.state_of(row) if worker.keeps_optimizer else {}

@@ -219,9 +219,11 @@ class Worker:
             fit: Trains a client's module and returns its optimizer; by default, a `Trainer` of its own does.
         """
         try:
-            module = self.modules.receive(task, reuse=fit is not None)
+            slot = self.modules.intact_slot() if fit else None
+            module = self.modules.receive(task, slot)
             optimizer = (fit or self.fit)(module, task) if task.fit else None
-            self.modules.check_weights(module)
+            if slot:
+                slot.check_weights()
             module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
             return self.finish(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
         except BaseException as error:

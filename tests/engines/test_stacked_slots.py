@@ -1,18 +1,15 @@
 """Stacked clients keep their modules between rounds: the results are those of new modules."""
 
-import os
-import signal
-
 import pytest
 import torch
 from experiments import NormMLP, digits, experiment
 from stacking import DOUBLE, Spoilt, assert_equal_rounds, results, tasks
 from task_runners import run_tasks
 from test_client_slot import MEDDLES, Meddler
+from test_shared_fit import Terminated
 from torch import nn
 
 from fl_lightning.algorithms import FedAvg, FedPer, FedProx, FedSKC
-from fl_lightning.client.module import LossTerm
 from fl_lightning.engines import SequentialEngine, StackedEngine, stacked
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.stacked_fit import StackedFit
@@ -157,17 +154,6 @@ def test_the_row_of_a_client_that_cannot_start_is_used_by_the_next(tmp_path, gro
     for client, result in one.items():
         if not result.failure:
             torch.testing.assert_close(result.upload.tensors, other[client].upload.tensors, rtol=0, atol=1e-9)
-
-
-class Terminated(LossTerm):
-    """Is sent a SIGTERM in each step."""
-
-    steps = 0
-
-    def forward(self, step):
-        Terminated.steps += 1
-        os.kill(os.getpid(), signal.SIGTERM)
-        return step.logits.mean() * 0
 
 
 def test_a_sigterm_ends_a_fit_after_its_step(tmp_path):

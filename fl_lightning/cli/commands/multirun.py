@@ -116,7 +116,7 @@ def dry_runs(grid: Sequence[Combination]) -> int:
 
 
 def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list[Job]:
-    """Return the jobs of all combinations and seeds. Check those combinations of which no run has begun.
+    """Return the jobs of all combinations and seeds. A combination is checked if none of its runs has begun.
 
     Raises:
         ConfigError: A value is wrong or does not fit the others, two combinations are equal, or none is the reference.
