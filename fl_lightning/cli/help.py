@@ -20,7 +20,7 @@ Option = dict[str, Any]
 
 HEADINGS = {
     "task and method": ("config", "scenario.", "model", "algorithm", "baselines"),
-    "length": ("rounds", "clients_per_round", "seed", "fast"),
+    "length": ("rounds", "clients_per_round", "client_sampler", "seed", "fast"),
     "training of each client": (
         *("batch_size", "batch_sampler", "class_weights"),
         *("optimizer", "optimizer_state", "lr_scheduler", "round_lr_scheduler"),
