@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     )
     from fl_lightning.algorithms.global_model.fedprox import FedProx as FedProx, Proximal as Proximal
     from fl_lightning.algorithms.global_model.fedrcl import FedRCL as FedRCL, RelaxedContrastive as RelaxedContrastive
+    from fl_lightning.algorithms.global_model.fedsam import FedSAM as FedSAM, MoFedSAM as MoFedSAM
     from fl_lightning.algorithms.global_model.fedsiam_da import (
         DualAggregation as DualAggregation,
         FedSiamDA as FedSiamDA,
