@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,7 +15,6 @@ class LossRecord:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._pending: list[Tensor] = []  # the losses of all terms, step by step
-        self._ends: list[int] = []  # of epochs, as lengths of `_pending`
         self._sums = np.zeros(0)
         self._steps = 0
 
@@ -35,8 +32,6 @@ class LossRecord:
         """Check and sum up the losses of an epoch. Losses on a GPU are left there until they are read."""
         if self._pending and self._pending[0].device.type == "cpu":
             self.settle()
-        else:
-            self._ends.append(len(self._pending))
 
     @property
     def pending(self) -> list[Tensor]:
@@ -59,9 +54,8 @@ class LossRecord:
             return {}
         values = torch.stack(self._pending).tolist() if values is None else values
         steps = np.array(values).reshape(-1, len(self._names))
-        epochs = np.split(steps, [end // len(self._names) for end in self._ends])
-        self._pending, self._ends = [], []
-        sums = functools.reduce(np.add, (epoch.sum(axis=0) for epoch in epochs))  # rounded as if read by epoch
+        self._pending = []
+        sums = steps.sum(axis=0)
         if not np.isfinite(sums).all():
             bad = ~np.isfinite(steps)
             term = self._names[int(bad[bad.any(axis=1)][0].argmax())]

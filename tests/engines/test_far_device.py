@@ -24,7 +24,6 @@ from fl_lightning.algorithms import (
     GlobalPeriodReview,
     WeightedMean,
 )
-from fl_lightning.client.loss_record import LossRecord
 from fl_lightning.core.state_dicts import RunningMean, first_non_finite
 from fl_lightning.data import loaders
 from fl_lightning.engines import SequentialEngine, StackedEngine, device, unread_result
@@ -249,19 +248,6 @@ def test_failures_are_the_same_when_results_are_read_together(tmp_path: Path, mo
     assert outcomes[0] == outcomes[1]
     assert [bool(losses) for _, losses, _ in outcomes[1]] == [True, False, True]
     assert "loss term 'ce' is NaN or Inf" in outcomes[1][1][2]
-
-
-def test_losses_that_are_read_together_are_summed_by_epoch() -> None:
-    values, means = torch.rand(3, 300, generator=torch.Generator().manual_seed(1)), []
-    with FarDevice():
-        for place in (torch.device("cpu"), FAR):
-            record = LossRecord()
-            for epoch in values:
-                for value in epoch:
-                    record.add({"ce": value.to(place)})
-                record.end_epoch()
-            means.append(record.means())
-    assert means[0] == means[1]
 
 
 def many(run: Any, tasks: list[Any]) -> list[Any]:
