@@ -50,7 +50,7 @@ class CalibratedLoss(LossTerm):
     """
 
     needs_classes = True
-    replaces_loss = True
+    objective_weight = 0.0  # replaces the objective's loss
 
     def __init__(self, tau: float = 1.0) -> None:
         super().__init__()
