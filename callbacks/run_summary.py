@@ -79,9 +79,10 @@ def describe_model(run: FederatedRun) -> str:
 
 
 def describe_device(run: FederatedRun) -> str:
-    """Return the device that clients train on, the precision and the engine."""
+    """Return the device that clients train on, the precision, the memory format of images and the engine."""
     engine = type(run.engine).__name__.removesuffix("Engine").lower()
-    return f"{run.worker.device}, precision {run.worker.idle_trainer.precision}, engine {engine}"
+    images = ", channels last" if run.worker.uses_channels_last else ""
+    return f"{run.worker.device}, precision {run.worker.idle_trainer.precision}{images}, engine {engine}"
 
 
 def describe_folder(run: FederatedRun) -> str:

@@ -312,10 +312,14 @@ class ClientModule(L.LightningModule):
         self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:
-        """Check that the epoch's training losses are finite, and log their means if the `Trainer` has a logger."""
-        means = self._losses.settle()
+        """Check that the epoch's training losses are finite, and log their means if the `Trainer` has a logger.
+
+        Without a logger, losses on a GPU are checked at the end of the fit.
+        """
         if self.trainer.loggers:
-            self.log_dict({f"train_{name}": value for name, value in means.items()})
+            self.log_dict({f"train_{name}": value for name, value in self._losses.settle().items()})
+        else:
+            self._losses.end_epoch()
 
     @property
     def loss_names(self) -> list[str]:
@@ -335,6 +339,11 @@ class ClientModule(L.LightningModule):
     def steps(self) -> int:
         """Number of training steps (batches) of the current fit so far."""
         return self._losses.steps
+
+    @property
+    def loss_record(self) -> LossRecord:
+        """The record of the losses of the current fit."""
+        return self._losses
 
     def train_losses(self) -> dict[str, float]:
         """Return the mean of each training loss over the steps of the fit, and of their sum as `loss`."""

@@ -15,6 +15,13 @@ GATHERED = 1 << 20
 """Bytes of small batches that are gathered at a time, which is faster than one by one."""
 
 
+def send(value: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. A copy to a GPU does not wait for what the GPU still has to do."""
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()  # from other memory, the copy may wait
+    return value.to(device, non_blocking=True)
+
+
 class Batches:
     """Batches `(x, y)` of selected samples, reshuffled on each pass over the data if a seed is given.
 
@@ -61,7 +68,7 @@ class Batches:
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
-        return order.to(self.x.device)[: self.length * self.batch_size]
+        return send(order, self.x.device)[: self.length * self.batch_size]
 
 
 class ReadyBatches:

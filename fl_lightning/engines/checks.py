@@ -98,6 +98,13 @@ def warn_of_environment(device: torch.device) -> None:
             )
 
 
+def warn_of_emulation(device: torch.device, precision: str) -> None:
+    """Warn if a CUDA GPU computes bfloat16 in software."""
+    if device.type == "cuda" and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(False):
+        fix = "Use 32-true, or 16-mixed."
+        warnings.warn(f"trainer.precision: {precision} is slow, because this GPU has no bfloat16. {fix}", stacklevel=2)
+
+
 def warn_of_unused_optimizer(module: ClientModule) -> None:
     """Warn if the model is a LightningModule with an optimizer, but the config names another one."""
     if has_optimizer(module.backbone) and not module.has_own_optimizer:

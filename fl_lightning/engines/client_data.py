@@ -15,7 +15,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, derive, generator
 from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, LoadedData
-from fl_lightning.data.loaders import Batches, ReadyBatches
+from fl_lightning.data.loaders import Batches, ReadyBatches, send
 from fl_lightning.engines.device import channels_last, resident
 
 
@@ -132,6 +132,6 @@ class ClientData:
     def _prepared(self, x: Tensor, y: Tensor, index: Tensor | None) -> ReadyBatches:
         def ready(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             convert = self.trainer.precision_plugin.convert_input
-            return convert(self.prepare(x.to(self.device))), y.to(self.device)
+            return convert(self.prepare(send(x, self.device))), send(y, self.device)
 
         return ReadyBatches(Batches(x, y, index, self.eval_batch_size), ready)

@@ -22,6 +22,7 @@ from fl_lightning.engines.stacked_fit import StackedFit, in_rows
 from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
 from fl_lightning.engines.trainer import obstacle_to_shared_fit, quiet_lightning
+from fl_lightning.engines.unread_result import read_results
 from fl_lightning.engines.worker import Worker
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -122,8 +123,8 @@ class StackedEngine(SharedFitEngine):
             warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
             yield from self._run_one_by_one(worker, [client.task for client in fit.clients])
             return
-        for row in sorted(range(len(fit.clients)), key=lambda row: fit.clients[row].task.client):
-            yield fit.finish(row)
+        rows = sorted(range(len(fit.clients)), key=lambda row: fit.clients[row].task.client)
+        yield from read_results(map(fit.finish, rows), worker.device)
 
     def _slots_for(self, worker: Worker, count: int) -> StackedSlots | None:
         """Return slots for some clients, those of earlier rounds if possible; None if modules cannot be reset."""
