@@ -81,15 +81,23 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
 
 def as_inputs(who: str, what: str, value: Any) -> Tensor | Inputs:
     """Convert the input of an item to a tensor, or a dict or tuple to several inputs."""
+    kept = torch.uint8, torch.bool  # of several inputs, one is often a mask
     if isinstance(value, Mapping):
-        return Inputs({str(name): as_tensor(who, f"{what}, {name!r},", part) for name, part in value.items()})
+        return Inputs({str(name): as_tensor(who, f"{what}, {name!r},", part, kept) for name, part in value.items()})
     if isinstance(value, tuple | list):
-        return Inputs(tuple(as_tensor(who, f"{what}, [{i}],", part) for i, part in enumerate(value)))
-    return as_tensor(who, what, value)
+        return Inputs(tuple(as_tensor(who, f"{what}, {i},", part, kept) for i, part in enumerate(value)))
+    return as_tensor(who, what, value, kept[:1])
 
 
-def as_tensor(who: str, what: str, value: Any) -> Tensor:
-    """Convert an input or label (an image, array or number) to a tensor of a dtype that `LoadedData` accepts."""
+def as_tensor(who: str, what: str, value: Any, kept: tuple[torch.dtype, ...] = ()) -> Tensor:
+    """Convert an input or label (an image, array or number) to a tensor of a dtype that `LoadedData` accepts.
+
+    Args:
+        who: Beginning of error messages: the key and the class.
+        what: The value in error messages.
+        value: The value.
+        kept: Integer dtypes that are not converted to `int64`.
+    """
     if isinstance(value, Image.Image):
         pixels = torch.from_numpy(np.array(value if value.mode in ("L", "RGB") else value.convert("RGB")))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
@@ -102,7 +110,7 @@ def as_tensor(who: str, what: str, value: Any) -> Tensor:
         raise ConfigError(f"{who}: {what} is {describe_tensor(tensor)}. {fix}")
     if tensor.is_floating_point():
         return tensor.float()
-    return tensor if tensor.dtype == torch.uint8 and what.startswith("x") else tensor.to(torch.int64)
+    return tensor if tensor.dtype in kept else tensor.to(torch.int64)
 
 
 def stack_inputs(who: str, values: Sequence[Any]) -> Tensor | Inputs:
