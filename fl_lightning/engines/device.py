@@ -26,7 +26,7 @@ def resident(data: LoadedData, device: torch.device, room: int | None = None) ->
     tensors = {name: getattr(data, name) for name in ("x_train", "y_train", "x_test", "y_test")}
     if room is None:
         room = free_memory(device) // 2
-    if sum(value.numel() * value.element_size() for value in tensors.values()) > room:
+    if sum(value.nbytes for value in tensors.values()) > room:
         return data
     return replace(data, **{name: value.to(device) for name, value in tensors.items()})
 

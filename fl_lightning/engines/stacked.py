@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning.client.lightning_model import class_name
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
 from fl_lightning.engines.shared_fit import SharedFitEngine, can_share_fit
@@ -68,6 +69,8 @@ class StackedEngine(SharedFitEngine):
             raise refusal(*odd)
         if worker.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
+        if isinstance(worker.data.data.x_train, Inputs):
+            raise refusal("several inputs", "its batches are one tensor")
         clients = [worker.modules.build().train() for _ in range(2)]
         check_module(clients[0])
         classes = worker.data.data.num_classes

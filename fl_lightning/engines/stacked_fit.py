@@ -280,7 +280,7 @@ class StackedFit:
         A step takes all clients whose next batch has the largest size among the waiting ones: first full batches, then
         incomplete last batches, size by size.
         """
-        stored = self.clients[0].batches
+        stored: Any = self.clients[0].batches
         passes = [islice(client.batches.indices(), client.steps_in(self.epoch)) for client in self.clients]
         waiting: dict[int, Tensor] = {}
         arrived = list(range(len(passes)))
