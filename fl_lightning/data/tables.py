@@ -218,8 +218,8 @@ class Table(_FileTable):
         if ids := [name for name in frame.columns if name not in self.categorical and looks_like_id(frame[name])]:
             shown = one_line(", ".join(ids[:FEW])) + (", ..." if len(ids) > FEW else "")
             fix = one_line(shlex.quote(json.dumps([*self.exclude, *ids], ensure_ascii=False)))
-            what = f"{shown}: features that look like ids, since (nearly) all values differ"
-            warnings.warn(f"{KEY}.features: {what}. Leave out with --{KEY}.exclude {fix}", stacklevel=2)
+            what = f"almost all values differ, as in a column of ids ({shown})"
+            warnings.warn(f"{KEY}.features: {what}. To leave it out, add --{KEY}.exclude {fix}", stacklevel=2)
 
     def _describe(self, column: pd.Series, train: int) -> Column:
         """Return the description of a feature column, with categories or scale computed from the first `train` rows."""

@@ -338,11 +338,11 @@ def test_features_that_look_like_ids_give_one_warning_with_the_fix(tmp_path: Pat
     }
     write_csv(tmp_path / "t.csv", columns)
     make = partial(Table, str(tmp_path / "t.csv"), "label")
-    with pytest.warns(UserWarning, match="look like ids") as caught:
+    with pytest.warns(UserWarning, match="a column of ids") as caught:
         make().checked()
     assert [str(one.message) for one in caught] == [
-        "scenario.dataset.features: row, the name, patient_id: features that look like ids, since (nearly) all values "
-        """differ. Leave out with --scenario.dataset.exclude '["row", "the name", "patient_id"]'"""
+        "scenario.dataset.features: almost all values differ, as in a column of ids (row, the name, patient_id). "
+        """To leave it out, add --scenario.dataset.exclude '["row", "the name", "patient_id"]'"""
     ]
     data = make(exclude=["row", "the name", "patient_id"]).checked()
     assert [column.name for column in data.schema.columns] == ["covid", "siteID", "weight"]
