@@ -31,7 +31,7 @@ from fl_lightning.data.partitions import (
 )
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
 from fl_lightning.data.schema import TableSchema
-from fl_lightning.data.tables import Table, TextTable
+from fl_lightning.data.tables import ImageTable, Table, TextTable
 from fl_lightning.data.text import IMDB, AGNews
 from fl_lightning.data.torch_dataset import TorchDataset
 
@@ -58,6 +58,7 @@ __all__ = [
     "FewShot",
     "HuggingFace",
     "ImageFolder",
+    "ImageTable",
     "Inputs",
     "LoadedData",
     "Partition",

@@ -43,8 +43,11 @@ class TorchDataset(Dataset):
 
     def load(self) -> LoadedData:
         """Load all items of the training and test datasets into memory."""
-        (x_train, y_train), (x_test, y_test) = read_items("train", self.train), read_items("test", self.test)
-        return LoadedData(x_train, y_train, x_test, y_test, count_outputs(y_train, y_test), Normalize())
+        x_train, y_train, names = read_items("train", self.train)
+        x_test, y_test, _ = read_items("test", self.test)
+        outputs = count_outputs(y_train, y_test)
+        names = names if names is not None and len(names) == outputs else None
+        return LoadedData(x_train, y_train, x_test, y_test, outputs, Normalize(), class_names=names)
 
 
 def suggest_torch_dataset(path: str) -> str | None:
@@ -57,8 +60,11 @@ def suggest_torch_dataset(path: str) -> str | None:
     return f"use {ours}TorchDataset, with scenario.dataset.train {path} and scenario.dataset.test"
 
 
-def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor | Inputs, Tensor]:
-    """Read all items of a PyTorch dataset, and return all inputs and all labels."""
+def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor | Inputs, Tensor, list[str] | None]:
+    """Read all items of a PyTorch dataset, and return all inputs and all labels, and the class names.
+
+    The names are the dataset's `classes`, as torchvision's datasets have them, or None.
+    """
     with isolate_rng(), naming_class(f"{KEY}.{key}"):
         torch.manual_seed(0)
         np.random.seed(0)
@@ -75,8 +81,12 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
             items.append((as_inputs(who, f"x of item {i}", item[0]), as_tensor(who, f"y of item {i}", item[1])))
     if not items:
         raise ConfigError(f"{who} has no items")
-    x, y = zip(*items, strict=True)
-    return stack_inputs(who, x), stack(who, "y", y)
+    inputs, labels = zip(*items, strict=True)
+    x, y = stack_inputs(who, inputs), stack(who, "y", labels)
+    names = getattr(data, "classes", None)
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return x, y, None
+    return x, y, list(names)
 
 
 def as_inputs(who: str, what: str, value: Any) -> Tensor | Inputs:
