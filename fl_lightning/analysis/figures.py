@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fl_lightning.analysis.comparison import Comparison, Group, across_values, compare, group_labels
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.names import shorten_name
 from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve, scale
 from fl_lightning.runs.paper_figure import (
     COLOURS,
@@ -26,7 +27,7 @@ from fl_lightning.runs.paper_figure import (
     draw_partition,
     paper_figure,
     pick,
-    shorten_name,
+    set_ticks,
 )
 from fl_lightning.runs.partition import read_counts
 from fl_lightning.runs.reader import Run, known_metric, read_clients

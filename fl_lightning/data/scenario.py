@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, overload
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Classification, Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.datasets import Dataset, LoadedData, naming_class
@@ -93,6 +95,11 @@ class FederatedData:
     shards: Sequence[Shard]
     client_ids: Sequence[int | str] | None = None
     objective: Objective = field(default_factory=Classification)
+
+    @cached_property
+    def names(self) -> Names:
+        """Return the names of the clients and classes to show in tables, figures and messages."""
+        return Names(shown_names(self.client_ids))
 
     def class_counts(self, part: str = "train") -> np.ndarray:
         """Count the `train` or `test` samples by client and class: `(clients, C)`; `C` is 1 without classes."""
@@ -229,8 +236,9 @@ class Scenario:
             splits = self.partition.split_dataset(data, labels, self.clients, rng)
         for client, part in enumerate(splits.train):
             if not len(part):
+                whose = Names(shown_names(splits.ids)).client(client)
                 fix = "Lower scenario.clients, or use a partition with min_samples"
-                raise ConfigError(f"scenario.partition: client {client} has no data. {fix}")
+                raise ConfigError(f"scenario.partition: {whose} has no data. {fix}")
         clients = len(splits.train) if self.clients is None else self.clients
         try:
             check_split(splits.train, clients, len(data.y_train))

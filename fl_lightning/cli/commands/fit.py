@@ -57,7 +57,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     run = orchestrator.fit(bool(given.resume), config, name, group)
-    Console().print(summary_table(run.summary, orchestrator.evaluation.client_model))
+    console = Console()
+    console.print(summary_table(run.summary, orchestrator.evaluation.client_model))
+    if table := clients_table(orchestrator.data, last_metrics(run.rounds, read_clients(run_dir))):
+        console.print(table)
     print(f"ended: {orchestrator.ending}")
     print(f"run: {run_dir}")
     return 0
