@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,8 @@ class LoadedData:
             if the data have no client ids.
         client_test: The client of each test sample. Requires `client_train`.
         schema: The columns of a table and their encoding; None for other data.
+        class_names: Name of each class, or of each label of a multi-label target, in the order of the network's
+            outputs; None if they have no names.
     """
 
     x_train: Tensor
@@ -63,6 +65,7 @@ class LoadedData:
     client_train: np.ndarray | None = None
     client_test: np.ndarray | None = None
     schema: TableSchema | None = None
+    class_names: Sequence[str] | None = None
 
     @property
     def in_shape(self) -> tuple[int, ...]:
@@ -158,6 +161,7 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
     if not objective.fewest <= data.num_classes <= MOST_CLASSES:
         raise ValueError(f"num_classes is {data.num_classes}, not between {objective.fewest} and {MOST_CLASSES:,}")
     _check_clients(data)
+    _check_class_names(data)
 
 
 def _check_clients(data: LoadedData) -> None:
@@ -177,6 +181,16 @@ def _check_clients(data: LoadedData) -> None:
         kinds = {data.client_train.dtype.kind, data.client_test.dtype.kind}
         if "U" in kinds and len(kinds) > 1:
             raise ValueError("client_train and client_test need ids of one type, integers or text")
+
+
+def _check_class_names(data: LoadedData) -> None:
+    names = data.class_names
+    if names is None:
+        return
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"class_names is {one_line(repr(names))}; it needs a list of one text per class")
+    if len(names) != data.num_classes:
+        raise ValueError(f"class_names and num_classes differ: {len(names)} and {data.num_classes}")
 
 
 def _check_inputs(name: str, x: Tensor) -> None:
@@ -212,10 +226,12 @@ class FileDataset(Dataset):
     Attributes:
         files: The files that belong in `data_dir`, for error messages.
         fetchable: Whether they can be downloaded.
+        class_names: Name of each class; None if the classes have no names.
     """
 
     files: str
     fetchable = True
+    class_names: Sequence[str] | None = None
     objective = Classification()
 
     def __init__(self, data_dir: str = "data", download: bool = False) -> None:

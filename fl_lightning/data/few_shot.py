@@ -113,6 +113,8 @@ class FC100(CIFAR100):
         (x_train, y_train), (x_test, y_test) = self._read_both()
         x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
         train, test = (self._part(x, y, part) for part in ("train", self.evaluate_on))
+        assert self.class_names
+        self.class_names = [self.class_names[label] for label in fc100_classes("train")]
         members_by_class(test[1], self.few_shot)
         return self._loaded(train, test, cut=self.few_shot.cut, evaluate=self.few_shot.evaluate)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
 from fl_lightning.core.files import replace_atomically
 from fl_lightning.core.trusted_imports import check_writable
-from fl_lightning.data.custom_data import KEY, CustomDataset, Samples, existing_path
+from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
 from fl_lightning.data.files import (
     BadFile,
     check_exists,
@@ -169,7 +169,8 @@ class ImageFolder(CustomDataset):
             train_folder = root / "train"
             if not train_folder.is_dir() or not subfolders(train_folder):
                 classes = self._classes(root)
-                return Samples(*labelled_files(root, classes), len(classes))
+                files, y = labelled_files(root, classes)
+                return Samples(files, Labels(y, len(classes), classes))
             hint = f"or set it to {one_line(str(train_folder))} to hold out a share of it"
             second = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
             if second is None:
@@ -181,7 +182,7 @@ class ImageFolder(CustomDataset):
             if not test:
                 raise ConfigError(f"{prefix}: has no class folders. Add one per class, {hint}")
             mask = np.arange(len(train) + len(test)) >= len(train)
-            return Samples(train + test, torch.cat([y_train, y_test]), len(classes), test=mask)
+            return Samples(train + test, Labels(torch.cat([y_train, y_test]), len(classes), classes), test=mask)
 
     def _inputs(self, source: list[Path], order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
         images = [EncodedImage(str(source[i]), source[i]) for i in order]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
@@ -91,12 +90,11 @@ class _FileTable(CustomDataset):
             rest = self._read_test(self.test_path).reindex(columns=frame.columns)
             test = np.arange(len(frame) + len(rest)) >= len(frame)
             frame = pd.concat([frame, rest], keys=[self.path, self.test_path])
-        labels = [frame[name] for name in self.label]
-        y, outputs = read_labels(labels, self.regression)
-        classes = np.unique(labels[0].to_numpy(object)).tolist() if y.dtype == torch.int64 else None
+        labels = read_labels([frame[name] for name in self.label], self.regression)
         client = None if self.client is None else client_ids(frame[self.client])
         test = test if self.split is None else self._test_rows(frame[self.split])
-        return Samples((frame, classes), y, outputs, client, test)
+        classes = labels.classes if len(self.label) == 1 else None
+        return Samples((frame, classes), labels, client, test)
 
     def _read_test(self, path: str) -> pd.DataFrame:
         test = read_table("test_path", path, self.separator)

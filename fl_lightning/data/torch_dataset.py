@@ -42,8 +42,11 @@ class TorchDataset(Dataset):
 
     def load(self) -> LoadedData:
         """Load all items of the training and test datasets into memory."""
-        (x_train, y_train), (x_test, y_test) = read_items("train", self.train), read_items("test", self.test)
-        return LoadedData(x_train, y_train, x_test, y_test, count_outputs(y_train, y_test), Normalize())
+        x_train, y_train, names = read_items("train", self.train)
+        x_test, y_test, _ = read_items("test", self.test)
+        outputs = count_outputs(y_train, y_test)
+        names = names if names is not None and len(names) == outputs else None
+        return LoadedData(x_train, y_train, x_test, y_test, outputs, Normalize(), class_names=names)
 
 
 def suggest_torch_dataset(path: str) -> str | None:
@@ -56,8 +59,11 @@ def suggest_torch_dataset(path: str) -> str | None:
     return f"use {ours}TorchDataset, with scenario.dataset.train {path} and scenario.dataset.test"
 
 
-def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
-    """Read all items of a PyTorch dataset, and return all inputs and all labels as two tensors."""
+def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor, list[str] | None]:
+    """Read all items of a PyTorch dataset, and return all inputs and all labels as two tensors, and the class names.
+
+    The names are the dataset's `classes`, as torchvision's datasets have them, or None.
+    """
     with isolate_rng(), naming_class(f"{KEY}.{key}"):
         torch.manual_seed(0)
         np.random.seed(0)
@@ -77,7 +83,10 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
     if not items:
         raise ConfigError(f"{who} has no items")
     x, y = (stack(who, what, values) for what, values in zip(("x", "y"), zip(*items, strict=True), strict=True))
-    return x, y
+    names = getattr(data, "classes", None)
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return x, y, None
+    return x, y, list(names)
 
 
 def as_tensor(who: str, what: str, value: Any) -> Tensor:
