@@ -25,7 +25,7 @@ class Names(NamedTuple):
 
     def client(self, index: int) -> str:
         """Return the text for a client in messages: `client 3 (north)`, or `client 3` without names."""
-        return f"client {index} ({self.clients[index]})" if self.clients else f"client {index}"
+        return f"client {index} ({self.clients[index]})" if index < len(self.clients) else f"client {index}"
 
 
 def shown_names(values: Iterable[object] | None) -> Sequence[str]:
@@ -34,7 +34,7 @@ def shown_names(values: Iterable[object] | None) -> Sequence[str]:
     Two names of the same form get their index. Names that only repeat the indices, such as 0, 1, 2, are left out.
 
     Example:
-        >>> shown_names(["north", "a\\nb", "a b"]), shown_names([0, 1])
+        >>> shown_names(["north", "a b", "a  b"]), shown_names([0, 1])
         (['north', 'a b #1', 'a b #2'], ())
     """
     names = [shorten_name(str(value)) for value in values or ()]
@@ -46,7 +46,7 @@ def shown_names(values: Iterable[object] | None) -> Sequence[str]:
 
 def labels(names: Sequence[str], indices: Iterable[int]) -> list[str]:
     """Return the labels of some clients or classes: their names or, without names, their indices."""
-    return [names[index] if names else str(index) for index in indices]
+    return [names[index] if index < len(names) else str(index) for index in indices]
 
 
 def shorten_name(name: str, most: int = MOST_LETTERS) -> str:

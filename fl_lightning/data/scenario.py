@@ -99,7 +99,8 @@ class FederatedData:
     @cached_property
     def names(self) -> Names:
         """Return the names of the clients and classes to show in tables, figures and messages."""
-        return Names(shown_names(self.client_ids))
+        classes = self.data.class_names if self.objective.classes else None
+        return Names(shown_names(self.client_ids), shown_names(classes))
 
     def class_counts(self, part: str = "train") -> np.ndarray:
         """Count the `train` or `test` samples by client and class: `(clients, C)`; `C` is 1 without classes."""

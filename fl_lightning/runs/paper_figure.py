@@ -226,9 +226,7 @@ def draw_partition(axes: Axes, counts: np.ndarray, area: float = 220, names: Nam
     set_ticks(axes.yaxis, classes, names.classes)
 
 
-def heat_map(
-    axes: Axes, matrix: np.ndarray, title: str, rows: Sequence[str] = (), columns: Sequence[str] = ()
-) -> None:
+def heat_map(axes: Axes, matrix: np.ndarray, title: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
     """Draw a matrix as a heat map; with negative entries, the colour scale is centred at zero.
 
     Args:
@@ -256,5 +254,5 @@ def set_ticks(axis: Axis, size: int, names: Sequence[str] = (), number: int = 20
     places, named = range(0, size, max(1, size // number)), len(names) == size
     texts = [shorten_name(text, TICK_LETTERS) for text in labels(names if named else (), places)]
     axis.set_ticks(places, texts, parse_math=False)
-    if named and axis.axis_name == "x" and sum(map(len, texts)) > AXIS_LETTERS:
+    if named and axis is axis.axes.xaxis and sum(map(len, texts)) > AXIS_LETTERS:
         axis.set_tick_params(rotation=90)

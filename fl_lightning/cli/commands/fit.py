@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.analysis.baselines import option_values as values
-from fl_lightning.analysis.summary_tables import summary_table
+from fl_lightning.analysis.summary_tables import clients_table, last_metrics, summary_table
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.class_names import correct_case
 from fl_lightning.cli.errors import readable_errors
@@ -27,6 +27,7 @@ from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.fingerprint import MAY_CHANGE
 from fl_lightning.runs.folder import new_run_dir
+from fl_lightning.runs.reader import read_clients
 from fl_lightning.runs.trust import allow_local_modules, run_config
 
 

@@ -13,7 +13,7 @@ from fl_lightning.loggers.collection import split_series
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Evaluate a checkpoint of a finished or unfinished run, and print a table of the metrics, and one of the clients."""
+    """Evaluate a checkpoint of a finished or unfinished run, and print tables of its metrics and of its clients."""
     run, console = load_run(Path(given.run), given.checkpoint, given.trust), Console()
     metrics = run.test()
     console.print(test_table(metrics, run.algorithm.server))
