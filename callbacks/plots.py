@@ -28,7 +28,8 @@ def partition_figure(counts: np.ndarray, path: Path, names: Names = Names()) -> 
     """
     clients, classes = counts.shape
     bubbles = clients <= MAX_COLUMNS
-    size = (min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)) if bubbles else (4.0, 3.4)
+    width, height = max(2 + 0.35 * clients, 4), 1.5 + 0.3 * classes + bool(names.clients)  # names may be rotated
+    size = (min(width, 24), min(height, 24)) if bubbles else (4.0, 3.4)
     figure = Figure(figsize=size, layout="constrained")
     draw_partition(axes := figure.subplots(), counts, names=names)
     if bubbles:

@@ -241,10 +241,12 @@ def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
     found = [_partition([run for group in panel.values() for run in group.runs]) for panel in panels.groups.values()]
     counts = [each.counts for each in found]
     classes = max(each.shape[1] for each in counts)
-    figure, places = paper_figure(width, len(counts), min(0.12 * classes + 0.6, 5))
+    room = float(any(names.clients for _, names in found))  # inches for rotated names below the axes
+    figure, places = paper_figure(width, len(counts), min(0.12 * classes + 0.6 + room, 5))
     for axes, (each, names), title in zip(places, found, panels.groups, strict=True):
         extent = axes.get_window_extent()
-        cell = min(extent.width / len(each), extent.height / each.shape[1]) * 72 / figure.dpi
+        height = extent.height - room * figure.dpi
+        cell = min(extent.width / len(each), height / each.shape[1]) * 72 / figure.dpi
         draw_partition(axes, each, cell**2, names)
         for axis, named in ((axes.xaxis, names.clients and len(each) <= MAX_COLUMNS), (axes.yaxis, names.classes)):
             if not named:

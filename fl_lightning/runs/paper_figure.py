@@ -38,7 +38,7 @@ MOST_MARKERS = 8
 STEPS = (1, 2, 5, 10)
 """Distances between the ticks of an x axis, times a power of ten."""
 TICK_LETTERS, AXIS_LETTERS = 16, 30
-"""Maximum number of characters of a tick's name, and of all names below an x axis before they are rotated."""
+"""Maximum number of characters of a tick's name, and of all names below an x axis; more are rotated."""
 
 STYLE: Any = {
     "font.size": FONT_SIZE,
@@ -254,5 +254,5 @@ def set_ticks(axis: Axis, size: int, names: Sequence[str] = (), number: int = 20
     places, named = range(0, size, max(1, size // number)), len(names) == size
     texts = [shorten_name(text, TICK_LETTERS) for text in labels(names if named else (), places)]
     axis.set_ticks(places, texts, parse_math=False)
-    if named and axis is axis.axes.xaxis and sum(map(len, texts)) > AXIS_LETTERS:
+    if named and axis is axis.axes.xaxis and len(texts) * max(map(len, texts), default=0) > AXIS_LETTERS:
         axis.set_tick_params(rotation=90)
