@@ -29,7 +29,9 @@ NOT_STACKED = {
     "CriticalFL": MEASURED,
     "DisPFL": "MaskedModule (it has a on_before_optimizer_step of its own)",
     "Ditto": "TwoModels (it has a training_step of its own)",
+    "FedSAM": "SharpnessAware (it has a training_step of its own)",
     "FedSiamDA": "loss term 'siamese'",
+    "MoFedSAM": "SharpnessAware (it has a training_step of its own)",
     "PeerCriticalFL": MEASURED,
     "PerFedAvg": "MetaStep (it has a training_step of its own)",
 }
