@@ -236,7 +236,7 @@ class FederatedOrchestrator:
             self._signals.check()
             self.record.writer.check()
             self._notify("on_client_end", result)
-            if has_upload(result, self.on_client_failure):
+            if has_upload(result, self.on_client_failure, self.data.names):
                 results.append(replace(result, upload=None, memory={}))
                 yield result
         require_uploads(round, len(results), len(participants), self.min_clients)

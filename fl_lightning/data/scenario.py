@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, overload
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.inputs import Inputs
+from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Classification, Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.datasets import Dataset, LoadedData, naming_class
@@ -94,6 +96,12 @@ class FederatedData:
     shards: Sequence[Shard]
     client_ids: Sequence[int | str] | None = None
     objective: Objective = field(default_factory=Classification)
+
+    @cached_property
+    def names(self) -> Names:
+        """Return the names of the clients and classes to show in tables, figures and messages."""
+        classes = self.data.class_names if self.objective.classes else None
+        return Names(shown_names(self.client_ids), shown_names(classes))
 
     def class_counts(self, part: str = "train") -> np.ndarray:
         """Count the `train` or `test` samples by client and class: `(clients, C)`; `C` is 1 without classes."""
@@ -235,8 +243,9 @@ class Scenario:
             splits = self.partition.split_dataset(data, labels, self.clients, rng)
         for client, part in enumerate(splits.train):
             if not len(part):
+                whose = Names(shown_names(splits.ids)).client(client)
                 fix = "Lower scenario.clients, or use a partition with min_samples"
-                raise ConfigError(f"scenario.partition: client {client} has no data. {fix}")
+                raise ConfigError(f"scenario.partition: {whose} has no data. {fix}")
         clients = len(splits.train) if self.clients is None else self.clients
         try:
             check_split(splits.train, clients, len(data.y_train))

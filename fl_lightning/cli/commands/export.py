@@ -25,7 +25,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     has_rows = run.data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
     network = network_of(run, described, given.client, given.prepare or has_rows)
     write_network(network, path)
-    whose = "the global model" if given.client is None else f"client {given.client}'s model"
+    whose = "the global model" if given.client is None else f"the model of {run.data.names.client(given.client)}"
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
     print(f"wrote {path} ({about}): {whose} after round {run.round}")
     taken = "samples as they are stored" if given.prepare else "samples as scenario.dataset prepares them"
