@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.objectives import Classification, Objective, describe_tensor, objective_of
 from fl_lightning.core.task import Score
@@ -70,7 +71,7 @@ class LoadedData:
         return tuple(self.x_train.shape[1:])
 
 
-class Dataset(ABC):
+class Dataset(ArgumentsMixin, ABC):
     """Base class of datasets: the `scenario.dataset` of a config.
 
     Attributes:
