@@ -37,7 +37,9 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         FedDW as FedDW,
         SoftLabels as SoftLabels,
     )
+    from fl_lightning.algorithms.global_model.fedlc import CalibratedLoss as CalibratedLoss, FedLC as FedLC
     from fl_lightning.algorithms.global_model.fednh import FedNH as FedNH, PrototypeAveraging as PrototypeAveraging
+    from fl_lightning.algorithms.global_model.fedntd import FedNTD as FedNTD, NotTrueDistillation as NotTrueDistillation
     from fl_lightning.algorithms.global_model.fedopt import (
         AdaptiveServer as AdaptiveServer,
         FedAdagrad as FedAdagrad,
@@ -91,6 +93,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         LastUploads as LastUploads,
     )
     from fl_lightning.algorithms.personalized.fedbabu import FedBABU as FedBABU
+    from fl_lightning.algorithms.personalized.fedbn import FedBN as FedBN
     from fl_lightning.algorithms.personalized.feddistill import (
         FedDistill as FedDistill,
         FedDistillPlus as FedDistillPlus,
@@ -105,6 +108,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         Prototypes as Prototypes,
     )
     from fl_lightning.algorithms.personalized.fedrep import FedRep as FedRep
+    from fl_lightning.algorithms.personalized.lgfedavg import LGFedAvg as LGFedAvg
     from fl_lightning.algorithms.personalized.local import Local as Local
     from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg
 

@@ -62,12 +62,14 @@ class LossTerm(ArgumentsMixin, nn.Module):
         knowledge: The shared knowledge that the term reads. It is sent together with the weights.
         active: Whether the term is computed in this fit.
         needs_classes: Whether targets must be classes, so that other objectives are refused.
+        replaces_loss: Whether the term is trained in place of the objective's loss while it is active.
         taps: Names of the backbone's layers whose inputs the term reads in `Step.taps`.
     """
 
     name: str = ""
     active: bool = True
     needs_classes: bool = False
+    replaces_loss: bool = False
     taps: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -281,11 +283,14 @@ class ClientModule(L.LightningModule):
         return self.backbone.features_and_logits(x) if isinstance(self.backbone, Backbone) else (None, self(x))
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's."""
-        loss = self.objective.loss(step.logits, step.targets) if step.loss is None else step.loss
-        losses = {self._loss_name: loss}
-        losses |= {term.name: term(step) for term in self.terms() if term.active}
-        return losses
+        """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's.
+
+        The objective's loss is left out if an active term replaces it.
+        """
+        losses: dict[str, Tensor] = {}
+        if not self._loss_is_replaced:
+            losses[self._loss_name] = self.objective.loss(step.logits, step.targets) if step.loss is None else step.loss
+        return losses | {term.name: term(step) for term in self.terms() if term.active}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the objective's loss on a batch plus all active loss terms, and record each of them."""
@@ -314,7 +319,12 @@ class ClientModule(L.LightningModule):
     @property
     def loss_names(self) -> list[str]:
         """Names of the losses that `losses` returns: the objective's and those of the active loss terms."""
-        return [self._loss_name, *(term.name for term in self.terms() if term.active)]
+        objective = [] if self._loss_is_replaced else [self._loss_name]
+        return [*objective, *(term.name for term in self.terms() if term.active)]
+
+    @property
+    def _loss_is_replaced(self) -> bool:
+        return any(term.active and term.replaces_loss for term in self.terms())
 
     @property
     def _loss_name(self) -> str:
