@@ -355,7 +355,7 @@ def run_sweep(
         program: Runs a trial.
         seed: Seed of randomly drawn parameters.
         count: Number of trials of the whole sweep; by default that of the file or its grid.
-        workers: Number of trials that run at a time.
+        workers: Number of runs at a time.
         threads: Number of torch threads of each trial.
         show: Called when a trial ends, with its result and the number of all trials.
 
