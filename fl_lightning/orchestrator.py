@@ -355,7 +355,7 @@ class FederatedOrchestrator(ArgumentsMixin):
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]
-        self.record.begin(config, Labels(name, group, kinds), {} if config else self._description())
+        self.record.begin(config, Labels(name, group, kinds), {} if config or self.is_dry_run else self._description())
 
     def _description(self) -> dict[str, Any]:
         """Return the arguments of this orchestrator as a config, without those that configs do not have or compare."""

@@ -171,7 +171,7 @@ class Record:
         Args:
             config: The resolved config, if there is one. By default that of the resumed run.
             labels: Names of the run for loggers.
-            description: Written in place of the config of a new run if there is none.
+            description: Written in place of the config of a new run if there is none; may be empty.
 
         Raises:
             ConfigError: The folder is in use or cannot be written to, or a logger fails.
@@ -213,7 +213,7 @@ class Record:
             content = yaml.safe_dump(config, sort_keys=False)
             sign(self.run_dir, content, config)
             write_atomically(self.run_dir / "config.yaml", content)
-        elif not before:
+        elif description and not before:
             write_atomically(self.run_dir / "config.yaml", DESCRIPTION + yaml.safe_dump(description, sort_keys=False))
         self.csv.rewind(round)
         self.warned.rewind(round)

@@ -521,7 +521,7 @@ def test_an_unknown_metric_is_refused_before_the_first_run(metric, method, param
     monkeypatch.setattr(sweep_command, "check_metric", check_metric)
     Path("tiny.yaml").write_text(TINY)
     command = ["${program}", "fit", "--config", "tiny.yaml", "${args}"]
-    goal = {"name": metric, "goal": "maximize"}
+    goal = {"name": metric, "goal": "minimize" if metric.startswith("R_") else "maximize"}
     Path("some.yaml").write_text(yaml.safe_dump(content(method, parameters, command=command, metric=goal, run_cap=2)))
     outcome = run("sweep", "some.yaml")
     assert outcome.err.startswith(f"fl-lightning: error: metric: no run has {metric}{fix}")
@@ -655,21 +655,21 @@ def test_a_trial_is_run_with_each_seed_and_its_value_is_the_mean(tmp_path, monke
 
 
 def by_seed(values):
-    """Return four rounds of a curve in which a setting's mean over seeds is x / 10, and its runs differ by more."""
-    return [values["x"] / 10 + (values["seed"] - 1) / 2] * 4
+    """Return two rounds of a metric. A setting's mean over two seeds is x / 10, and its runs differ by more."""
+    return [values["x"] / 10 + values["seed"] - 0.5] * 2
 
 
 def test_trials_are_pruned_by_the_mean_over_seeds(tmp_path, monkeypatch):
     """A killed sweep makes the same decisions."""
-    early = {"type": "hyperband", "min_iter": 2, "eta": 2}
-    sweep = parsed(parameters={"x": {"values": [2, 1, 3]}}, seeds=[0, 1, 2], early_terminate=early)
+    early = {"type": "hyperband", "min_iter": 1, "eta": 2}
+    sweep = parsed(parameters={"x": {"values": [2, 1, 3]}}, seeds=[0, 1], early_terminate=early)
     whole = run_faked(monkeypatch, tmp_path / "whole", sweep, FakeRuns(by_seed))
     states = [(one.state, round(one.value, 9), one.rounds) for one in whole]
-    assert states == [("complete", 0.2, 4), ("ended early", 0.1, 4), ("complete", 0.3, 4)]
-    assert list(study_of(tmp_path / "whole").trials[1].intermediate_values) == [1, 2]
+    assert states == [("complete", 0.2, 2), ("ended early", 0.1, 2), ("complete", 0.3, 2)]
+    assert list(study_of(tmp_path / "whole").trials[1].intermediate_values) == [1]
     folder = tmp_path / "killed"
     with pytest.raises(Killed):
-        run_faked(monkeypatch, folder, sweep, FakeRuns(by_seed, kill=9))  # before the second seed of the second trial
+        run_faked(monkeypatch, folder, sweep, FakeRuns(by_seed, kill=7))  # before the second seed of the second trial
     assert without_folders(run_faked(monkeypatch, folder, sweep, FakeRuns(by_seed))) == without_folders(whole)
 
 
