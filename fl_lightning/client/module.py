@@ -19,6 +19,7 @@ from fl_lightning.client.lightning_model import class_name, has_optimizer, own_o
 from fl_lightning.client.loss_record import LossRecord
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
 from fl_lightning.client.weights import load_weights
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.flat_tensors import FlatTensors, as_flat, matching_parts
 from fl_lightning.core.inputs import Batch, Inputs
@@ -51,7 +52,7 @@ class Step:
     loss: Tensor | None = None
 
 
-class LossTerm(nn.Module):
+class LossTerm(ArgumentsMixin, nn.Module):
     """A term that a method adds to a client's training loss: a scalar that includes its coefficient.
 
     It also works in any other LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses override

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.inputs import Inputs, Shapes
 from fl_lightning.core.objectives import Classification, Objective, describe_tensor, objective_of
@@ -75,7 +76,7 @@ class LoadedData:
         return self.x_train.shapes if isinstance(self.x_train, Inputs) else tuple(self.x_train.shape[1:])
 
 
-class Dataset(ABC):
+class Dataset(ArgumentsMixin, ABC):
     """Base class of datasets: the `scenario.dataset` of a config.
 
     Attributes:
