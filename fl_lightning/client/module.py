@@ -131,6 +131,7 @@ class ClientModule(L.LightningModule):
         round: The round, from 1, for terms that change over rounds.
         lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
         batch_size: Batch size of the fit, for methods that also train outside of it.
+        class_weights: Weights of the classes in the objective's training loss, `(C,)`; None for equal weights.
         optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
         notes: Tensors that a method keeps within the client's round, written in `receive` or `prepare` and read in
             `prepare`, `upload` or `remember`. Training steps do not use them.
@@ -167,7 +168,8 @@ class ClientModule(L.LightningModule):
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
-        self.objective: Objective = Classification()
+        self.class_weights: Tensor | None = None
+        self.objective = Classification()
         if isinstance(objective, Mapping):
             self.objective = rebuilt_objective(objective)
         elif objective:
@@ -202,6 +204,15 @@ class ClientModule(L.LightningModule):
             ConfigError: The backbone's encoder and head cannot be called separately.
         """
         return with_encoder(self.backbone).encoder
+
+    @property
+    def objective(self) -> Objective:
+        """The objective, whose loss has the client's `class_weights`, if any."""
+        return self._objective if self.class_weights is None else self._objective.weighted(self.class_weights)
+
+    @objective.setter
+    def objective(self, objective: Objective) -> None:
+        self._objective = objective
 
     @property
     def class_counts(self) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fl_lightning.core.inputs import Batch, Inputs
 from fl_lightning.data.transforms import BatchTransform
+
+BatchSampler = Literal["shuffle", "balanced"]
 
 GATHERED = 1 << 20
 """Bytes of small batches that are gathered at a time, which is faster than one by one."""
@@ -33,6 +35,8 @@ class Batches:
         batch_size: Samples per batch; the last batch may be smaller.
         seed: Seed of the shuffling; None keeps the order of `index`.
         min_batch: A smaller last batch is dropped: BatchNorm cannot train on one sample.
+        frequencies: Relative frequencies with which the samples of `index` are drawn, with replacement. By default,
+            each sample is drawn once in a pass over the data.
     """
 
     def __init__(
@@ -43,8 +47,9 @@ class Batches:
         batch_size: int,
         seed: int | None = None,
         min_batch: int = 1,
+        frequencies: Tensor | None = None,
     ) -> None:
-        self.x, self.y = x, y
+        self.x, self.y, self.frequencies = x, y, frequencies
         self.index = torch.arange(len(y)) if index is None else index
         self.batch_size = batch_size
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -67,7 +72,9 @@ class Batches:
     def _order(self) -> Tensor:
         """Return the indices of all samples in the batches of one pass, on the device of the data."""
         order = self.index
-        if self.generator is not None:
+        if self.frequencies is not None:
+            order = order[torch.multinomial(self.frequencies, len(order), True, generator=self.generator)]
+        elif self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
         return send(order, self.x.device)[: self.length * self.batch_size]
 

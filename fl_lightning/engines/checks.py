@@ -19,7 +19,9 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
 from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
 from fl_lightning.core.inputs import Inputs
+from fl_lightning.core.objectives import ClassWeights, Objective
 from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
+from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.engines.trainer import DEFAULTS
 from fl_lightning.models.wrapped import outputs_option
 
@@ -84,6 +86,30 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
             f"trainer.precision: {asked} is not available on the {device}, where Lightning would use "
             f"{trainer.precision} instead; give that, or 32-true"
         )
+
+
+def check_class_weights(weights: ClassWeights, objective: Objective, outputs: int, module: ClientModule) -> None:
+    """Raise an error if the training loss has no class weights, or if a list does not have one for each class."""
+    if module.trains_itself:
+        what, fix = f"{class_name(module.backbone)}.training_step computes the loss", "Weight the classes there"
+        raise ConfigError(f"class_weights: {what}. {fix}, or leave class_weights out.")
+    if not objective.weighs_classes:
+        what = f"the loss of {type(objective).__name__} has no class weights"
+        raise ConfigError(f"class_weights: {what}. Leave class_weights out.")
+    if weights != "balanced" and len(weights) != outputs:
+        one = "class" if objective.classes else "label"
+        raise ConfigError(
+            f"class_weights: {len(weights)} weights, but the number of outputs is {outputs}. Give one for each {one}."
+        )
+
+
+def check_batch_sampler(data: FederatedData) -> None:
+    """Raise an error if training samples cannot be drawn so that each class is drawn equally often."""
+    wrong = None if data.objective.classes else data.objective.no_classes
+    if data.data.cut is not LoadedData.cut:
+        wrong = "the dataset has batches of its own, such as few-shot episodes"
+    if wrong:
+        raise ConfigError(f"batch_sampler: balanced draws from each class equally often, but {wrong}. Use shuffle.")
 
 
 def warn_of_environment(device: torch.device) -> None:

@@ -93,6 +93,7 @@ class ModuleFactory:
             lr_scale=task.lr_scale,
             batch_size=self.clients.batch_size,
             stays=self._uploads_stay,
+            class_weights=self.clients.loss_weights(task.client),
             optimizer_state=task.memory.get("optimizer", {}),
             _class_counts=counts if slot else counts(),
         )

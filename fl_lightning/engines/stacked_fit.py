@@ -131,7 +131,7 @@ class StackedFit:
         self.clients: list[Client] = []
         self.kinds: list[tuple[StackedStep, dict[int, int]]] = []
         self.epoch = 0
-        self.alike = slots is not None and differ_in_weights_only(worker.algorithm, worker.template)
+        self.alike = slots is not None and differ_in_weights_only(worker)
 
     def start(self, task: Task) -> None:
         """Start a client's fit. If that fails, the error is raised, and the next client gets its row."""
@@ -385,11 +385,15 @@ class StackedFit:
             self._look()
 
 
-def differ_in_weights_only(algorithm: Algorithm, module: ClientModule) -> bool:
+def differ_in_weights_only(worker: Worker) -> bool:
     """Return whether the clients' steps are the same in all rounds except for the weights of the backbone.
 
-    Loss terms and shared knowledge hold further tensors, and a method may change a module before its training.
+    Loss terms, shared knowledge and class weights are further tensors, and a method may change a module before its
+    training.
     """
+    algorithm, module = worker.algorithm, worker.template
+    if worker.class_weights is not None:
+        return False
     unchanged = algorithm.receives_by_loading and type(algorithm).prepare is Algorithm.prepare
     return unchanged and type(module) is ClientModule and not (len(module.loss_terms) or len(module.knowledge))
 

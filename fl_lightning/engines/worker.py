@@ -29,13 +29,16 @@ from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, o
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
-from fl_lightning.data.loaders import ClientDataModule
+from fl_lightning.data.loaders import BatchSampler, ClientDataModule
 from fl_lightning.engines.checks import (
     blame_inputs,
+    check_batch_sampler,
+    check_class_weights,
     check_optimizer,
     check_options,
     check_outputs,
@@ -71,6 +74,8 @@ class Worker:
         model: Builds the backbone.
         data: The dataset and the samples of each client.
         batch_size: Samples per training batch.
+        batch_sampler: How training samples are drawn.
+        class_weights: Weights of the classes in the training loss.
         trainer: Keyword arguments of Lightning's `Trainer`; one local epoch by default.
         optimizer: Builds each fit's optimizer; by default SGD, or the model's own if it is a LightningModule.
         lr_scheduler: Builds each fit's scheduler, or None.
@@ -88,6 +93,8 @@ class Worker:
     model: NetworkFactory
     data: FederatedData
     batch_size: int = 64
+    batch_sampler: BatchSampler = "shuffle"
+    class_weights: ClassWeights | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
@@ -141,7 +148,7 @@ class Worker:
     @cached_property
     def client_data(self) -> ClientData:
         """The samples of each client, as batches."""
-        options = self.batch_size, self.uses_channels_last
+        options = self.batch_size, self.uses_channels_last, self.batch_sampler, self.class_weights
         return ClientData(self.data, self.seed, self.algorithm, self.template, self.idle_trainer, *options)
 
     @cached_property
@@ -179,6 +186,10 @@ class Worker:
         warn_of_emulation(self.device, str(trainer.precision))
         with blame("model"):
             module = self.modules.build().to(self.device)
+        if self.class_weights is not None:
+            check_class_weights(self.class_weights, objective, outputs, module)
+        if self.batch_sampler == "balanced":
+            check_batch_sampler(self.data)
         scorer = self.scorer
         set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
         fewest = max(1, math.ceil(int(self.data.concatenate()[1].min()) / self.batch_size))
