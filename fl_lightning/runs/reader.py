@@ -19,7 +19,7 @@ from fl_lightning.core.config import flatten, load_yaml
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import read_file
 from fl_lightning.core.renamed import update_config
-from fl_lightning.evaluation.summary import MODEL_COLUMNS, Row, model_metrics, read_columns, read_rows, summarize
+from fl_lightning.evaluation.summary import Row, main_metrics, read_columns, read_rows, summarize
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,9 +101,7 @@ class Run:
         """
         from fl_lightning.runs.paper_figure import plot_run  # imports matplotlib
 
-        recorded = {name for row in self.rounds for name in row}
-        models = [form.format(metric) for metric in model_metrics(self.rounds)[:1] for form in MODEL_COLUMNS[:2]]
-        chosen = metrics or [name for name in models if name in recorded] or ["global/acc"]
+        chosen = metrics or main_metrics(self.rounds) or ["global/acc"]
         return plot_run(self.rounds, [known_metric(name, [self], "metrics") for name in chosen], x, percent, width)
 
     def __repr__(self) -> str:
