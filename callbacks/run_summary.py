@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from fl_lightning.algorithms import Algorithm
 
+SHOWN_PARTS = 3
+"""Maximum number of personal parts that the summary names."""
+
 
 def summarize_run(run: FederatedRun) -> list[str]:
     """Return the lines of the summary: method, data and clients, input, model, device, folder."""
@@ -40,7 +43,8 @@ def sent_sections(run: FederatedRun) -> list[str]:
     What an `upload` of the method's own adds is not known before it is called.
     """
     algorithm = run.algorithm
-    own = ", ".join(prefix.rstrip(".") for prefix in algorithm.personal)
+    parts = [prefix.rstrip(".") for prefix in algorithm.personal]
+    own = ", ".join(parts[:SHOWN_PARTS]) + (f" and {len(parts) - SHOWN_PARTS} more" if parts[SHOWN_PARTS:] else "")
     model = [f"model without {own}" if own else "model"] * bool(algorithm.shared_names(run.worker.template.backbone))
     download = run.evaluator.server.download(run.round + 1, 0).sections if algorithm.server else {}
     sections = dict.fromkeys([*(piece.name for piece in algorithm.knowledge), *download])

@@ -68,6 +68,7 @@ class Algorithm(Capable):
             afterwards.
         aggregates_by_parts: Whether `aggregate` leaves the uploads' weights to the aggregator.
         starts_alike: Whether all clients without a personal part start from the same model, if there is one.
+        search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
     """
 
     capabilities: ClassVar = {
@@ -91,6 +92,7 @@ class Algorithm(Capable):
     needs_classes: bool = False
     module_class: Callable[..., ClientModule] = ClientModule
     samples: Sequence[int] = ()
+    search_space: ClassVar[dict[str, dict[str, Any]]] = {}
     fixed: frozenset[str] = frozenset()
 
     def __init__(

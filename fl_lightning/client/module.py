@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,12 +62,14 @@ class LossTerm(nn.Module):
         knowledge: The shared knowledge that the term reads. It is sent together with the weights.
         active: Whether the term is computed in this fit.
         needs_classes: Whether targets must be classes, so that other objectives are refused.
+        objective_weight: Factor on the objective's loss while the term is active. 0 replaces the objective's loss.
         taps: Names of the backbone's layers whose inputs the term reads in `Step.taps`.
     """
 
     name: str = ""
     active: bool = True
     needs_classes: bool = False
+    objective_weight: float = 1.0
     taps: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -280,11 +283,15 @@ class ClientModule(L.LightningModule):
         return self.backbone.features_and_logits(x) if isinstance(self.backbone, Backbone) else (None, self(x))
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's."""
-        loss = self.objective.loss(step.logits, step.targets) if step.loss is None else step.loss
-        losses = {self._loss_name: loss}
-        losses |= {term.name: term(step) for term in self.terms() if term.active}
-        return losses
+        """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's.
+
+        The objective's loss is multiplied by `objective_weight` of the active terms, and left out if that is 0.
+        """
+        losses: dict[str, Tensor] = {}
+        if weight := self._objective_weight:
+            loss = self.objective.loss(step.logits, step.targets) if step.loss is None else step.loss
+            losses[self._loss_name] = loss if weight == 1 else weight * loss
+        return losses | {term.name: term(step) for term in self.terms() if term.active}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the objective's loss on a batch plus all active loss terms, and record each of them."""
@@ -313,7 +320,12 @@ class ClientModule(L.LightningModule):
     @property
     def loss_names(self) -> list[str]:
         """Names of the losses that `losses` returns: the objective's and those of the active loss terms."""
-        return [self._loss_name, *(term.name for term in self.terms() if term.active)]
+        objective = [self._loss_name] if self._objective_weight else []
+        return [*objective, *(term.name for term in self.terms() if term.active)]
+
+    @property
+    def _objective_weight(self) -> float:
+        return math.prod(term.objective_weight for term in self.terms() if term.active)
 
     @property
     def _loss_name(self) -> str:
