@@ -114,13 +114,16 @@ class NetworkWithPreparation(nn.Module):
 
 
 def network_of(
-    run: FederatedOrchestrator, model: Mapping[str, Any], client: int | None = None, prepare: bool = False
+    run: FederatedOrchestrator,
+    model: Mapping[str, Any] | None = None,
+    client: int | None = None,
+    prepare: bool = False,
 ) -> Network:
     """Return a run's network to export: the global model, or a client's personalised model.
 
     Args:
         run: The run.
-        model: The model in the run's config.
+        model: The network in the run's config: its `class_path` and `init_args`. By default its class.
         client: The client; None for the global model.
         prepare: Whether the network takes samples as they are stored, or raw rows of a table.
 
@@ -137,6 +140,7 @@ def network_of(
         raise ConfigError(f"client: {method} has no global model. Choose a client with --client, 0 to {last}")
     loaded = run.data.data
     backbone, schema = original_of(module.backbone.cpu()), loaded.schema
+    model = model or {"class_path": f"{type(backbone).__module__}.{type(backbone).__qualname__}"}
     samples = schema.examples(SAMPLES) if schema else loaded.x_test[:SAMPLES]
     to_input = (lambda rows: loaded.prepare(schema.encode(rows))) if schema else loaded.prepare
     if prepare and isinstance(samples, Inputs):
