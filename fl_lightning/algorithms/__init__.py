@@ -77,6 +77,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     )
     from fl_lightning.algorithms.global_model.fedprox import FedProx as FedProx, Proximal as Proximal
     from fl_lightning.algorithms.global_model.fedrcl import FedRCL as FedRCL, RelaxedContrastive as RelaxedContrastive
+    from fl_lightning.algorithms.global_model.fedsam import FedSAM as FedSAM, MoFedSAM as MoFedSAM
     from fl_lightning.algorithms.global_model.fedsiam_da import (
         DualAggregation as DualAggregation,
         FedSiamDA as FedSiamDA,
@@ -107,6 +108,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         Ring as Ring,
         Torus as Torus,
     )
+    from fl_lightning.algorithms.personalized.apfl import APFL as APFL
     from fl_lightning.algorithms.personalized.apple import APPLE as APPLE, Cores as Cores
     from fl_lightning.algorithms.personalized.cwfedavg import (
         ClassShares as ClassShares,
@@ -137,9 +139,11 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         Prototypes as Prototypes,
     )
     from fl_lightning.algorithms.personalized.fedrep import FedRep as FedRep
+    from fl_lightning.algorithms.personalized.fedrod import BalancedSoftmax as BalancedSoftmax, FedROD as FedROD
     from fl_lightning.algorithms.personalized.lgfedavg import LGFedAvg as LGFedAvg
     from fl_lightning.algorithms.personalized.local import Local as Local
     from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg
+    from fl_lightning.algorithms.personalized.pfedme import PFedMe as PFedMe
 
 __all__ = sorted(["State", *public_classes()])
 

@@ -32,8 +32,8 @@ class LocalTraining:
         trainer: Keyword arguments of Lightning's `Trainer` for each client's fit: `accelerator`, `precision`,
             `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
         compile: Compile the network, once for all clients and rounds. This pays off if a step takes long.
-        channels_last: Store images and convolutions in channels-last memory format, which is faster on GPUs in mixed
-            precision.
+        channels_last: Store images in channels-last memory format. By default on CUDA GPUs in half or mixed precision,
+            if the network has convolutions, which are then usually faster.
         client_callbacks: Lightning callbacks, copied for each client's fit: `LearningRateMonitor`, `EarlyStopping` on
             `train_loss`, or your own. Values that they log become part of the round's metrics; `client/<name>` is the
             mean over the round's clients.
@@ -50,7 +50,7 @@ class LocalTraining:
     lr_scheduler: LRSchedulerCallable | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
-    channels_last: bool = False
+    channels_last: bool | None = None
     client_callbacks: list[Callback] | None = None
 
     def __post_init__(self) -> None:

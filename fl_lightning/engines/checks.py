@@ -18,6 +18,7 @@ from fl_lightning.client.lightning_model import class_name, has_optimizer
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
 from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import ClassWeights, Objective
 from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
 from fl_lightning.data import FederatedData, LoadedData
@@ -127,6 +128,13 @@ def warn_of_environment(device: torch.device) -> None:
             )
 
 
+def warn_of_emulation(device: torch.device, precision: str) -> None:
+    """Warn if a CUDA GPU computes bfloat16 in software."""
+    if device.type == "cuda" and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(False):
+        fix = "Use 32-true, or 16-mixed."
+        warnings.warn(f"trainer.precision: {precision} is slow, because this GPU has no bfloat16. {fix}", stacklevel=2)
+
+
 def warn_of_unused_optimizer(module: ClientModule) -> None:
     """Warn if the model is a LightningModule with an optimizer, but the config names another one."""
     if has_optimizer(module.backbone) and not module.has_own_optimizer:
@@ -137,13 +145,13 @@ def warn_of_unused_optimizer(module: ClientModule) -> None:
 
 
 @contextmanager
-def blame_inputs(x: Tensor) -> Iterator[None]:
+def blame_inputs(x: Tensor | Inputs) -> Iterator[None]:
     """Context in which an exception of the model becomes a `ConfigError` that names the type of integer inputs."""
     try:
         with blame("model"):
             yield
     except ConfigError as error:
-        if x.is_floating_point() or not isinstance(error.__cause__, RuntimeError | TypeError):
+        if isinstance(x, Inputs) or x.is_floating_point() or not isinstance(error.__cause__, RuntimeError | TypeError):
             raise
         fix = "Use TextCNN, FastText, BiLSTM or a network with an embedding, or store the inputs as float32."
         raise ConfigError(f"model: it cannot take int64 inputs ({one_line(error.__cause__)}). {fix}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import lightning as L
 import torch
@@ -12,11 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.inputs import Inputs, map_inputs
 from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.core.seeding import Stream, derive, generator
 from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, LoadedData
-from fl_lightning.data.loaders import Batches, BatchSampler, ReadyBatches
+from fl_lightning.data.loaders import Batches, BatchSampler, ReadyBatches, send
 from fl_lightning.engines.device import channels_last, resident
 
 
@@ -135,12 +137,12 @@ class ClientData:
         """Return training samples as prepared batches on the training device, in the order of `index`; None for all."""
         return self._prepared(self._stored.x_train, self._stored.y_train, index)
 
-    def prepare(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor | Inputs) -> Any:
         """Convert a stored batch to the network's input."""
         x = self.data.data.prepare(x)
-        return channels_last(x) if self.channels_last else x
+        return map_inputs(channels_last, x) if self.channels_last else x
 
-    def ready_to_train(self, x: Tensor) -> Tensor:
+    def ready_to_train(self, x: Tensor | Inputs) -> Any:
         """Convert a stored batch on the training device to the input of a training step: prepared and augmented."""
         convert = self.trainer.precision_plugin.convert_input
         x, augment = self.prepare(convert(x)), self.data.data.augment  # `Trainer.fit` also converts a batch first
@@ -151,9 +153,9 @@ class ClientData:
         """The dataset from which batches are taken, on the training device if it fits there."""
         return resident(self.data.data, self.device)
 
-    def _prepared(self, x: Tensor, y: Tensor, index: Tensor | None) -> ReadyBatches:
-        def ready(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _prepared(self, x: Tensor | Inputs, y: Tensor, index: Tensor | None) -> ReadyBatches:
+        def ready(x: Any, y: Tensor) -> tuple[Any, Tensor]:
             convert = self.trainer.precision_plugin.convert_input
-            return convert(self.prepare(x.to(self.device))), y.to(self.device)
+            return convert(self.prepare(send(x, self.device))), send(y, self.device)
 
         return ReadyBatches(Batches(x, y, index, self.eval_batch_size), ready)
