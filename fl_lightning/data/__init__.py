@@ -1,5 +1,6 @@
 """Datasets, partitions among clients, and batches."""
 
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.few_shot import FC100, FewShot
@@ -58,6 +59,7 @@ __all__ = [
     "HuggingFace",
     "ImageFolder",
     "ImageTable",
+    "Inputs",
     "LoadedData",
     "Partition",
     "PathMNIST",

@@ -690,6 +690,22 @@ TORCH = {
         Pairs(x=lambda i: torch.zeros(5 if i == 7 else 4)),
         "Pairs: x is float32 of shape (4,) in item 0 and float32 of shape (5,) in item 7. All need the same sha",
     ),
+    "different inputs": (
+        Pairs(x=lambda i: {"ids": torch.ones(2)} if i < 7 else {"id": torch.ones(2)}),
+        "Pairs: the inputs are ['ids'] in item 0 and ['id'] in item 7. All items need the same inputs, in the same or",
+    ),
+    "one input more": (
+        Pairs(x=lambda i: torch.ones(2) if i < 7 else (torch.ones(2), torch.ones(2))),
+        "Pairs: the inputs are one tensor in item 0 and [0, 1] in item 7. All items need the same inputs",
+    ),
+    "several inputs of different shapes": (
+        Pairs(x=lambda i: {"ids": torch.ones(2 if i < 7 else 3)}),
+        "Pairs: x['ids'] is float32 of shape (2,) in item 0 and float32 of shape (3,) in item 7. All need the same",
+    ),
+    "text among several inputs": (
+        Pairs(x=lambda i: {"ids": [1, 2]}),
+        "Pairs: x of item 0, 'ids', is a list of 2, not an image, tensor, array or number. A transform can",
+    ),
     "different labels": (
         Pairs(y=lambda i: 0.5 if i == 7 else 0),
         "Pairs: y is int64 of shape () in item 0 and float32 of shape () in item 7. All need the same shape and dtype",
@@ -700,7 +716,7 @@ TORCH = {
 @pytest.mark.parametrize("case", TORCH)
 def test_a_bad_torch_dataset_is_refused_by_its_key(case: str) -> None:
     data, message = TORCH[case]
-    key = "train" if case == "text" else "test"
+    key = "train" if case.startswith("text") else "test"
     both = {"train": Pairs(), "test": Pairs(), key: data}
     assert refusal(lambda: TorchDataset(**both)).startswith(f"scenario.dataset.{key}: {message}")
 
