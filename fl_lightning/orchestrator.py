@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
 from fl_lightning.algorithms.server import Server, participants_per_round
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
@@ -57,6 +58,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         algorithm: The federated method.
         rounds: Number of communication rounds.
         clients_per_round: Number of clients that take part in a round, sampled anew each round. All by default.
+        client_sampler: How the participants of a round are sampled; `UniformSampling` by default.
         training: How each client trains: optimizer, batch size, local epochs, precision, ...
         seed: Seed of all randomness: partition, initial weights, participants, batch order, dropout.
         round_lr_scheduler: A torch scheduler that is stepped once a round, on an optimizer with learning rate 1. The
@@ -98,6 +100,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         algorithm: Algorithm,
         rounds: int = 10,
         clients_per_round: int | None = None,
+        client_sampler: ClientSampler | None = None,
         training: LocalTraining = LocalTraining(),
         seed: int = 0,
         round_lr_scheduler: LRSchedulerCallable | None = None,
@@ -118,6 +121,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
         self._model, self._wanted_per_round, self.round_lr_scheduler = model, clients_per_round, round_lr_scheduler
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
+        self.client_sampler = client_sampler or UniformSampling()
         if scenario.clients is not None:  # otherwise the number comes from the data
             self._set_clients(scenario.clients)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
@@ -239,7 +243,7 @@ class FederatedOrchestrator(ArgumentsMixin):
             self._signals.check()
             self.record.writer.check()
             self._notify("on_client_end", result)
-            if has_upload(result, self.on_client_failure):
+            if has_upload(result, self.on_client_failure, self.data.names):
                 results.append(replace(result, upload=None, memory={}))
                 yield result
         require_uploads(round, len(results), len(participants), self.min_clients)
@@ -340,7 +344,9 @@ class FederatedOrchestrator(ArgumentsMixin):
         self.engine.check(worker)
         self.algorithm.samples = [worker.client_data.sample_count(client) for client in range(self.clients)]
         scales = LRScales(self.round_lr_scheduler, self.rounds)
-        self.server = Server(self.algorithm, self.clients, self.clients_per_round, self.seed, self.memory, scales)
+        sampler, per_round = self.client_sampler, self.clients_per_round
+        sampler.start(self.algorithm, self.seed, self.min_clients)
+        self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
         self.server.start(worker.template.backbone, self.data.data.num_classes)
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 

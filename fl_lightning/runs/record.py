@@ -193,7 +193,9 @@ class Record:
             before.warn_of_environment(environment(self._device))
             before.warn_of_edits(self.run_dir / "config.yaml", self._settings)
             self.warned.check(round, before.rows[self.warned.path.name])
-        self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round)
+        self.csv.clients.set_names(self._data.names.clients)
+        names = self._data.names._replace(clients=self.csv.clients.names)
+        self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round, names)
         try:
             self._write_beginning(round, config, description)
         except BaseException as error:

@@ -342,7 +342,7 @@ def test_numbers_can_be_left_unscaled_or_be_categories(tmp_path: Path) -> None:
 
 def test_large_numbers_are_scaled_in_float64(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"seconds": [1_700_000_000 + i for i in range(20)], "label": [0, 1] * 10})
-    data = Table(str(tmp_path / "t.csv"), "label").checked()
+    data = Table(str(tmp_path / "t.csv"), "label", ["seconds"]).checked()
     assert len(torch.cat([data.x_train, data.x_test]).unique()) == 20
 
 
@@ -540,6 +540,20 @@ def test_inputs_of_torch_datasets_can_be_images_arrays_and_tensors(x: Any, dtype
     data = TorchDataset(Pairs(x=x), Pairs(5, x=x)).checked()
     assert (data.x_train.dtype, data.in_shape) == (dtype, shape)
     assert data.x_train[3].max() == 3
+
+
+def test_items_of_torch_datasets_can_have_several_inputs_by_name_or_in_order() -> None:
+    def x(i: int) -> dict[str, Any]:
+        return {"ids": torch.full((5,), i), "mask": np.array([True, False]), "age": i / 2}
+
+    named = TorchDataset(Pairs(x=x), Pairs(5, x=x)).checked()
+    in_order = TorchDataset(Pairs(x=lambda i: tuple(x(i).values())), Pairs(x=lambda i: tuple(x(i).values()))).checked()
+    assert named.in_shape == {"ids": (5,), "mask": (2,), "age": ()}
+    assert in_order.in_shape == ((5,), (2,), ())
+    for tensors in (named.x_train.tensors.values(), in_order.x_train.tensors):
+        ids, mask, age = tensors
+        assert (ids.dtype, mask.dtype, age.dtype) == (torch.int64, torch.bool, torch.float32)
+        assert (ids[3].tolist(), mask[3].tolist(), age[3].item()) == ([3] * 5, [True, False], 1.5)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issub
 }
 OPTIONS = {  # required by the method
     "FedBN": {"model": NormMLP},
-    "SCAFFOLD": {"optimizer": partial(torch.optim.SGD, lr=0.1)},
+    **{name: {"optimizer": partial(torch.optim.SGD, lr=0.1)} for name in ("SCAFFOLD", "FedCM", "FedDC", "MoFedSAM")},
 }
 EPISODES = Scenario(Episodes(), Dirichlet(1.0, min_samples=60), 6)
 
