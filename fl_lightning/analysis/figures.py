@@ -102,8 +102,8 @@ def plot_runs(
         metric = mean if any(mean in row for run in runs for row in run.rounds) else None
     elif y is not None:
         known_metric(y, runs, "y")
-    found = compare(runs, [*by, across] if by and across else by, metric, reference={})
-    panels = arrange(found, across)
+    found = compare(runs, by, metric, reference={}, across=across)
+    panels = arrange(found)
     with rc_context(STYLE):
         if kind == "curves":
             return curves_figure(found, panels, x, percent, width)
@@ -114,11 +114,12 @@ def plot_runs(
         return partition_figure(panels, width)
 
 
-def arrange(found: Comparison, across: str | None) -> Panels:
+def arrange(found: Comparison) -> Panels:
     """Return the groups of a comparison by panel, a panel per value of the setting `across`, and by label."""
-    key, values = across_values(found, across) if across else ("", [""])
+    key, values = found.across, across_values(found) or [""]
     end = key.rpartition(".")[2]
-    titles = {value: value if key in ("", "algorithm") else f"{end}={value}" for value in values}
+    named = {value: f"{end}={value}" if value else f"no {end}" for value in values}
+    titles = {value: value if key in ("", "algorithm") else named[value] for value in values}
     others = [replace(group, names={k: v for k, v in group.names.items() if k != key}) for group in found.groups]
     labels = group_labels(others)
     panels: dict[str, dict[str, Group]] = {title: {} for title in titles.values()}

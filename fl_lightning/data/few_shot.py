@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.inputs import Batch
 from fl_lightning.core.task import Score
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.images import CIFAR100, Augment
@@ -156,7 +157,7 @@ class EpisodeBatches(Batches):
         episodes = (np.concatenate(sample_episode(self.members, self.task, self.rng)) for _ in range(len(self)))
         return [self.index[torch.from_numpy(episode)].to(self.x.device) for episode in episodes]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         for index in self.indices():  # a generator: Lightning also calls `iter` to check a loader, which must not draw
             yield self.x[index], self.y[index]
 

@@ -27,7 +27,7 @@ from fl_lightning.data.custom_data import (
     token_ids,
 )
 from fl_lightning.data.files import BadFile, naming_file
-from fl_lightning.data.image_folder import EncodedImage, ImageOptions
+from fl_lightning.data.image_files import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
 from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize

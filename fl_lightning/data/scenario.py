@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Classification, Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
@@ -125,14 +126,19 @@ class FederatedData:
         held = (indices for shard in self.shards for indices in (shard.train, shard.test))
         classes = torch.tensor(data.num_classes)
         parts: dict[str, Iterable[Tensor]] = {
-            "x_train": [data.x_train],
+            "x_train": _tensors(data.x_train),
             "y_train": [classes, data.y_train],
-            "x_test": [data.x_test],
+            "x_test": _tensors(data.x_test),
             "y_test": [data.y_test],
             "partition": held,
         }
         with ThreadPoolExecutor(len(parts)) as pool:  # hashing releases Python's lock
             return dict(zip(parts, pool.map(sha256, parts.values()), strict=True))
+
+
+def _tensors(x: Tensor | Inputs) -> list[Tensor]:
+    """Return the tensor of one input, or those of several inputs in the order of their names."""
+    return [value for _, value in sorted(x.items())] if isinstance(x, Inputs) else [x]
 
 
 def sha256(tensors: Iterable[Tensor]) -> str:
@@ -330,7 +336,8 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
     `x_train` and `y_train` of the result hold the training samples followed by the test samples.
     """
     assert splits.test is not None
-    x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
+    inputs: list[Any] = [data.x_train, data.x_test]
+    x, y = torch.cat(inputs), torch.cat([data.y_train, data.y_test])
     n = len(data.y_train)
     table = replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:])
     return FederatedData(table, PackedShards(splits.train, [part + n for part in splits.test]), splits.ids, objective)

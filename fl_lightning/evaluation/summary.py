@@ -133,6 +133,13 @@ def model_metrics(rows: Sequence[Row]) -> list[str]:
     return sorted(metrics.keys() - {"loss", "acc_interval"}, key=lambda name: (name != "acc", name))
 
 
+def main_metrics(rows: Sequence[Row]) -> list[str]:
+    """Return the columns of a run's main metric, such as accuracy: of the global model, and the mean over clients."""
+    recorded = {name for row in rows for name in row}
+    columns = [form.format(metric) for metric in model_metrics(rows)[:1] for form in MODEL_COLUMNS[:2]]
+    return [name for name in columns if name in recorded]
+
+
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
     """Return the first round in which a metric reached a target (R_acc); None without such a round.
 

@@ -21,9 +21,8 @@ from fl_lightning.core.files import read_file
 from fl_lightning.core.renamed import update_config
 from fl_lightning.evaluation.summary import (
     CLIENT_NAME,
-    MODEL_COLUMNS,
     Row,
-    model_metrics,
+    main_metrics,
     read_columns,
     read_rows,
     summarize,
@@ -110,9 +109,7 @@ class Run:
         """
         from fl_lightning.runs.paper_figure import plot_run  # imports matplotlib
 
-        recorded = {name for row in self.rounds for name in row}
-        models = [form.format(metric) for metric in model_metrics(self.rounds)[:1] for form in MODEL_COLUMNS[:2]]
-        chosen = metrics or [name for name in models if name in recorded] or ["global/acc"]
+        chosen = metrics or main_metrics(self.rounds) or ["global/acc"]
         return plot_run(self.rounds, [known_metric(name, [self], "metrics") for name in chosen], x, percent, width)
 
     def __repr__(self) -> str:

@@ -41,7 +41,7 @@ class Silent(RoundProgress):
     """A progress callback that shows nothing."""
 
     def __init__(self) -> None:
-        self._bars = None
+        self._live = None
 
     def on_fit_start(self, run):
         pass

@@ -43,6 +43,7 @@ class CalibratedLoss(LossTerm):
         ConfigError: A fit begins in a module without `class_counts`.
 
     Example:
+        >>> import torch
         >>> term = CalibratedLoss(tau=1.0)
         >>> term.counts = torch.tensor([16.0, 1.0])
         >>> round(float(term(Step(torch.zeros(1, 2), torch.tensor([1])))), 4)  # margins 0.5 and 1
