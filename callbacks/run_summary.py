@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fl_lightning.algorithms import WeightedMean
 from fl_lightning.core.errors import one_line
+from fl_lightning.core.inputs import describe_inputs
 from fl_lightning.models import FromModule
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def describe_input(run: FederatedRun) -> str:
     data = run.data.data
     if data.schema:
         return data.schema.summary()
-    return f"input: {str(data.x_train.dtype).removeprefix('torch.')} {data.in_shape}"
+    return f"input: {describe_inputs(data.x_train)}"
 
 
 def describe_model(run: FederatedRun) -> str:
@@ -79,9 +80,10 @@ def describe_model(run: FederatedRun) -> str:
 
 
 def describe_device(run: FederatedRun) -> str:
-    """Return the device that clients train on, the precision and the engine."""
+    """Return the device that clients train on, the precision, the memory format of images and the engine."""
     engine = type(run.engine).__name__.removesuffix("Engine").lower()
-    return f"{run.worker.device}, precision {run.worker.idle_trainer.precision}, engine {engine}"
+    images = ", channels last" if run.worker.uses_channels_last else ""
+    return f"{run.worker.device}, precision {run.worker.idle_trainer.precision}{images}, engine {engine}"
 
 
 def describe_folder(run: FederatedRun) -> str:

@@ -1,7 +1,7 @@
 """Federated methods (algorithms): one file per method, one folder per family of methods.
 
-Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge` and `Graph` in a file of this folder is exported. A new
-method needs no change here.
+Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge`, `Graph` and `ClientSampler` in a file of this folder is
+exported. A new method needs no change here.
 """
 
 from importlib import import_module
@@ -17,6 +17,15 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         WeightedMean as WeightedMean,
     )
     from fl_lightning.algorithms.base import Algorithm as Algorithm
+    from fl_lightning.algorithms.client_sampling import (
+        AvailabilityFile as AvailabilityFile,
+        ClientSampler as ClientSampler,
+        MarkovAvailability as MarkovAvailability,
+        PoissonSampling as PoissonSampling,
+        RoundRobin as RoundRobin,
+        UniformSampling as UniformSampling,
+        WeightedSampling as WeightedSampling,
+    )
     from fl_lightning.algorithms.clustered.cfl import CFL as CFL, Splits as Splits
     from fl_lightning.algorithms.clustered.ifca import IFCA as IFCA, ClusterMeans as ClusterMeans
     from fl_lightning.algorithms.decentralized.criticalfl import PeerCriticalFL as PeerCriticalFL

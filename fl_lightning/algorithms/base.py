@@ -19,6 +19,7 @@ from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import buffer_names, detached, load_weights, require_parts, to_cpu
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -33,7 +34,7 @@ Buffers = Literal["average", "local", "drop"]
 OptimizerState = Literal["fresh", "kept"]
 
 
-class Algorithm(Capable):
+class Algorithm(ArgumentsMixin, Capable):
     """Base class of federated methods, which combine loss terms, shared knowledge and an aggregator.
 
     Args:

@@ -149,7 +149,7 @@ def test_your_model_page_runs(work_dir, monkeypatch, capsys):
         run("fl-lightning fit --config digits_fedavg.yaml --config net.yaml --rounds 1")
     commands = [line for _, _, text in blocks for line in text.replace("\\\n", " ").splitlines()]
     commands = [line for line in commands if line.startswith("fl-lightning fit")]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for line in commands:
         run(line)
     runpy.run_path("script.py", run_name="__main__")

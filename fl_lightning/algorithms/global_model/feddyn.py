@@ -85,6 +85,7 @@ class DynamicServer(WeightedMean):
 
     def __init__(self, alpha: float = 0.1) -> None:
         super().__init__("uniform")
+        check_number("algorithm.alpha", alpha, "(0, inf)", "the paper uses 0.001 to 0.1")
         self.alpha = alpha
 
     def initial(self, model: Tensors, num_classes: int) -> State:

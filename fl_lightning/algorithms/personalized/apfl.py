@@ -60,29 +60,30 @@ class MixedModels(ClientModule):
             return super().training_step(batch, batch_idx)
 
     def mixture(self) -> Tensors:
-        """Return the parameters `v̄ = α v + (1 - α) w`, which depend on `v` and not on `w`."""
+        """Return the trainable parameters of `v̄ = α v + (1 - α) w`, which depend on `v` and not on `w`."""
         share, shared = float(self.alpha), dict(self.backbone.named_parameters())
-        return {name: share * v + (1 - share) * shared[name].detach() for name, v in self.own.named_parameters()}
+        own = {name: v for name, v in self.own.named_parameters() if v.requires_grad}
+        return {name: share * v + (1 - share) * shared[name].detach() for name, v in own.items()}
 
     def _train_own(self, x: Tensor, y: Tensor) -> None:
-        mixed = self.mixture()
-        gradients = torch.autograd.grad(
-            self.objective.loss(functional_call(self.own, mixed, (x,)), y), list(mixed.values()), allow_unused=True
-        )
+        mixed, own = self.mixture(), dict(self.own.named_parameters())
+        loss = self.objective.loss(functional_call(self.own, mixed, (x,)), y)
+        found = torch.autograd.grad(loss, list(mixed.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(mixed, found, strict=True) if g is not None}
         share = float(self.alpha)
         if self.adaptive and not self.steps:
             self._adapt(gradients)
         self.own_optimizer.zero_grad()
-        for v, gradient in zip(self.own.parameters(), gradients, strict=True):
-            v.grad = None if gradient is None else share * gradient
+        for name, gradient in gradients.items():
+            own[name].grad = share * gradient
         self.clip_gradients(self.own_optimizer)
         self.own_optimizer.step()
         torch.clear_autocast_cache()  # it may contain weights from before the step
 
-    def _adapt(self, gradients: tuple[Tensor | None, ...]) -> None:
+    def _adapt(self, gradients: Tensors) -> None:
         """Take a gradient step on α: `α - η <v - w, ∇f(v̄)>` (Eq. 10), clipped to [0, 1]."""
-        pairs = zip(self.own.parameters(), self.backbone.parameters(), gradients, strict=True)
-        slope = sum(((v - w) * g).detach().double().sum() for v, w, g in pairs if g is not None)
+        own, shared = dict(self.own.named_parameters()), dict(self.backbone.named_parameters())
+        slope = sum(((own[name] - shared[name]) * g).detach().double().sum() for name, g in gradients.items())
         lr = self.own_optimizer.param_groups[0]["lr"]
         self.alpha.copy_((self.alpha - lr * slope).clamp(0, 1))
 
