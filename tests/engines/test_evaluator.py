@@ -30,7 +30,6 @@ TOGETHER = {
     "FedAdam",
     "FedAvg",
     "FedAvgM",
-    "FedBN",
     "FedDistill",
     "FedDistillPlus",
     "FedDyn",
