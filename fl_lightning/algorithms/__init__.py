@@ -132,6 +132,13 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         MeanLogits as MeanLogits,
     )
     from fl_lightning.algorithms.personalized.fedfomo import Affinities as Affinities, FedFomo as FedFomo
+    from fl_lightning.algorithms.personalized.fedpac import (
+        Centroids as Centroids,
+        ClassifierCollaboration as ClassifierCollaboration,
+        FeatureAlignment as FeatureAlignment,
+        FeatureStatistics as FeatureStatistics,
+        FedPAC as FedPAC,
+    )
     from fl_lightning.algorithms.personalized.fedper import FedPer as FedPer
     from fl_lightning.algorithms.personalized.fedproto import (
         FedProto as FedProto,

@@ -36,6 +36,7 @@ REFUSED = {
     "FedDistillPlus": {"gamma": [-0.5]},
     "FedFomo": {"models": [-1], "epsilon": [-0.1, 1.1], "decay": [-0.1], "validation": [1.0, -0.1]},
     "FedNH": {"rho": [-0.1, 1.5], "scale": [0.0]},
+    "FedPAC": {"lam": [-1.0], "head_epochs": [-1]},
     "FedProto": {"lam": [-0.5]},
     "FedProx": {"mu": [-0.1]},
     "FedRCL": {"w_s": [-1.0], "w_p": [-1.0], "tau": [0.0], "threshold": [nan], "levels": [[]]},
