@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         UnitAlignment as UnitAlignment,
         UnitRepresentation as UnitRepresentation,
     )
+    from fl_lightning.algorithms.global_model.ccvr import CCVR as CCVR
     from fl_lightning.algorithms.global_model.criticalfl import CriticalFL as CriticalFL, EntryMean as EntryMean
     from fl_lightning.algorithms.global_model.fedacg import FedACG as FedACG, LookAhead as LookAhead
     from fl_lightning.algorithms.global_model.fedavg import FedAvg as FedAvg

@@ -22,6 +22,7 @@ from fl_lightning.core.errors import ConfigError
 
 REFUSED = {
     "APPLE": {"dr_lr": [-1], "mu": [-1], "length": [-1]},
+    "CCVR": {"features": [0], "epochs": [-1]},
     "CFL": {"eps1": [-1.0], "eps2": [-1.0], "min_rounds": [-1], "min_size": [0]},
     "CriticalFL": {"window": [0], "every": [0], "sure": [-1], "max_share": [1.5], "keep": [0.0, 1.1]},
     "CwFedAvg": {"lam": [-1.0, nan]},
