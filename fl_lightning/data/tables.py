@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 MOST_CATEGORIES = 1_000
 """Most categories of a one-hot encoded column. A column with more is probably a name, an id or a text."""
 
-FEWEST_IDS = 20
-"""Fewest rows of a table in which a column of different values counts as ids."""
+FEWEST_IDS = 100
+"""Fewest rows of a table in which a column of different values counts as ids. In small tables, numbers often differ."""
 
 ID_NAME = re.compile(r"(^|[\W_])(?i:id|uuid|guid)$|[a-z]I[Dd]$")
 """Matches names of columns that usually hold ids, such as `id` and `patient_id`."""

@@ -93,6 +93,9 @@ def check_class_weights(weights: ClassWeights, objective: Objective, outputs: in
     if module.trains_itself:
         what, fix = f"{class_name(module.backbone)}.training_step computes the loss", "Weight the classes there"
         raise ConfigError(f"class_weights: {what}. {fix}, or leave class_weights out.")
+    if objective.term not in module.loss_names:
+        what = f"the method trains on {', '.join(module.loss_names)} in place of {objective.term}"
+        raise ConfigError(f"class_weights: {what}. Leave class_weights out.")
     if not objective.weighs_classes:
         what = f"the loss of {type(objective).__name__} has no class weights"
         raise ConfigError(f"class_weights: {what}. Leave class_weights out.")

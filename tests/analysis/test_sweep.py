@@ -513,7 +513,7 @@ def test_a_goal_in_the_wrong_direction_gives_a_warning(metric, goal, better):
             " with algorithm Local. Use one of client/acc_mean, ",
         ),
         ("global/ac", "random", {"optimizer.lr": {"min": 0.1, "max": 0.2}}, ". Use one of global/acc, global/loss, "),
-        ("R_0.7", "grid", {"seed": {"value": 1}}, ". Use one of R_0.8, "),
+        ("R_0.7", "grid", {"seed": {"value": 1}}, ". Use one of R_0.9, "),
     ],
 )
 def test_an_unknown_metric_is_refused_before_the_first_run(metric, method, parameters, fix, tmp_path, monkeypatch):

@@ -3,16 +3,28 @@
 import csv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from commands import rows, run
+from fl_lightning.callbacks import ConfusionMatrix
+from fl_lightning.callbacks.plots import to_png
 
 from fl_lightning import runs
+from fl_lightning.analysis.figures import plot_runs
+from fl_lightning.analysis.html_report.report import contents
 from fl_lightning.analysis.summary_tables import clients_table, last_metrics
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.message import Message
+from fl_lightning.core.names import Names
+from fl_lightning.core.task import Task, failed_result
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
+from fl_lightning.engines import evaluator
+from fl_lightning.evaluation.summary import read_rows
 from fl_lightning.loggers.collection import ClientsCsv, named_key
 from fl_lightning.runs.partition import read_counts, read_names
 
@@ -87,9 +99,23 @@ def test_files_of_a_run_contain_the_names(folder: Path) -> None:
     assert list(lines[0]) == ["client", "split", "class_<i>yes</i>", "class_no", "name"]
     assert [line["name"] for line in lines] == [" ".join(name.split()) for name in NAMES] * 2
     assert read_names(Path("run")) == (SHOWN, ["<i>yes</i>", "no"])
-    assert runs.load("run").clients[["client", "name"]].drop_duplicates().values.tolist() == [
-        *map(list, enumerate(SHOWN))
-    ]
+    assert runs.load("run").clients["name"].tolist() == SHOWN * 2
+    assert [row["client"] for row in read_rows(Path("run/clients.csv"))] == [0, 1, 2] * 2
+
+
+def test_figures_and_the_report_of_a_run_show_the_names(folder: Path) -> None:
+    arrays = dict(np.load("run/figures/confusion_matrix/round-000002.npz"))
+    callback = ConfusionMatrix()
+    callback.names = read_names(Path("run"))
+    figure = callback.draw(arrays)
+    assert to_png(figure) == Path("run/figures/confusion_matrix/round-000002.png").read_bytes()
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        assert [text.get_text() for text in axis.get_ticklabels()] == ["<i>yes</i>", "no"]
+    finished = runs.open_run_folder(Path("run"))
+    (axes,) = plot_runs([finished], "partition").axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["<i>yes</i>", "no"]
+    assert axes.get_xticklabels()[0].get_text() == SHOWN[0]
+    assert contents([finished])["partitions"][0]["names"] == {"clients": SHOWN, "classes": ["<i>yes</i>", "no"]}
 
 
 def test_loggers_get_the_name_in_the_key_of_a_client(folder: Path) -> None:
@@ -116,6 +142,15 @@ def test_the_message_about_a_failed_client_has_its_name(folder: Path) -> None:
     code, _, err = run("fit", "--config", "mine.yaml", "--run_dir", "failed", "--client_callbacks+=broken.Broken")
     assert code == 1
     assert "client 0 ($[b]north$), round 1: RuntimeError: no batch" in err
+
+
+def test_a_failed_evaluation_has_the_name_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = failed_result(Task(3, 1, Message(), {}), RuntimeError("no batch"))
+    monkeypatch.setattr(evaluator, "evaluate_clients", lambda *given: [failed])
+    worker: Any = SimpleNamespace(data=SimpleNamespace(names=Names(["north", "south"])))
+    engine: Any = None
+    with pytest.raises(ClientFailure, match=r"client 1 \(south\), round 3: RuntimeError: no batch"):
+        list(evaluator.evaluate_untrained(engine, worker, [], [1]))
 
 
 def test_the_column_of_names_of_older_runs_is_read(tmp_path: Path) -> None:

@@ -326,13 +326,13 @@ def test_a_column_of_too_many_categories_is_refused(tmp_path: Path) -> None:
 
 
 def test_features_that_look_like_ids_give_one_warning_with_the_fix(tmp_path: Path) -> None:
-    n = 40
+    n = 100
     columns = {
-        "label": [0, 1] * 20,
+        "label": [0, 1] * 50,
         "row": [7 * i for i in range(n)],
         "the name": [f"name {i}" for i in range(n)],
-        "patient_id": [min(i, 30) for i in range(n)],
-        "covid": [min(i, 30) for i in range(n)],
+        "patient_id": [min(i, 70) for i in range(n)],
+        "covid": [min(i, 70) for i in range(n)],
         "siteID": [i % 3 for i in range(n)],
         "weight": [50 + i / 7 for i in range(n)],
     }
@@ -350,7 +350,7 @@ def test_features_that_look_like_ids_give_one_warning_with_the_fix(tmp_path: Pat
         make(exclude=["row"]).checked()
     make(["row", "patient_id"]).checked()  # chosen, so without a warning, which would be an error
     make(exclude=["the name", "patient_id"], categorical=["row"]).checked()
-    write_csv(tmp_path / "t.csv", {name: values[:19] for name, values in columns.items()})
+    write_csv(tmp_path / "t.csv", {name: values[:99] for name, values in columns.items()})
     make().checked()  # too few rows to tell
     expected = "scenario.dataset.exclude: column 'rows' not found. Did you mean 'row'?"
     assert refusal(lambda: make(exclude=["rows"])) == expected

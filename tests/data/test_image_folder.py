@@ -15,7 +15,7 @@ from fl_lightning.data import ByClient, ImageFolder, LoadedData, Scenario
 
 FORMS = {
     "{client}/{class}/*": "{site}/{kind}/{i:03}.png",
-    "{class}/{client}_*.png": "{kind}/{site}_{i:03}.png",
+    "{class}/{client}_*.png": "{kind}/{site}_a_{i:03}.png",
     "scans/*/{client}-{class}-????*": "scans/{i}/{site}-{kind}-{i:03}.png",
     "{split}/{client}/{class}/*": "{split}/{site}/{kind}/{i:03}.png",
     "{client}/{split}/{class}/*": "{site}/{split}/{kind}/{i:03}.png",
@@ -69,7 +69,7 @@ def test_files_that_do_not_match_and_clients_without_a_class_are_told(tmp_path: 
     shutil.rmtree(tmp_path / "east" / "dog")
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "west" / "cat" / "more").mkdir()
-    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "west" / "cat" / ".hidden.png").write_text("")
     make = partial(ImageFolder, str(tmp_path), "{client}/{class}/*")
     with pytest.warns(UserWarning, match=r"scenario\.dataset\.") as caught:
         data = make().checked()
@@ -116,6 +116,7 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         do_nothing,
         "matches no file in mine. It contains, for example, test/east/",
     ),
+    "a dot is a dot": ("{split}/{client}/{class}/0.*", do_nothing, "matches no file in mine. It contains, for example"),
     "no files": (SPLIT, keep_only("nothing"), "matches no file in mine. It contains no files"),
     "one class": (
         "*/{class}/*/*",

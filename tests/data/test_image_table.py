@@ -49,8 +49,14 @@ def test_paths_start_from_the_tables_folder_or_the_given_one(tmp_path: Path) -> 
     assert len(moved(folder=str(tmp_path)).checked().y_train) == 29
     write_csv(tmp_path / "absolute.csv", columns | {"path": [str(tmp_path / path) for path in columns["path"]]})
     assert len(ImageTable(str(tmp_path / "absolute.csv")).checked().y_train) == 29
-    data = ImageTable(str(tmp_path / "images.csv"), test_path=str(tmp_path / "absolute.csv")).checked()
-    assert values(data, "test") == list(range(36))
+    write_image_table(tmp_path / "second" / "images.csv", n=6)
+    shutil.rmtree(tmp_path / "scans")
+    write_image_table(tmp_path / "first" / "images.csv", n=12)
+    first, second = (str(tmp_path / name / "images.csv") for name in ("first", "second"))
+    (tmp_path / "second" / "scans").rename(tmp_path / "second" / "others")
+    write_csv(Path(second), {"path": [f"others/{i:03}.png" for i in range(6)], "label": ["ill", "well"] * 3})
+    data = ImageTable(first, test_path=second).checked()
+    assert values(data, "test") == list(range(6))
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": "cache"}])

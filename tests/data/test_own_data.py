@@ -342,7 +342,7 @@ def test_numbers_can_be_left_unscaled_or_be_categories(tmp_path: Path) -> None:
 
 def test_large_numbers_are_scaled_in_float64(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"seconds": [1_700_000_000 + i for i in range(20)], "label": [0, 1] * 10})
-    data = Table(str(tmp_path / "t.csv"), "label", ["seconds"]).checked()
+    data = Table(str(tmp_path / "t.csv"), "label").checked()
     assert len(torch.cat([data.x_train, data.x_test]).unique()) == 20
 
 

@@ -31,7 +31,6 @@ TOGETHER = {
     "FedAdam",
     "FedAvg",
     "FedAvgM",
-    "FedBN",
     "FedDistill",
     "FedDistillPlus",
     "FedDyn",

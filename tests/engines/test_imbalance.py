@@ -10,7 +10,7 @@ from experiments import assert_near, descend, digits, experiment, full_batch, in
 from stacking import DOUBLE, compare
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import Ditto, FedAvg, FedDW, FedProx
+from fl_lightning.algorithms import Ditto, FedAvg, FedDW, FedLC, FedProx
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
@@ -111,9 +111,9 @@ def test_stacked_clients_have_their_own_weights(tmp_path, recwarn, algorithm, we
 
 
 @in_float64
-def test_stacked_clients_with_several_labels(tmp_path):
+def test_stacked_clients_with_several_labels_in_several_rounds(tmp_path):
     y = (torch.rand(60, 3, generator=torch.Generator().manual_seed(1)) < torch.tensor([0.1, 0.5, 0.8])).long()
-    options = {"scenario": labelled(y, 4), "clients_per_round": None, "trainer": DOUBLE, "class_weights": "balanced"}
+    options = {"scenario": labelled(y, 4), "clients_per_round": 2, "trainer": DOUBLE, "class_weights": "balanced"}
     one = weights_after(tmp_path / "one", **options)
     assert_near(weights_after(tmp_path / "other", engine=StackedEngine(), **options), one)
     plain = weights_after(tmp_path / "plain", **options | {"class_weights": None})
@@ -223,6 +223,12 @@ def test_a_loss_that_may_not_use_the_weights_is_refused(tmp_path):
     scenario.objective = Own()
     run = experiment(tmp_path, scenario=scenario, clients_per_round=None, class_weights=[1.0, 1.0, 1.0])
     with pytest.raises(ConfigError, match="class_weights: the loss of Own has no class weights"):
+        run.check()
+
+
+def test_a_method_that_replaces_the_objectives_loss_is_refused(tmp_path):
+    run = experiment(tmp_path, FedLC(), class_weights="balanced")
+    with pytest.raises(ConfigError, match=r"^class_weights: the method trains on \w+ in place of ce\. Leave"):
         run.check()
 
 

@@ -32,7 +32,6 @@ class FedBN(Algorithm):
     """
 
     one_model = False
-    starts_alike = True
 
     def __init__(
         self,
