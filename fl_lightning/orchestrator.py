@@ -374,5 +374,5 @@ class FederatedOrchestrator(ArgumentsMixin):
         self._notify("on_fit_end")
 
     def _finish(self) -> Figures:
-        one = self.worker.modules.build_shared(self.state["model"]).backbone.cpu() if self.algorithm.one_model else None
+        one = self.evaluator.global_module(self.round).backbone.cpu() if self.algorithm.one_model else None
         return self.record.finish(self.evaluation.target_accuracies, None if one is None else one.state_dict())

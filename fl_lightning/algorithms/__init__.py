@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         UnitAlignment as UnitAlignment,
         UnitRepresentation as UnitRepresentation,
     )
+    from fl_lightning.algorithms.global_model.ccvr import CCVR as CCVR
     from fl_lightning.algorithms.global_model.criticalfl import CriticalFL as CriticalFL, EntryMean as EntryMean
     from fl_lightning.algorithms.global_model.fedacg import FedACG as FedACG, LookAhead as LookAhead
     from fl_lightning.algorithms.global_model.fedavg import FedAvg as FedAvg
@@ -132,6 +133,13 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         MeanLogits as MeanLogits,
     )
     from fl_lightning.algorithms.personalized.fedfomo import Affinities as Affinities, FedFomo as FedFomo
+    from fl_lightning.algorithms.personalized.fedpac import (
+        Centroids as Centroids,
+        ClassifierCollaboration as ClassifierCollaboration,
+        FeatureAlignment as FeatureAlignment,
+        FeatureStatistics as FeatureStatistics,
+        FedPAC as FedPAC,
+    )
     from fl_lightning.algorithms.personalized.fedper import FedPer as FedPer
     from fl_lightning.algorithms.personalized.fedproto import (
         FedProto as FedProto,

@@ -128,6 +128,11 @@ class Algorithm(ArgumentsMixin, Capable):
         return self.aggregator.only_averages and self.uploads_by_copying and self.aggregates_by_parts
 
     @property
+    def calibrates(self) -> bool:
+        """Whether the method changes the global model before its evaluation, in `calibrate`."""
+        return type(self).calibrate is not Algorithm.calibrate
+
+    @property
     def of_classes(self) -> Iterator[str]:
         """Names of the method's parts (loss terms, knowledge, aggregator) that only work with class labels."""
         parts: Iterable[Any] = (self, *self.loss_terms, *self.knowledge, self.aggregator)
@@ -228,6 +233,26 @@ class Algorithm(ArgumentsMixin, Capable):
         kept = {term_section(term): term.remember(module) for term in module.terms()}
         kept[OWN] = self._own(module.backbone)
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
+
+    def describe(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
+        """Client: return what `calibrate` needs from the client, computed with the global model.
+
+        Args:
+            module: The global model, in eval mode, without gradients.
+            batches: The client's training data in fixed order, without augmentation.
+            num_classes: Number of classes, `C`.
+        """
+        return {}
+
+    def calibrate(self, module: ClientModule, descriptions: Iterable[Tensors]) -> None:
+        """Server: change the global model in place before it is evaluated, exported or written at the end of the run.
+
+        The shared state does not change, so training continues without the change.
+
+        Args:
+            module: The global model, in eval mode, without gradients.
+            descriptions: The result of `describe` of every client, in ascending client id. They arrive one at a time.
+        """
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
         """Server: return the number of clients that take part in the next round.

@@ -134,7 +134,7 @@ def network_of(
     if client is not None:
         module = run.client_module(client)
     elif run.algorithm.one_model:
-        module = run.worker.modules.build_shared(run.state["model"])
+        module = run.evaluator.global_module(run.round)
     else:
         method, last = type(run.algorithm).__name__, len(run.data.shards) - 1
         raise ConfigError(f"client: {method} has no global model. Choose a client with --client, 0 to {last}")

@@ -32,6 +32,7 @@ class Stream(IntEnum):
     PREPARATION = 9
     VALIDATION = 10
     AVAILABILITY = 11
+    CALIBRATION = 12
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

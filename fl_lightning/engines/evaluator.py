@@ -14,7 +14,7 @@ from fl_lightning.algorithms.base import OWN
 from fl_lightning.algorithms.server import Server
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.message import Message
-from fl_lightning.core.seeding import RandomStates
+from fl_lightning.core.seeding import RandomStates, Stream, seed_everything
 from fl_lightning.core.task import Result, Score, Task, is_interrupt
 from fl_lightning.engines.base import Engine, in_client_order
 from fl_lightning.engines.trainer import inference
@@ -68,14 +68,17 @@ class Evaluator:
         if self.evaluation.client_model == "received":
             downloads = self.server.downloads(round + 1, self.scored)
             clients = self.without_training(round, self.scored, downloads, evaluate=True)
-        metrics = self._measure(clients, [result.on_global for result in results if result.on_global])
+        metrics = self._measure(round, clients, [result.on_global for result in results if result.on_global])
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
 
     def test(self, round: int) -> Row:
         """Return metrics after a round: of the global model, and of each client's model on the client's test split."""
         server = self.server
         downloads = server.downloads(round + 1, self.scored) if server.algorithm.server else repeat(Message())
-        return {"round": round, **self._measure(self.without_training(round, self.scored, downloads, evaluate=True))}
+        return {
+            "round": round,
+            **self._measure(round, self.without_training(round, self.scored, downloads, evaluate=True)),
+        }
 
     def without_training(
         self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any
@@ -94,13 +97,31 @@ class Evaluator:
         tasks = (Task(round, client, download, memory.get(client, {}), **options) for client, download in arriving)
         return evaluate_untrained(self.engine, self.worker, tasks, clients)
 
-    def _measure(self, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
-        scores, shared = {result.client: result.local for result in clients if result.local}, None
-        if self.server.algorithm.one_model:
-            module = self.worker.modules.build_shared(self.server.state["model"])
-            with inference(module, self.worker.idle_trainer):
-                shared = self.worker.scorer.score(module)
-        return measured(shared, scores, on_global)
+    def global_module(self, round: int) -> ClientModule:
+        """Return the module of the global model after a round, calibrated if the method does that."""
+        worker, algorithm = self.worker, self.server.algorithm
+        module = worker.modules.build_shared(self.server.state["model"])
+        if algorithm.calibrates:
+            module.batch_size = worker.batch_size
+            seed_everything(self.server.seed, Stream.CALIBRATION, round)
+            data, classes = worker.client_data, worker.data.data.num_classes
+            every = (data.training_batches(client) for client in range(self.server.clients))
+            with inference(module, worker.idle_trainer):
+                algorithm.calibrate(module, (algorithm.describe(module, batches, classes) for batches in every))
+        return module
+
+    def _measure(self, round: int, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
+        scores = {result.client: result.local for result in clients if result.local}
+        shared = self._score(self.global_module(round)) if self.server.algorithm.one_model else None
+        row = measured(shared, scores, on_global)
+        if shared and self.server.algorithm.calibrates:
+            plain = self._score(self.worker.modules.build_shared(self.server.state["model"]))
+            row |= {f"global/uncalibrated_{name}": value for name, value in plain.values.items() if name != "loss"}
+        return row
+
+    def _score(self, module: ClientModule) -> Score:
+        with inference(module, self.worker.idle_trainer):
+            return self.worker.scorer.score(module)
 
 
 def evaluate_untrained(

@@ -22,6 +22,7 @@ from fl_lightning.core.errors import ConfigError
 
 REFUSED = {
     "APPLE": {"dr_lr": [-1], "mu": [-1], "length": [-1]},
+    "CCVR": {"features": [0], "epochs": [-1]},
     "CFL": {"eps1": [-1.0], "eps2": [-1.0], "min_rounds": [-1], "min_size": [0]},
     "CriticalFL": {"window": [0], "every": [0], "sure": [-1], "max_share": [1.5], "keep": [0.0, 1.1]},
     "CwFedAvg": {"lam": [-1.0, nan]},
@@ -36,6 +37,7 @@ REFUSED = {
     "FedDistillPlus": {"gamma": [-0.5]},
     "FedFomo": {"models": [-1], "epsilon": [-0.1, 1.1], "decay": [-0.1], "validation": [1.0, -0.1]},
     "FedNH": {"rho": [-0.1, 1.5], "scale": [0.0]},
+    "FedPAC": {"lam": [-1.0], "head_epochs": [-1]},
     "FedProto": {"lam": [-0.5]},
     "FedProx": {"mu": [-0.1]},
     "FedRCL": {"w_s": [-1.0], "w_p": [-1.0], "tau": [0.0], "threshold": [nan], "levels": [[]]},

@@ -26,6 +26,7 @@ METRICS = ["AUROC", "F1Score", "MulticlassCalibrationError"]
 
 # The others send each client its own, do something to what they are sent, or keep the model themselves.
 TOGETHER = {
+    "CCVR",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",

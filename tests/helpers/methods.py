@@ -17,6 +17,7 @@ from fl_lightning.algorithms import (
     ErdosRenyi,
     FedAvg,
     FedDW,
+    FedPAC,
     FedRep,
     FedSKC,
     PeerAlgorithm,
@@ -42,6 +43,7 @@ class Episodes(Digits):
 
 NAMES = {name: getattr(algorithms, name) for name in algorithms.__all__}
 CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issubclass(c, Algorithm)} | {
+    "FedPAC": partial(FedPAC, head_epochs=0),
     "FedRep": partial(FedRep, head_epochs=0),  # some tests have one epoch alone, and that is the body's
     "PeerCriticalFL": partial(PeerCriticalFL, n_com=2),
     "UAPDFL": partial(UAPDFL, n_com=2),

@@ -1,0 +1,235 @@
+"""FedPAC: clients align their features to global class centroids, and each gets its own mixture of all heads.
+
+Xu, Tong, Huang: "Personalized Federated Learning with Feature Alignment and Classifier Collaboration", ICLR 2023,
+Algorithm 1.
+
+The two phases of a fit are FedRep's, and the alignment is FedProto's with centroids in place of prototypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.personalized.fedproto import PrototypeAlignment, Prototypes
+from fl_lightning.algorithms.personalized.fedrep import HeadThenBody
+from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.state_dicts import State, at_least_float32, combine, stack, weighted_mean
+from fl_lightning.models.base import with_encoder
+
+HEAD = "head."
+"""The prefix of the entries of the head."""
+
+
+class Centroids(Prototypes):
+    """The mean feature of each class, `(C, d)`, over all samples of the round's participants."""
+
+    name = "centroids"
+
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """Return the sums of the client's features by class, `(C, d)`, and its samples of each class, `(C,)`."""
+        sums, counts = self._passed(module, batches, num_classes)
+        return {"sums": sums, "counts": counts}
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """Return each class's mean over the participants' samples; a class that they lack keeps its last mean."""
+        sections = [upload.message.section(self.name) for upload in uploads]
+        sums, counts = (torch.stack([own[name] for own in sections]).double().sum(dim=0) for name in ("sums", "counts"))
+        values, known = (sums / counts.clamp(min=1)[:, None]).to(sections[0]["sums"].dtype), counts > 0
+        if previous:
+            values = torch.where(known[:, None], values, previous["values"])
+            known = known | previous["known"]
+        return {"values": values, "known": known}
+
+
+class FeatureAlignment(PrototypeAlignment):
+    """Pulls features towards the centroid of their class over all clients: `λ` times the mean squared distance.
+
+    The term is off before there are centroids.
+
+    Args:
+        lam: λ, 0 or more; 0 switches the term off.
+    """
+
+    def __init__(self, lam: float = 1.0) -> None:
+        super().__init__(lam)
+        self.prototypes = Centroids()
+
+    def begin(self, module: ClientModule) -> None:
+        """Check that the model has an encoder and a head."""
+        with_encoder(module.backbone)
+
+
+def feature_statistics(sums: Tensor, squares: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a client's weighted class means `h_k = p_k μ_k`, `(C, d)`, and the variance `V / n` of their estimate.
+
+    `V` is `Σ_k p_k E_k||f||² - Σ_k p_k² ||μ_k||²`, with the client's class shares `p_k` and class means `μ_k`.
+
+    Args:
+        sums: The sums of the client's features by class, `(C, d)`.
+        squares: The sum of `||f||²` over all its samples.
+        samples: n, the number of its samples.
+    """
+    means = sums / samples
+    return means, (squares / samples - means.square().sum()).clamp(min=0) / samples
+
+
+def collaboration_weights(means: Tensor, variances: Tensor) -> Tensor:
+    """Return the weights of all participants' heads in the head of each, `(K, K)`, with rows that sum to 1.
+
+    Row i minimises `||h_i - Σ_j a_j h_j||² + Σ_j a_j² V_j / n_j` over `a_j ≥ 0` with sum 1.
+
+    Args:
+        means: The participants' `h`, `(K, C, d)`.
+        variances: Their `V / n`, `(K,)`.
+    """
+    flat = means.double().flatten(start_dim=1)
+    noise = variances.double().diag()
+    return torch.stack([simplex_minimum((own - flat) @ (own - flat).T + noise) for own in flat])
+
+
+def simplex_minimum(matrix: Tensor) -> Tensor:
+    """Return the weights `a ≥ 0` with sum 1 that minimise `a' P a`.
+
+    It is a problem of non-negative least squares: for `P = R'R`, the `x ≥ 0` that minimises `||R x||² + (Σ x - 1)²` is
+    a multiple of `a`.
+
+    Args:
+        matrix: `P`, symmetric and positive semi-definite, `(K, K)`, float64.
+    """
+    from scipy.optimize import nnls  # takes a third of a second to import
+
+    values, vectors = torch.linalg.eigh(matrix / matrix.diagonal().mean().clamp(min=1e-300))
+    root = values.clamp(min=0).sqrt()[:, None] * vectors.T
+    target = torch.zeros(len(matrix) + 1, dtype=matrix.dtype)
+    target[-1] = 1
+    solution, _ = nnls(torch.cat([root, torch.ones_like(root[:1])]).numpy(), target.numpy(), maxiter=30 * len(matrix))
+    weights = torch.from_numpy(solution)
+    return weights / weights.sum()
+
+
+class FeatureStatistics(SharedKnowledge):
+    """The statistics of a client's features under the received model, for the server alone: see `feature_statistics`.
+
+    `FedPAC.prepare` computes them before training.
+    """
+
+    needs_classes = True
+    name = "feature_statistics"
+
+    def initial(self, num_classes: int) -> Tensors:
+        """Return no tensors, because statistics are never broadcast."""
+        return {}
+
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """Return the client's weighted class means, `(C, d)`, and their variance."""
+        return module.notes[self.name]
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """Return no tensors, because statistics are only read by the aggregator."""
+        return {}
+
+
+class ClassifierCollaboration(Aggregator):
+    """Average the bodies, and combine the heads anew for each participant, by the statistics of its features.
+
+    The state keeps the combined head of every client that has taken part. Other clients have the initial head.
+
+    Args:
+        weighting: Weight bodies by the clients' number of `samples`, or equally (`uniform`).
+    """
+
+    needs_classes = True
+
+    def __init__(self, weighting: Weighting = "samples") -> None:
+        self.weighting = weighting
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The statistics of the participants' features."""
+        return (FeatureStatistics(),)
+
+    def model_for(self, state: State, client: int) -> Tensors:
+        """Return the shared body with the client's own combined head."""
+        return state["model"] | state.get(head_section(client), {})
+
+    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
+        """Return all uploads of the round as a list, because a head needs the statistics of all."""
+        return list(uploads)
+
+    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+        """Return the mean body, and each participant's combination of all heads."""
+        models = [upload.message.section("model") for upload in folded]
+        heads, bodies = ([entries_of(model, head) for model in models] for head in (True, False))
+        statistics = stack([upload.message.section(FeatureStatistics.name) for upload in folded])
+        combined = combine(collaboration_weights(statistics["means"], statistics["variance"]), stack(heads))
+        weights = [upload.n_samples if self.weighting == "samples" else 1 for upload in folded]
+        own = {
+            head_section(upload.client): {name: value[i].clone() for name, value in combined.items()}
+            for i, upload in enumerate(folded)
+        }
+        return {"model": before["model"] | weighted_mean(bodies, weights)} | own
+
+
+def entries_of(model: Tensors, head: bool) -> Tensors:
+    """Return the entries of a model's head, or all others."""
+    return {name: value for name, value in model.items() if name.startswith(HEAD) == head}
+
+
+def head_section(client: int) -> str:
+    """Return the key of a client's combined head in the state."""
+    return f"head_{client}"
+
+
+class FedPAC(Algorithm):
+    """FedRep with features aligned to global class centroids, and for each client the best mixture of all heads.
+
+    Clients train the head on the received body, then the body under the new head with the alignment. Before that, they
+    compute the statistics of their features by which the server weights the heads.
+
+    Bytes a round, each participant: down `model + 4 * C * d + C`, up `model + 8 * C * d + 4 * C + 12`, and only `model`
+    down in round 1.
+
+    Args:
+        lam: λ, the weight of the alignment, 0 or more. The distance is averaged over samples and features.
+        head_epochs: Number of epochs that train the head, 0 or more. The rest of `trainer.max_epochs` trains the body.
+        weighting: Weight bodies by the clients' number of `samples`, or equally (`uniform`).
+    """
+
+    search_space: ClassVar = {"lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0}}  # Xu et al.: 1
+    one_model = False
+
+    def __init__(
+        self,
+        lam: float = 1.0,
+        head_epochs: int = 1,
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        check_number("algorithm.head_epochs", head_epochs, "[0, inf)")
+        terms = [FeatureAlignment(lam), *(loss_terms or [])]
+        super().__init__(terms, ClassifierCollaboration(weighting), buffers)
+        self.module_class = partial(HeadThenBody, personal=(HEAD,), head_epochs=head_epochs)
+
+    def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
+        """Keep the statistics of the client's features under the received model."""
+        assert module.class_counts is not None
+
+        def features_and_squares(x: Tensor) -> Tensor:
+            features = at_least_float32(module.encoder(x))
+            return torch.cat([features, features.square().sum(dim=1, keepdim=True)], dim=1)
+
+        with torch.no_grad():
+            sums, counts = class_sums_over(batches, features_and_squares, len(module.class_counts))
+        means, variance = feature_statistics(sums[:, :-1], sums[:, -1].sum(), counts.sum())
+        module.notes = {FeatureStatistics.name: {"means": means, "variance": variance}}
