@@ -80,6 +80,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     here = page.file.src_uri
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]  # the home page would be its only entry
+    elif here in EXAMPLES.values():
+        page.meta["hide"] = ["toc"]  # the file has no headings
     home = next((source for source, target in PAGES.items() if target == here), f"docs/{here}")
 
     def rewrite_link(link: re.Match[str]) -> str:
