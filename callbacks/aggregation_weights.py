@@ -10,6 +10,8 @@ from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from fl_lightning.callbacks.plots import bars, heat_maps, panels
 from matplotlib.figure import Figure
 
+from fl_lightning.core.names import labels
+
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
@@ -60,9 +62,11 @@ class AggregationWeights(RoundFigure):
 
     def draw(self, arrays: Arrays) -> Figure:
         """Draw the aggregation weights: a bar per client or, for weights by class, a heat map."""
+        clients = labels(self.names.clients, arrays["clients"])
         if arrays["weights"].ndim == 2:
-            return heat_maps({"weight of a client in a class model": arrays["weights"]}, ids=arrays["clients"])
+            weights = {"weight of a client in a class model": arrays["weights"]}
+            return heat_maps(weights, row_names=clients, column_names=self.names.classes)
         figure, (axes,) = panels(1)
-        bars(axes, arrays["clients"], arrays["weights"], "weight in the aggregation")
+        bars(axes, clients, arrays["weights"], "weight in the aggregation")
         axes.axhline(1 / len(arrays["clients"]), color="grey", linewidth=0.8)
         return figure

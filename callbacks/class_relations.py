@@ -62,7 +62,8 @@ class ClassRelations(RoundFigure):
             sl = soft_label_matrix(*class_sums_over(batches, lambda x: module(x).float().softmax(dim=1), classes))
             weight = classification_layer(module.backbone).weight.float()
             cr, distance = class_relations(weight).softmax(dim=1), consistency_loss(sl, weight)
-        return {"sl": sl.cpu().numpy(), "cr": cr.cpu().numpy(), "distance": distance.cpu().numpy()}
+        found = {"sl": sl, "cr": cr, "distance": distance}
+        return {name: value.float().cpu().numpy() for name, value in found.items()}  # NumPy has no bfloat16
 
     def numbers(self, arrays: Arrays) -> Row:
         """Return the distance between the soft-label and the class-relation matrix, as a metric of the round."""
@@ -70,4 +71,5 @@ class ClassRelations(RoundFigure):
 
     def draw(self, arrays: Arrays) -> Figure:
         """Draw the soft-label matrix and the class-relation matrix as heat maps."""
-        return heat_maps({"SL matrix": arrays["sl"], "softmax of the CR matrix": arrays["cr"]}, rows="class")
+        matrices, names = {"SL matrix": arrays["sl"], "softmax of the CR matrix": arrays["cr"]}, self.names.classes
+        return heat_maps(matrices, rows="class", row_names=names, column_names=names)

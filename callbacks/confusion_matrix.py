@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines.trainer import inference
+from fl_lightning.runs.paper_figure import set_ticks
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
@@ -80,7 +81,7 @@ class ConfusionMatrix(RoundFigure):
         """Draw the shares of predicted classes for each true class as colours; classes without samples are grey."""
         titles = {"global": "global model on the global test set"}
         if "client" in arrays:
-            titles["worst"] = f"client {arrays['client']}, the worst on its own test split"
+            titles["worst"] = f"{self.names.client(int(arrays['client']))}, the worst on its own test split"
         drawn = {title: arrays[name] for name, title in titles.items() if name in arrays}
         figure, places = panels(len(drawn))
         classes = len(next(iter(drawn.values())))
@@ -91,9 +92,9 @@ class ConfusionMatrix(RoundFigure):
             shares = np.ma.masked_where(np.repeat(held == 0, classes, axis=1), matrix / np.maximum(held, 1))
             image = axes.imshow(shares, cmap=colormaps["Blues"].with_extremes(bad="lightgrey"), vmin=0, vmax=1)
             axes.set(xlabel="predicted class")
-            axes.set_title(f"{title}\naccuracy {accuracy(matrix):.4f}", fontsize=9)
+            axes.set_title(f"{title}\naccuracy {accuracy(matrix):.4f}", fontsize=9, parse_math=False)
             for axis in (axes.xaxis, axes.yaxis):
-                axis.set_ticks(range(0, classes, max(1, classes // 20)))
+                set_ticks(axis, classes, self.names.classes)
                 axis.set_tick_params(labelsize=7)
             if classes <= MOST_COUNTS:
                 for row, column in np.argwhere(matrix):

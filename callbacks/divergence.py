@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.decentralized.ua_pdfl import DIVERGENCES, unit_input, unit_representation
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.names import labels
 from fl_lightning.engines.trainer import inference
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class UnitDivergence(RoundFigure):
     def draw(self, arrays: Arrays) -> Figure:
         """Draw this round's divergences as a heat map, and all divergences logged so far as lines over rounds."""
         figure, (left, right) = panels(2)
-        heat_map(left, arrays["divergence"], "divergence", ids=arrays["clients"])
+        clients = labels(self.names.clients, arrays["clients"])
+        heat_map(left, arrays["divergence"], "divergence", clients, clients)
         names = [str(name).removeprefix("divergence/") for name in arrays["names"]]
         series = {name: (arrays["rounds"], row) for name, row in zip(names, arrays["values"], strict=True)}
         lines(right, series, "divergence")

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.names import labels
 from fl_lightning.core.state_dicts import flatten
 
 if TYPE_CHECKING:
@@ -90,5 +91,5 @@ class ClientDrift(RoundFigure):
         """Draw bar charts of each client's distance and cosine similarity to the aggregated update."""
         figure, places = panels(2)
         for axes, what in zip(places, ("distance", "cosine"), strict=True):
-            bars(axes, arrays["clients"], arrays[what], f"{what} to the aggregate's update")
+            bars(axes, labels(self.names.clients, arrays["clients"]), arrays[what], f"{what} to the aggregate's update")
         return figure

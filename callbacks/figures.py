@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from fl_lightning.algorithms.base import OWN
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.files import write_atomically
+from fl_lightning.core.names import Names
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
@@ -45,6 +46,7 @@ class RoundFigure(RoundCallback):
         name: Name of the figure and its folder. A second figure with this name is called `<name>-2`.
         looks_at_clients: Whether it needs the clients' trained models, by `trained_model`.
         needs_classes: Whether it needs targets that are classes.
+        names: The names of the clients and classes, for `draw`. Set before `measure`.
 
     Raises:
         ConfigError: `every` is below 1, or two figures of a run would log the same numbers.
@@ -54,6 +56,7 @@ class RoundFigure(RoundCallback):
     _written: str = ""
     looks_at_clients: bool = False
     needs_classes: bool = False
+    names: Names = Names()
 
     def __init__(self, every: int | None = None) -> None:
         check_positive(f"callbacks: {type(self).__name__}.", every=every)
@@ -109,6 +112,7 @@ class RoundFigure(RoundCallback):
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
         """If a figure is due in this round, call `measure`, and add the result of `numbers` to the round's metrics."""
+        self.names = run.data.names
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         if self._arrays is not None:
             metrics |= self.numbers(self._arrays)

@@ -20,7 +20,9 @@ from fl_lightning.algorithms.global_model.fedskc import local_knowledge
 from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.names import labels, shorten_name
 from fl_lightning.engines.trainer import inference
+from fl_lightning.runs.paper_figure import TICK_LETTERS
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
@@ -103,8 +105,8 @@ class KnowledgeMap(RoundFigure):
 
     def draw(self, arrays: Arrays) -> Figure:
         """Draw test samples as points in their class's colour, and the client's class means as labelled diamonds."""
-        labels, held = arrays["labels"], arrays["classes"]
-        classes = int(max(labels.max(), held.max(initial=0))) + 1
+        targets, held = arrays["labels"], arrays["classes"]
+        classes = int(max(targets.max(), held.max(initial=0))) + 1
         named = classes <= MOST_IN_LEGEND
         colors = colormaps["tab10" if classes <= 10 else "tab20" if named else "turbo"]
         scale: dict[str, Any] = {"cmap": colors, "vmin": 0, "vmax": colors.N - 1 if named else classes - 1}
@@ -112,26 +114,30 @@ class KnowledgeMap(RoundFigure):
         side = min(4.2 + 0.05 * max(0, len(held) - 10), 9.0)
         figure.set_size_inches(side + 1.5, side + 0.6)
         (x, y), (at_x, at_y) = arrays["points"].T, arrays["knowledge"].T
-        shown = axes.scatter(x, y, c=labels, s=8, **scale)
+        shown = axes.scatter(x, y, c=targets, s=8, **scale)
         axes.scatter(at_x, at_y, c=held, s=DIAMOND**2, marker="D", edgecolors="black", zorder=4, **scale)
         axes.set(xticks=[], yticks=[])
         axes.set_title("logits of test samples, and structural knowledge", fontsize=9)
-        owner = f"knowledge of client {arrays['client']}, by class"
+        owner = f"knowledge of {self.names.client(int(arrays['client']))}, by class"
         kinds = [
             Line2D([], [], color="grey", marker=".", linestyle="", label="test sample"),
             Line2D([], [], color="grey", marker="D", markeredgecolor="black", linestyle="", label=owner),
         ]
-        figure.legend(handles=kinds, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+        legend = figure.legend(handles=kinds, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+        legend.get_texts()[1].set_parse_math(False)
         if named:
-            points = [
-                Line2D([], [], color=colors(j), marker="o", linestyle="", label=str(j))
-                for j in np.union1d(labels, held).tolist()
-            ]
-            figure.legend(handles=points, loc="outside right upper", title="class", fontsize=8, frameon=False)
+            present = np.union1d(targets, held).tolist()
+            points = [Line2D([], [], color=colors(j), marker="o", linestyle="", label=str(j)) for j in present]
+            legend = figure.legend(handles=points, loc="outside right upper", title="class", fontsize=8, frameon=False)
+            for text, name in zip(legend.get_texts(), labels(self.names.classes, present), strict=True):
+                text.set(
+                    text=shorten_name(name, TICK_LETTERS), parse_math=False
+                )  # labels of handles may not begin with _
         else:
             figure.colorbar(shown, ax=axes, label="class")
         if len(held) <= MOST_LABELS:
-            place_labels(axes, arrays["knowledge"], [str(label) for label in held])
+            texts = [shorten_name(name, TICK_LETTERS) for name in labels(self.names.classes, held)]
+            place_labels(axes, arrays["knowledge"], texts)
         return figure
 
 
@@ -149,7 +155,7 @@ def place_labels(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
     assert figure
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-    notes = [axes.annotate(text, (0, 0), xycoords="figure pixels", fontsize=7) for text in texts]
+    notes = [axes.annotate(text, (0, 0), xycoords="figure pixels", fontsize=7, parse_math=False) for text in texts]
     sizes = np.array([(box.width, box.height) for box in (note.get_window_extent() for note in notes)]).reshape(-1, 2)
     inside, marker = axes.get_window_extent(), DIAMOND * 2**0.5 * figure.dpi / 72
     at = axes.transData.transform(points) if len(points) else points
@@ -166,7 +172,7 @@ def place_labels(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
         line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
         halo = [withStroke(linewidth=1.5, foreground="white")]
         style: dict[str, Any] = {"fontsize": 7, "ha": "center", "va": "center", "zorder": 3, "path_effects": halo}
-        axes.annotate(note.get_text(), own, xytext=spot, arrowprops=line, **style)
+        axes.annotate(note.get_text(), own, xytext=spot, arrowprops=line, parse_math=False, **style)
 
 
 def places_around(point: np.ndarray, step: float) -> Iterator[np.ndarray]:

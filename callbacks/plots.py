@@ -13,22 +13,25 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from fl_lightning.core.files import write_atomically
-from fl_lightning.runs.paper_figure import draw_partition, heat_map
+from fl_lightning.core.names import Names
+from fl_lightning.runs.paper_figure import draw_partition, heat_map, set_ticks
 from fl_lightning.runs.partition import MAX_COLUMNS
 
 
-def partition_figure(counts: np.ndarray, path: Path) -> None:
+def partition_figure(counts: np.ndarray, path: Path, names: Names = Names()) -> None:
     """Draw a partition as bubbles, or as a heat map for more than 200 clients, see `draw_partition`.
 
     Args:
         counts: `(clients, C)` samples.
         path: The PNG to write.
+        names: The names of the clients and classes.
     """
     clients, classes = counts.shape
     bubbles = clients <= MAX_COLUMNS
-    size = (min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)) if bubbles else (4.0, 3.4)
+    width, height = max(2 + 0.35 * clients, 4), 1.5 + 0.3 * classes + bool(names.clients)  # names may be rotated
+    size = (min(width, 24), min(height, 24)) if bubbles else (4.0, 3.4)
     figure = Figure(figsize=size, layout="constrained")
-    draw_partition(axes := figure.subplots(), counts)
+    draw_partition(axes := figure.subplots(), counts, names=names)
     if bubbles:
         axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
     write_png(figure, path)
@@ -52,7 +55,11 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def heat_maps(
-    matrices: Mapping[str, np.ndarray], rows: str = "client", columns: str = "class", ids: Sequence[int] = ()
+    matrices: Mapping[str, np.ndarray],
+    rows: str = "client",
+    columns: str = "class",
+    row_names: Sequence[str] = (),
+    column_names: Sequence[str] = (),
 ) -> Figure:
     """Draw matrices side by side, each with its own colour scale.
 
@@ -60,11 +67,12 @@ def heat_maps(
         matrices: Title to `(n, m)` matrix.
         rows: Label of the rows.
         columns: Label of the columns.
-        ids: Names of the rows, for matrices with as many rows; otherwise 0, 1, ...
+        row_names: Names of the rows, for matrices with as many rows; otherwise 0, 1, ...
+        column_names: Names of the columns, likewise.
     """
     figure, places = panels(len(matrices))
     for axes, (title, matrix) in zip(places, matrices.items(), strict=True):
-        heat_map(axes, matrix, title, ids)
+        heat_map(axes, matrix, title, row_names, column_names)
         axes.set_xlabel(columns)
     places[0].set_ylabel(rows)
     return figure
@@ -80,8 +88,9 @@ def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel:
         axes.legend(fontsize=8)
 
 
-def bars(axes: Axes, labels: Sequence[int], heights: np.ndarray, title: str, xlabel: str = "client") -> None:
-    """Draw a bar chart with one bar per label."""
-    axes.bar([str(label) for label in labels], heights)
+def bars(axes: Axes, names: Sequence[str], heights: np.ndarray, title: str, xlabel: str = "client") -> None:
+    """Draw a bar chart with one bar per name."""
+    axes.bar(range(len(names)), heights)
+    set_ticks(axes.xaxis, len(names), names)
     axes.set_xlabel(xlabel)
     axes.set_title(title, fontsize=9)

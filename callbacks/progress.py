@@ -15,13 +15,14 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
+    from fl_lightning.callbacks.notebook_view import NotebookView
 
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.summary import Row
 
 
 class RoundProgress(RoundCallback):
-    """Show a summary of the run, and its progress and remaining time: bars on a terminal, otherwise one line per round.
+    """Show a summary of the run and its progress: bars on a terminal, a live view in a notebook, lines in a file.
 
     Args:
         console: The output; standard output by default.
@@ -29,40 +30,33 @@ class RoundProgress(RoundCallback):
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        self._bars: Progress | None = None
+        self._live: Bars | NotebookView | None = None
         self._started = 0.0
         self._first_round = 0
 
     def on_fit_start(self, run: FederatedRun) -> None:
-        """Print the summary of the run and, on a terminal, start the progress bars."""
+        """Print the summary of the run. On a terminal or in a notebook, start the display of the progress."""
         self._started, self._first_round = time.monotonic(), run.round
         self.console.print("\n".join(summarize_run(run)), soft_wrap=True, highlight=False, markup=False)
-        if not self.console.is_terminal:
-            return
-        self._bars = Bars(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            console=self.console,
-            transient=True,
-        )
-        self._rounds = self._bars.add_task("rounds", total=run.rounds, completed=run.round, note="")
-        self._clients = self._bars.add_task("clients", total=None, note="")
-        self._bars.start()
+        if self.console.is_jupyter and not self.console.quiet:
+            from fl_lightning.callbacks.notebook_view import NotebookView  # imports pandas
+
+            self._live = NotebookView(run)
+        elif self.console.is_terminal:
+            self._live = Bars(run, self.console)
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
-        """Reset the progress bar of the round's clients."""
-        if self._bars:
-            self._bars.reset(self._clients, total=len(participants))
+        """Reset the number of the round's trained clients."""
+        if self._live:
+            self._live.begin_round(len(participants))
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Advance the progress bar of the round's clients."""
-        if self._bars:
-            self._bars.advance(self._clients)
+        """Show that a client has finished its fit."""
+        if self._live:
+            self._live.end_client()
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Advance the progress bar of rounds or, without a terminal, print a line about the round.
+        """Show the metrics of the round or, without a terminal or notebook, print a line about it.
 
         After the first round, also print the engine's message, such as the engine that `auto` has chosen.
         """
@@ -70,18 +64,18 @@ class RoundProgress(RoundCallback):
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
         labels = {"global/acc": "global acc", "client/acc_mean": "client acc", "client/train_loss": "loss"}
         note = "  ".join(f"{label} {metrics[name]:.4f}" for name, label in labels.items() if name in metrics)
-        if self._bars:
-            self._bars.update(self._rounds, completed=run.round, note=note)
+        left = (time.monotonic() - self._started) / (run.round - self._first_round) * (run.rounds - run.round)
+        if self._live:
+            self._live.end_round(note, left)
         else:
-            done = run.round - self._first_round
-            left = (time.monotonic() - self._started) / done * (run.rounds - run.round)
             self.console.print(f"round {run.round}/{run.rounds}  {note}  left {left:.0f} s", soft_wrap=True)
 
     def on_fit_end(self, run: FederatedRun) -> None:
-        """Remove the progress bars."""
-        if self._bars:
-            self._bars.stop()
-            self._bars = None
+        """Remove the progress bars. In a notebook, show the final metrics and why the run ended."""
+        if self._live:
+            stopped = f"stopped after round {run.round} of {run.rounds}"
+            self._live.end(describe_end(run, self._first_round) if run.is_over else stopped)
+            self._live = None
 
 
 class Bars(Progress):
@@ -89,6 +83,36 @@ class Bars(Progress):
 
     Without that line, `^C` would wrap and a bar would remain on the screen.
     """
+
+    def __init__(self, run: FederatedRun, console: Console) -> None:
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            console=console,
+            transient=True,
+        )
+        self.run = run
+        self._rounds = self.add_task("rounds", total=run.rounds, completed=run.round, note="")
+        self._clients = self.add_task("clients", total=None, note="")
+        self.start()
+
+    def begin_round(self, clients: int) -> None:
+        """Reset the bar of the round's clients."""
+        self.reset(self._clients, total=clients)
+
+    def end_client(self) -> None:
+        """Advance the bar of the round's clients."""
+        self.advance(self._clients)
+
+    def end_round(self, note: str, left: float) -> None:
+        """Advance the bar of rounds. It computes the remaining time itself."""
+        self.update(self._rounds, completed=self.run.round, note=note)
+
+    def end(self, reason: str) -> None:
+        """Remove the bars. The reason is printed elsewhere."""
+        self.stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return the bars, the notes and the empty line."""

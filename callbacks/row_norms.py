@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from fl_lightning.algorithms.personalized.cwfedavg import class_layer, class_layer_name, class_models
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.names import labels
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
@@ -99,7 +100,8 @@ class RowNorms(RoundFigure):
         }
         if "class_models" in arrays:
             panels["row norms, class models"] = arrays["class_models"]
-        return heat_maps(panels, ids=arrays["clients"])
+        clients = labels(self.names.clients, arrays["clients"])
+        return heat_maps(panels, row_names=clients, column_names=self.names.classes)
 
 
 def row_shares(matrix: np.ndarray) -> np.ndarray:

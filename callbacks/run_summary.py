@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 from fl_lightning.algorithms import WeightedMean
 from fl_lightning.core.errors import one_line
+from fl_lightning.core.inputs import describe_inputs
 from fl_lightning.models import FromModule
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
     from fl_lightning.algorithms import Algorithm
+
+SHOWN_PARTS = 3
+"""Maximum number of personal parts that the summary names."""
 
 
 def summarize_run(run: FederatedRun) -> list[str]:
@@ -40,7 +44,8 @@ def sent_sections(run: FederatedRun) -> list[str]:
     What an `upload` of the method's own adds is not known before it is called.
     """
     algorithm = run.algorithm
-    own = ", ".join(prefix.rstrip(".") for prefix in algorithm.personal)
+    parts = [prefix.rstrip(".") for prefix in algorithm.personal]
+    own = ", ".join(parts[:SHOWN_PARTS]) + (f" and {len(parts) - SHOWN_PARTS} more" if parts[SHOWN_PARTS:] else "")
     model = [f"model without {own}" if own else "model"] * bool(algorithm.shared_names(run.worker.template.backbone))
     download = run.evaluator.server.download(run.round + 1, 0).sections if algorithm.server else {}
     sections = dict.fromkeys([*(piece.name for piece in algorithm.knowledge), *download])
@@ -61,7 +66,7 @@ def describe_input(run: FederatedRun) -> str:
     data = run.data.data
     if data.schema:
         return data.schema.summary()
-    return f"input: {str(data.x_train.dtype).removeprefix('torch.')} {data.in_shape}"
+    return f"input: {describe_inputs(data.x_train)}"
 
 
 def describe_model(run: FederatedRun) -> str:
@@ -75,9 +80,10 @@ def describe_model(run: FederatedRun) -> str:
 
 
 def describe_device(run: FederatedRun) -> str:
-    """Return the device that clients train on, the precision and the engine."""
+    """Return the device that clients train on, the precision, the memory format of images and the engine."""
     engine = type(run.engine).__name__.removesuffix("Engine").lower()
-    return f"{run.worker.device}, precision {run.worker.idle_trainer.precision}, engine {engine}"
+    images = ", channels last" if run.worker.uses_channels_last else ""
+    return f"{run.worker.device}, precision {run.worker.idle_trainer.precision}{images}, engine {engine}"
 
 
 def describe_folder(run: FederatedRun) -> str:

@@ -21,7 +21,9 @@ from fl_lightning.core.public_names import public_classes
 ROOT = Path(__file__).parent.parent
 ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
-PAGES = ROOT_PAGES | EXAMPLES  # the page of each file of the repository
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+TUTORIALS = {f"docs/tutorials/{path.name}": f"tutorials/{path.stem}.md" for path in NOTEBOOKS}
+PAGES = ROOT_PAGES | EXAMPLES | TUTORIALS  # the page of each file of the repository
 
 FILTERED = tuple(
     f"fl_lightning{name}" for name in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".analysis", ".cli")

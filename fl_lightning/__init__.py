@@ -56,9 +56,9 @@ _NAMES = {
     "client.module": "ClientModule LossTerm Step",
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses EMNIST
-        FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder IMDB LoadedData MNIST Partition
-        PathMNIST Pathological PredefinedSplit QuantitySkew Scenario Sent140 Shakespeare Shard Shards SVHN Table
-        TableSchema TextTable TinyImageNet TorchDataset
+        FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB Inputs LoadedData
+        MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew Scenario Sent140 Shakespeare Shard Shards
+        SVHN Table TableSchema TextTable TinyImageNet TorchDataset
     """,
     "data.transforms": "CropFlip Normalize",
     "engines": """

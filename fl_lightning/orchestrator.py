@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
 from fl_lightning.algorithms.server import Server, participants_per_round
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
@@ -22,6 +23,7 @@ from fl_lightning.callbacks.progress import describe_end, describe_progress
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
+from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
@@ -39,12 +41,12 @@ from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
 from fl_lightning.runs.failed_clients import has_upload, require_uploads
 from fl_lightning.runs.folder import new_run_dir
-from fl_lightning.runs.reader import Figures, Run
+from fl_lightning.runs.reader import Figures, Run, read_config
 from fl_lightning.runs.record import Keep, Record
 from fl_lightning.runs.signals import RunSignals
 
 
-class FederatedOrchestrator:
+class FederatedOrchestrator(ArgumentsMixin):
     """Run a federated experiment: build the data and the clients, run the rounds, and write everything to a run folder.
 
     Each round samples clients, sends them messages, trains them, aggregates their uploads, evaluates and logs the
@@ -56,6 +58,7 @@ class FederatedOrchestrator:
         algorithm: The federated method.
         rounds: Number of communication rounds.
         clients_per_round: Number of clients that take part in a round, sampled anew each round. All by default.
+        client_sampler: How the participants of a round are sampled; `UniformSampling` by default.
         training: How each client trains: optimizer, batch size, local epochs, precision, ...
         seed: Seed of all randomness: partition, initial weights, participants, batch order, dropout.
         round_lr_scheduler: A torch scheduler that is stepped once a round, on an optimizer with learning rate 1. The
@@ -97,6 +100,7 @@ class FederatedOrchestrator:
         algorithm: Algorithm,
         rounds: int = 10,
         clients_per_round: int | None = None,
+        client_sampler: ClientSampler | None = None,
         training: LocalTraining = LocalTraining(),
         seed: int = 0,
         round_lr_scheduler: LRSchedulerCallable | None = None,
@@ -117,6 +121,7 @@ class FederatedOrchestrator:
         self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
         self._model, self._wanted_per_round, self.round_lr_scheduler = model, clients_per_round, round_lr_scheduler
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
+        self.client_sampler = client_sampler or UniformSampling()
         if scenario.clients is not None:  # otherwise the number comes from the data
             self._set_clients(scenario.clients)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
@@ -147,6 +152,7 @@ class FederatedOrchestrator:
         Args:
             resume: Resume the run in `run_dir`.
             config: The resolved config. It is written to `config.yaml`, passed to the loggers and compared on resume.
+                By default, the file describes this run's objects by class and arguments, so that runs can be compared.
             name: Name of the run in the loggers.
             group: Name of the group in the loggers; runs that differ only in the seed share it.
             fast: Make a dry run in a temporary folder, without loggers: two rounds of two clients with two batches
@@ -180,7 +186,8 @@ class FederatedOrchestrator:
             with self.record.close_at_end(self._release), limited_garbage_collection(), self._signals:
                 self._notify("on_fit_start")
                 self.engine.in_one_fit(self.worker, self._run_rounds)
-                return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
+                finals = self._finish()
+                return Run(self.run_dir, config or read_config(self.run_dir), self.csv.rows, finals)
 
     def check(self) -> None:
         """Load the data, and make all checks that precede the first round. `fit` does this, too.
@@ -236,7 +243,7 @@ class FederatedOrchestrator:
             self._signals.check()
             self.record.writer.check()
             self._notify("on_client_end", result)
-            if has_upload(result, self.on_client_failure):
+            if has_upload(result, self.on_client_failure, self.data.names):
                 results.append(replace(result, upload=None, memory={}))
                 yield result
         require_uploads(round, len(results), len(participants), self.min_clients)
@@ -337,7 +344,9 @@ class FederatedOrchestrator:
         self.engine.check(worker)
         self.algorithm.samples = [worker.client_data.sample_count(client) for client in range(self.clients)]
         scales = LRScales(self.round_lr_scheduler, self.rounds)
-        self.server = Server(self.algorithm, self.clients, self.clients_per_round, self.seed, self.memory, scales)
+        sampler, per_round = self.client_sampler, self.clients_per_round
+        sampler.start(self.algorithm, self.seed, self.min_clients)
+        self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
         self.server.start(worker.template.backbone, self.data.data.num_classes)
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
@@ -352,7 +361,13 @@ class FederatedOrchestrator:
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]
-        self.record.begin(config, Labels(name, group, kinds))
+        self.record.begin(config, Labels(name, group, kinds), {} if config or self.is_dry_run else self._description())
+
+    def _description(self) -> dict[str, Any]:
+        """Return the arguments of this orchestrator as a config, without those that configs do not have or compare."""
+        arguments = describe(self)["init_args"]
+        arguments |= arguments.pop("training")
+        return {key: value for key, value in arguments.items() if key not in ("run_dir", "logger", "callbacks")}
 
     def _release(self) -> None:
         self.engine.close()

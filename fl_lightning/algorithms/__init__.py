@@ -1,7 +1,7 @@
 """Federated methods (algorithms): one file per method, one folder per family of methods.
 
-Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge` and `Graph` in a file of this folder is exported. A new
-method needs no change here.
+Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge`, `Graph` and `ClientSampler` in a file of this folder is
+exported. A new method needs no change here.
 """
 
 from importlib import import_module
@@ -17,6 +17,15 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         WeightedMean as WeightedMean,
     )
     from fl_lightning.algorithms.base import Algorithm as Algorithm
+    from fl_lightning.algorithms.client_sampling import (
+        AvailabilityFile as AvailabilityFile,
+        ClientSampler as ClientSampler,
+        MarkovAvailability as MarkovAvailability,
+        PoissonSampling as PoissonSampling,
+        RoundRobin as RoundRobin,
+        UniformSampling as UniformSampling,
+        WeightedSampling as WeightedSampling,
+    )
     from fl_lightning.algorithms.clustered.cfl import CFL as CFL, Splits as Splits
     from fl_lightning.algorithms.clustered.ifca import IFCA as IFCA, ClusterMeans as ClusterMeans
     from fl_lightning.algorithms.decentralized.criticalfl import PeerCriticalFL as PeerCriticalFL
@@ -30,14 +39,36 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         UnitRepresentation as UnitRepresentation,
     )
     from fl_lightning.algorithms.global_model.criticalfl import CriticalFL as CriticalFL, EntryMean as EntryMean
+    from fl_lightning.algorithms.global_model.fedacg import FedACG as FedACG, LookAhead as LookAhead
     from fl_lightning.algorithms.global_model.fedavg import FedAvg as FedAvg
     from fl_lightning.algorithms.global_model.fedavgm import FedAvgM as FedAvgM, ServerMomentum as ServerMomentum
+    from fl_lightning.algorithms.global_model.fedcm import (
+        ClientMomentum as ClientMomentum,
+        DirectionServer as DirectionServer,
+        FedCM as FedCM,
+    )
+    from fl_lightning.algorithms.global_model.feddc import (
+        DriftCorrection as DriftCorrection,
+        DriftPenalty as DriftPenalty,
+        FedDC as FedDC,
+    )
     from fl_lightning.algorithms.global_model.feddw import (
         DistillingWeights as DistillingWeights,
         FedDW as FedDW,
         SoftLabels as SoftLabels,
     )
+    from fl_lightning.algorithms.global_model.feddyn import (
+        DynamicRegularizer as DynamicRegularizer,
+        DynamicServer as DynamicServer,
+        FedDyn as FedDyn,
+    )
+    from fl_lightning.algorithms.global_model.fedlc import CalibratedLoss as CalibratedLoss, FedLC as FedLC
     from fl_lightning.algorithms.global_model.fednh import FedNH as FedNH, PrototypeAveraging as PrototypeAveraging
+    from fl_lightning.algorithms.global_model.fednova import (
+        FedNova as FedNova,
+        NormalizedAveraging as NormalizedAveraging,
+    )
+    from fl_lightning.algorithms.global_model.fedntd import FedNTD as FedNTD, NotTrueDistillation as NotTrueDistillation
     from fl_lightning.algorithms.global_model.fedopt import (
         AdaptiveServer as AdaptiveServer,
         FedAdagrad as FedAdagrad,
@@ -46,6 +77,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     )
     from fl_lightning.algorithms.global_model.fedprox import FedProx as FedProx, Proximal as Proximal
     from fl_lightning.algorithms.global_model.fedrcl import FedRCL as FedRCL, RelaxedContrastive as RelaxedContrastive
+    from fl_lightning.algorithms.global_model.fedsam import FedSAM as FedSAM, MoFedSAM as MoFedSAM
     from fl_lightning.algorithms.global_model.fedsiam_da import (
         DualAggregation as DualAggregation,
         FedSiamDA as FedSiamDA,
@@ -76,6 +108,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         Ring as Ring,
         Torus as Torus,
     )
+    from fl_lightning.algorithms.personalized.apfl import APFL as APFL
     from fl_lightning.algorithms.personalized.apple import APPLE as APPLE, Cores as Cores
     from fl_lightning.algorithms.personalized.cwfedavg import (
         ClassShares as ClassShares,
@@ -91,6 +124,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         LastUploads as LastUploads,
     )
     from fl_lightning.algorithms.personalized.fedbabu import FedBABU as FedBABU
+    from fl_lightning.algorithms.personalized.fedbn import FedBN as FedBN
     from fl_lightning.algorithms.personalized.feddistill import (
         FedDistill as FedDistill,
         FedDistillPlus as FedDistillPlus,
@@ -105,8 +139,11 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         Prototypes as Prototypes,
     )
     from fl_lightning.algorithms.personalized.fedrep import FedRep as FedRep
+    from fl_lightning.algorithms.personalized.fedrod import BalancedSoftmax as BalancedSoftmax, FedROD as FedROD
+    from fl_lightning.algorithms.personalized.lgfedavg import LGFedAvg as LGFedAvg
     from fl_lightning.algorithms.personalized.local import Local as Local
     from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg
+    from fl_lightning.algorithms.personalized.pfedme import PFedMe as PFedMe
 
 __all__ = sorted(["State", *public_classes()])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
@@ -17,7 +18,7 @@ from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 Weighting = Literal["samples", "uniform"]
 
 
-class Aggregator(Capable):
+class Aggregator(ArgumentsMixin, Capable):
     """Turn the clients' uploads of a round into the next shared state (`fold`, then `finish`).
 
     `fold` gets the uploads of a round in ascending client id and keeps only what `finish` needs. `finish` also gets the

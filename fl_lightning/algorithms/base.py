@@ -19,6 +19,7 @@ from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import buffer_names, detached, load_weights, require_parts, to_cpu
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -33,7 +34,7 @@ Buffers = Literal["average", "local", "drop"]
 OptimizerState = Literal["fresh", "kept"]
 
 
-class Algorithm(Capable):
+class Algorithm(ArgumentsMixin, Capable):
     """Base class of federated methods, which combine loss terms, shared knowledge and an aggregator.
 
     Args:
@@ -68,6 +69,7 @@ class Algorithm(Capable):
             afterwards.
         aggregates_by_parts: Whether `aggregate` leaves the uploads' weights to the aggregator.
         starts_alike: Whether all clients without a personal part start from the same model, if there is one.
+        search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
     """
 
     capabilities: ClassVar = {
@@ -91,6 +93,7 @@ class Algorithm(Capable):
     needs_classes: bool = False
     module_class: Callable[..., ClientModule] = ClientModule
     samples: Sequence[int] = ()
+    search_space: ClassVar[dict[str, dict[str, Any]]] = {}
     fixed: frozenset[str] = frozenset()
 
     def __init__(

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Message, Upload
@@ -42,6 +43,7 @@ class Server:
         algorithm: The federated method.
         clients: Number of clients.
         clients_per_round: Number of clients that take part in a round, unless the algorithm chooses another.
+        sampler: Chooses the participants of a round.
         seed: Seed of the run.
         memory: The clients' states. They are kept here, but only the client itself and, for `Algorithm.public`, its
             peers read them.
@@ -56,12 +58,13 @@ class Server:
         algorithm: Algorithm,
         clients: int,
         clients_per_round: int,
+        sampler: ClientSampler,
         seed: int,
         memory: ClientStates,
         lr_scales: LRScales,
     ) -> None:
         self.algorithm, self.clients, self.clients_per_round = algorithm, clients, clients_per_round
-        self.seed, self.memory, self.lr_scales = seed, memory, lr_scales
+        self.sampler, self.seed, self.memory, self.lr_scales = sampler, seed, memory, lr_scales
         self.state: State = {}
 
     def start(self, backbone: nn.Module, num_classes: int) -> None:
@@ -85,9 +88,8 @@ class Server:
         All methods with the same seed see the same clients, except methods that choose the number of clients from
         their state.
         """
-        rng = generator(self.seed, Stream.PARTICIPANTS, round)
         cohort = self.algorithm.cohort(self.state, self.clients_per_round, self.clients)
-        return sorted(rng.choice(self.clients, cohort, replace=False).tolist())
+        return self.sampler.sample(round, cohort)
 
     def download(self, round: int, client: int) -> Message:
         """Return the message that a client receives at the start of a round, from the current state."""

@@ -139,6 +139,7 @@ class Comparison:
         groups: The groups, sorted by their values; a reference comes before the groups that are compared with it.
         reference: The name of the reference; empty if there is none.
         remarks: Warnings about how comparable the groups are.
+        across: The setting whose values become columns or panels; empty if there is none.
         percent: Whether the values of the metric are in percent.
     """
 
@@ -149,6 +150,7 @@ class Comparison:
     groups: list[Group]
     reference: str
     remarks: list[str]
+    across: str = ""
     percent: bool = False
 
     @property
@@ -159,7 +161,7 @@ class Comparison:
     @property
     def columns(self) -> list[str]:
         """The settings that have a table column. `algorithm.mu` has none: it is shown in the column of `algorithm`."""
-        return [key for key in self.keys if not is_below(key, self.keys)]
+        return _columns(self.keys, self.across)
 
     @property
     def seeds(self) -> list[Any]:
@@ -213,6 +215,7 @@ def compare(
     lower: bool | None = None,
     reference: Mapping[str, Any] | None = None,
     targets: Sequence[float] = (),
+    across: str | None = None,
 ) -> Comparison:
     """Group runs that differ only in the seed, and compare the groups by a metric.
 
@@ -225,15 +228,20 @@ def compare(
         reference: Settings of the reference groups, among those that are grouped by. Each group is compared with the
             one that has these settings and otherwise the same. By default `algorithm: FedAvg`, if that is one group.
         targets: Values of the metric for which to report when they were reached.
+        across: A setting whose values become columns or panels. It is added to `by`.
 
     Raises:
-        ConfigError: No run has the metric or a key, or the reference matches no group, or several.
+        ConfigError: No run has the metric or a key, the groups do not differ in `across`, or the reference matches no
+            group, or several.
     """
     texts = {run: compared_settings(run) for run in runs}
     varied = _varied(texts)
     keys = list(dict.fromkeys(known_key(name, runs, "--by") for name in by)) or list(varied)
+    across = _across_key(across, keys, runs, bool(by)) if across else ""
+    keys += [across] if across and across not in keys else []
     if uncompared := [key for key in keys if _is_uncompared(key)]:
-        raise ConfigError(f"--by: {uncompared[0]} cannot group runs: it does not affect results, or is the seed")
+        option = "--across" if uncompared[0] == across else "--by"
+        raise ConfigError(f"{option}: {uncompared[0]} cannot group runs: it does not affect results, or is the seed")
     metric = _default_metric(runs) if metric is None else known_metric(metric, runs, "--metric")
     lower = is_lower_better(metric) if lower is None else lower
     wanted = {known_key(key, runs, "--reference"): value for key, value in (reference or {}).items()}
@@ -245,7 +253,7 @@ def compare(
         fix = f"Use one of {join_names(keys)}"
         raise ConfigError(f"--reference: {unknown.pop()} is not among the settings that differ. {fix}")
 
-    grouping = _Grouping(keys, varied, texts, metric, lower, targets)
+    grouping = _Grouping(keys, varied, texts, metric, lower, targets, across)
     members: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
     for run in runs:
         members[tuple(texts[run].get(key) for key in keys)].append(run)
@@ -274,25 +282,43 @@ def compare(
         replace(group, reference=base is group, difference=difference)
         for group, base, difference in zip(groups, bases, differences, strict=True)
     ]
-    return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if any(bases) else "", remarks)
+    reference_name = _describe(wanted) if any(bases) else ""
+    return Comparison(keys, metric, lower, list(targets), compared, reference_name, remarks, across)
 
 
-def across_values(found: Comparison, across: str) -> tuple[str, list[str]]:
-    """Return the full key of a setting in which groups differ, and the names of its values in order.
+def across_values(found: Comparison) -> list[str]:
+    """Return the values of the setting `across` of a comparison, as text and in order; empty without such a setting.
+
+    The value of a group without the setting is an empty text.
+    """
+    groups = sorted(found.groups, key=lambda group: sort_key(group.values.get(found.across)))
+    return list(dict.fromkeys(group.names[found.across] for group in groups)) if found.across else []
+
+
+def _across_key(name: str, keys: Sequence[str], runs: Sequence[Run], grouped: bool) -> str:
+    """Return the full key of the setting `across`, given the key or its end.
 
     Args:
-        found: The comparison.
-        across: The key, or the end of the key.
+        name: The key or its end.
+        keys: The keys to group by.
+        runs: The runs.
+        grouped: Whether the user chose the keys to group by, to which any setting of the runs can be added.
 
     Raises:
-        ConfigError: The groups do not differ in it.
+        ConfigError: There is no such setting, or several.
     """
-    keys = [key for key in found.columns if key == across or key.endswith(f".{across}")]
-    if len(keys) != 1:
-        available = ", ".join(found.columns) or "none"
-        raise ConfigError(f"--across: {across} is no key in which these groups differ. Available: {available}")
-    groups = sorted(found.groups, key=lambda group: sort_key(group.values.get(keys[0])))
-    return keys[0], list(dict.fromkeys(group.names[keys[0]] for group in groups))
+    matching = [key for key in keys if key == name or key.endswith(f".{name}")]
+    if not matching and grouped:
+        return known_key(name, runs, "--across")
+    if len(matching) != 1:
+        available = ", ".join(_columns(keys, "")) or "none"
+        raise ConfigError(f"--across: {name} is no key in which these groups differ. Available: {available}")
+    return matching[0]
+
+
+def _columns(keys: Sequence[str], across: str) -> list[str]:
+    """Return the keys that are shown separately: those that are not below another one, and `across`."""
+    return [key for key in keys if key == across or not is_below(key, keys)]
 
 
 # --- Statistics ---
@@ -393,6 +419,7 @@ class _Grouping(NamedTuple):
         metric: The metric.
         lower: Whether lower values of it are better.
         targets: Values of it for which to report when they were reached.
+        across: The setting whose values become columns or panels; empty if there is none.
     """
 
     keys: list[str]
@@ -401,6 +428,7 @@ class _Grouping(NamedTuple):
     metric: str
     lower: bool
     targets: Sequence[float]
+    across: str = ""
 
 
 def _group(runs: list[Run], grouping: _Grouping) -> Group:
@@ -408,7 +436,7 @@ def _group(runs: list[Run], grouping: _Grouping) -> Group:
     figures = list(filter(None, (best_and_last(run.rounds, grouping.metric, grouping.lower) for run in runs)))
     return Group(
         {key: settings[key] for key in keys if key in settings},
-        {key: _name(key, runs[0], grouping) for key in keys if not is_below(key, keys)},
+        {key: _name(key, runs[0], grouping) for key in _columns(keys, grouping.across)},
         runs,
         spread(figure["last"] for figure in figures),
         spread(figure["best"] for figure in figures),
@@ -520,6 +548,7 @@ def _name(key: str, run: Run, grouping: _Grouping) -> str:
         f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"
         for each in grouping.keys
         if is_below(each, [key]) and each in settings and _above(each, texts) in varied.get(each, ())
+        if each != grouping.across
     ]
     return " ".join([format_setting(settings[key]) if key in settings else "", *inner]).strip()
 

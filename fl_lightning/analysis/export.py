@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from fl_lightning.client.exported import described_objective, rebuilt
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
+from fl_lightning.core.inputs import Inputs, Shapes, map_inputs
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.data.schema import TableSchema
-from fl_lightning.models.wrapped import original_of
+from fl_lightning.models.wrapped import call_arguments, original_of
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
@@ -37,7 +39,7 @@ SAMPLES, SHOWN = 5, 2
 NEAR = 1e-3
 """Relative tolerance when outputs are compared. Other programs sum in another order."""
 
-Call = Callable[[Tensor], Tensor]
+Call = Callable[[Any], Tensor]
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Network:
     Args:
         backbone: The trained network; a copy in float32 is exported.
         model: The network in the run's config: its `class_path` and `init_args`.
-        in_shape: Shape of one input, without the batch dimension.
+        in_shape: Shape of one input, or the shapes of several, without the batch dimension.
         num_classes: Number of classes that the network was built for.
         samples: Example inputs, `(n, ...)` with n >= 2.
         objective: The objective of its training.
@@ -56,25 +58,42 @@ class Network:
 
     backbone: nn.Module
     model: Mapping[str, Any]
-    in_shape: tuple[int, ...]
+    in_shape: tuple[int, ...] | Shapes
     num_classes: int
-    samples: Tensor
+    samples: Tensor | Inputs
     objective: Objective = Classification()
     schema: TableSchema | None = None
     outputs: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.backbone = copy.deepcopy(self.backbone).cpu().float().eval()
-        samples = self.samples[torch.arange(SAMPLES) % len(self.samples)].cpu().contiguous()
-        as_stored = isinstance(self.backbone, NetworkWithPreparation) or not samples.is_floating_point()
-        self.samples = samples if as_stored else samples.float()
+        samples = map_inputs(Tensor.contiguous, self.samples[torch.arange(SAMPLES) % len(self.samples)].to("cpu"))
+        as_stored = isinstance(self.backbone, NetworkWithPreparation)
+        self.samples = samples if as_stored else map_inputs(as_float32, samples)
         with torch.no_grad():
             self.outputs = self.backbone(self.samples)
 
     @cached_property
     def described(self) -> dict[str, Any]:
         """The class path and arguments of the network as plain data, from which `rebuilt` creates the network again."""
-        return {**self.model, "in_shape": list(self.in_shape), "num_classes": self.num_classes}
+        in_shape = self.in_shape if isinstance(self.in_shape, dict) else list(self.in_shape)
+        return {**self.model, "in_shape": in_shape, "num_classes": self.num_classes}
+
+    def arguments(self, samples: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments of the network for samples."""
+        return call_arguments(self.backbone, samples.tensors) if isinstance(samples, Inputs) else ((samples,), {})
+
+    @property
+    def named_inputs(self) -> dict[str, Tensor]:
+        """The example inputs by the names that they have in an ONNX file."""
+        if not isinstance(self.samples, Inputs):
+            return {"input": self.samples}
+        return {key if isinstance(key, str) else f"input_{key}": value for key, value in self.samples.items()}
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """Return floating-point inputs in float32, and others unchanged."""
+    return x.float() if x.is_floating_point() else x
 
 
 class NetworkWithPreparation(nn.Module):
@@ -95,13 +114,16 @@ class NetworkWithPreparation(nn.Module):
 
 
 def network_of(
-    run: FederatedOrchestrator, model: Mapping[str, Any], client: int | None = None, prepare: bool = False
+    run: FederatedOrchestrator,
+    model: Mapping[str, Any] | None = None,
+    client: int | None = None,
+    prepare: bool = False,
 ) -> Network:
     """Return a run's network to export: the global model, or a client's personalised model.
 
     Args:
         run: The run.
-        model: The model in the run's config.
+        model: The network in the run's config: its `class_path` and `init_args`. By default its class.
         client: The client; None for the global model.
         prepare: Whether the network takes samples as they are stored, or raw rows of a table.
 
@@ -118,8 +140,11 @@ def network_of(
         raise ConfigError(f"client: {method} has no global model. Choose a client with --client, 0 to {last}")
     loaded = run.data.data
     backbone, schema = original_of(module.backbone.cpu()), loaded.schema
+    model = model or {"class_path": f"{type(backbone).__module__}.{type(backbone).__qualname__}"}
     samples = schema.examples(SAMPLES) if schema else loaded.x_test[:SAMPLES]
     to_input = (lambda rows: loaded.prepare(schema.encode(rows))) if schema else loaded.prepare
+    if prepare and isinstance(samples, Inputs):
+        raise ConfigError("--prepare: a sample has several inputs. Leave it out, and prepare them in your program")
     if prepare:
         backbone = NetworkWithPreparation(backbone, to_input)
     else:
@@ -166,23 +191,30 @@ def _from_checkpoint(content: bytes, network: Network) -> Call:
 
 
 def _torchscript(network: Network) -> bytes:
-    traced = torch.jit.trace(network.backbone, network.samples[:SHOWN], check_trace=False)
+    args, options = network.arguments(network.samples[:SHOWN])
+    examples = {"example_kwarg_inputs": options} if options else {"example_inputs": args}
+    traced = torch.jit.trace(network.backbone, **examples, check_trace=False)
     extra = {"schema.json": network.schema.to_json()} if network.schema else {}
     torch.jit.save(traced, content := BytesIO(), _extra_files=extra)
     return content.getvalue()
 
 
 def _from_torchscript(content: bytes, network: Network) -> Call:
-    return torch.jit.load(BytesIO(content))
+    traced = torch.jit.load(BytesIO(content))
+    args, options = network.arguments(network.samples)
+    return lambda _: traced(*args, **options)
 
 
 def _onnx(network: Network) -> bytes:
+    args, options = network.arguments(network.samples[:SHOWN])
+    batch = {0: torch.export.Dim("batch")}
     program = torch.onnx.export(
         network.backbone,
-        (network.samples[:SHOWN],),
+        args,
+        kwargs=options,
         dynamo=True,
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
-        input_names=["input"],
+        dynamic_shapes=apply_to_collection((*args, *options.values()), Tensor, lambda _: batch),
+        input_names=[*network.named_inputs],
         output_names=["output"],
         verbose=False,
     )
@@ -195,7 +227,8 @@ def _onnx(network: Network) -> bytes:
 
 def _from_onnx(content: bytes, network: Network) -> Call:
     session = import_module("onnxruntime").InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda x: torch.from_numpy(session.run(["output"], {"input": x.numpy()})[0])
+    inputs = {name: value.numpy() for name, value in network.named_inputs.items()}
+    return lambda _: torch.from_numpy(session.run(["output"], inputs)[0])
 
 
 class Format(NamedTuple):

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fl_lightning.analysis.comparison import Comparison, Group, across_values, compare, group_labels
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.names import shorten_name
 from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve, scale
 from fl_lightning.runs.paper_figure import (
     COLOURS,
@@ -26,9 +27,8 @@ from fl_lightning.runs.paper_figure import (
     draw_partition,
     paper_figure,
     pick,
-    shorten_name,
 )
-from fl_lightning.runs.partition import read_counts
+from fl_lightning.runs.partition import MAX_COLUMNS, PartitionCounts, read_counts
 from fl_lightning.runs.reader import Run, known_metric, read_clients
 
 Kind = Literal["curves", "bars", "clients", "partition"]
@@ -102,8 +102,8 @@ def plot_runs(
         metric = mean if any(mean in row for run in runs for row in run.rounds) else None
     elif y is not None:
         known_metric(y, runs, "y")
-    found = compare(runs, [*by, across] if by and across else by, metric, reference={})
-    panels = arrange(found, across)
+    found = compare(runs, by, metric, reference={}, across=across)
+    panels = arrange(found)
     with rc_context(STYLE):
         if kind == "curves":
             return curves_figure(found, panels, x, percent, width)
@@ -114,11 +114,12 @@ def plot_runs(
         return partition_figure(panels, width)
 
 
-def arrange(found: Comparison, across: str | None) -> Panels:
+def arrange(found: Comparison) -> Panels:
     """Return the groups of a comparison by panel, a panel per value of the setting `across`, and by label."""
-    key, values = across_values(found, across) if across else ("", [""])
+    key, values = found.across, across_values(found) or [""]
     end = key.rpartition(".")[2]
-    titles = {value: value if key in ("", "algorithm") else f"{end}={value}" for value in values}
+    named = {value: f"{end}={value}" if value else f"no {end}" for value in values}
+    titles = {value: value if key in ("", "algorithm") else named[value] for value in values}
     others = [replace(group, names={k: v for k, v in group.names.items() if k != key}) for group in found.groups]
     labels = group_labels(others)
     panels: dict[str, dict[str, Group]] = {title: {} for title in titles.values()}
@@ -238,15 +239,19 @@ def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
     Raises:
         ConfigError: The runs of a panel have several partitions, or a file cannot be read.
     """
-    counts = [_partition([run for group in panel.values() for run in group.runs]) for panel in panels.groups.values()]
+    found = [_partition([run for group in panel.values() for run in group.runs]) for panel in panels.groups.values()]
+    counts = [each.counts for each in found]
     classes = max(each.shape[1] for each in counts)
-    figure, places = paper_figure(width, len(counts), min(0.12 * classes + 0.6, 5))
-    for axes, each, title in zip(places, counts, panels.groups, strict=True):
+    room = float(any(names.clients for _, names in found))  # inches for rotated names below the axes
+    figure, places = paper_figure(width, len(counts), min(0.12 * classes + 0.6 + room, 5))
+    for axes, (each, names), title in zip(places, found, panels.groups, strict=True):
         extent = axes.get_window_extent()
-        cell = min(extent.width / len(each), extent.height / each.shape[1]) * 72 / figure.dpi
-        draw_partition(axes, each, cell**2)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator("auto", steps=STEPS, integer=True))
+        height = extent.height - room * figure.dpi
+        cell = min(extent.width / len(each), height / each.shape[1]) * 72 / figure.dpi
+        draw_partition(axes, each, cell**2, names)
+        for axis, named in ((axes.xaxis, names.clients and len(each) <= MAX_COLUMNS), (axes.yaxis, names.classes)):
+            if not named:
+                axis.set_major_locator(MaxNLocator("auto", steps=STEPS, integer=True))
         axes.set_title(", ".join(filter(None, [shorten_name(title), axes.get_title()])))
         axes.label_outer()
     largest = ", ".join(f"{each.max():,}" for each in counts)
@@ -254,14 +259,14 @@ def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
     return figure
 
 
-def _partition(runs: Sequence[Run]) -> np.ndarray:
+def _partition(runs: Sequence[Run]) -> PartitionCounts:
     found = {}
     for run in runs:
         try:
-            counts = read_counts(run.run_dir / "partition.csv")
+            partition = read_counts(run.run_dir / "partition.csv")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{run.run_dir}: partition.csv cannot be read: {one_line(error)}") from error
-        found[counts.shape, counts.tobytes()] = counts
+        found[partition.counts.shape, partition.counts.tobytes()] = partition
     if len(found) > 1:
         fix = "Select one with --where seed=0, or draw one for each value of a setting with --across"
         raise ConfigError(f"kind: the runs have {len(found)} different partitions. {fix}.")

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.analysis.run_status import RunStatus
+from fl_lightning.core.names import labels
 from fl_lightning.evaluation.summary import Row, best_and_last, is_lower_better
 
 PLOTS: Sequence[Mapping[str, str]] = (
@@ -141,7 +142,8 @@ def clients(status: RunStatus) -> list[str]:
         acc = [score for score, _ in scores]
         count = f"{len(acc)} client{'s' if len(acc) > 1 else ''}"
         spread = f"acc {acc[0]:.4f} to {acc[-1]:.4f}, median {np.median(acc):.4f}, deviation {np.std(acc):.4f}"
-        worst = ", ".join(f"{client} ({score:.4f})" for score, client in scores[:3])
+        names = labels(status.names.clients, [client for _, client in scores[:3]])
+        worst = ", ".join(f"{name} ({score:.4f})" for name, (score, _) in zip(names, scores, strict=False))
         return [f"{count} in round {status.clients[0]['round']}: {spread}", f"the worst: {worst}"]
     for row in reversed(status.run.rounds):
         if {"client/acc_mean", "client/acc_std", "client/acc_worst_decile"} <= row.keys():

@@ -12,7 +12,9 @@ from typing import Any, BinaryIO
 
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import open_file
+from fl_lightning.core.names import Names
 from fl_lightning.evaluation.summary import Row, parse_rows, read_rows
+from fl_lightning.runs.partition import read_names
 from fl_lightning.runs.reader import DamagedRun, Run, complete_rounds, read_config, read_final
 
 TAIL = 2**16
@@ -26,6 +28,7 @@ class RunStatus:
     Args:
         run: The run so far, maybe without any round.
         clients: The rows of `clients.csv` for the last round in which the clients were evaluated.
+        names: The names of the clients.
         warnings: The last lines of `warnings.txt`.
         ended: Whether the run has finished.
         silence: Seconds since the last change in the folder.
@@ -34,6 +37,7 @@ class RunStatus:
 
     run: Run
     clients: list[Row]
+    names: Names
     warnings: list[str]
     ended: bool
     silence: float
@@ -69,6 +73,7 @@ class RunMonitor:
         self.folder = folder
         self._rows: list[Row] = []
         self._clients: list[Row] = []
+        self._names = Names()
         self._config: dict[str, Any] = {}
         self._seen: dict[str, object] = {}
 
@@ -91,10 +96,13 @@ class RunMonitor:
             self._config = read_config(self.folder)
         if self._has_changed("clients.csv", len(rows)):
             self._clients = last_measured(self.folder / "clients.csv", len(rows))
+        if self._has_changed("partition.csv"):
+            self._names = read_names(self.folder)
         run, now = Run(self.folder, self._config, rows, read_final(self.folder)), time.time()
         return RunStatus(
             run,
             self._clients,
+            self._names,
             last_lines(self.folder / "warnings.txt", 3),
             self._ended(run, last_round),
             max(now - self._last_change(), 0.0),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.core.errors import one_line
-from fl_lightning.evaluation.summary import Row, human_bytes, label_of
+from fl_lightning.core.names import Names, labels, shorten_name
+from fl_lightning.data import FederatedData
+from fl_lightning.evaluation.summary import Row, human_bytes, label_of, model_metrics
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20
 """Number of clients up to which a table shows all, and number of clients at each end that it shows otherwise."""
+MOST_NAMED = 20
+"""Maximum number of clients in the table of the metrics of named clients."""
+HEADER_LETTERS = 12
+"""Maximum number of characters of a class in the header of a table."""
 
 
 def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
@@ -57,6 +63,52 @@ def test_table(metrics: Row, server: bool) -> Table:
     return table
 
 
+def clients_table(data: FederatedData, rows: Mapping[int, Row]) -> Table | None:
+    """Return the table of each client's samples and metrics that `fit` and `test` print.
+
+    Args:
+        data: The data of the run.
+        rows: The last metrics of each evaluated client, and their round.
+
+    Returns:
+        The table; None if clients have no names or no metrics, or if there are more than 20 clients.
+    """
+    metrics = list(dict.fromkeys(name for row in rows.values() for name in row if name != "round"))
+    names = data.names.clients
+    if not names or len(names) > MOST_NAMED or not metrics:
+        return None
+    rounds = {int(row["round"]) for row in rows.values()}
+    title = "clients" if len(rounds) > 1 else f"clients after round {min(rounds)}"
+    table = Table("client", "name", "train", "test", title=title)
+    for header in [*["round"] * (len(rounds) > 1), *metrics]:
+        table.add_column(Text(header))
+    for client, row in sorted(rows.items()):
+        shard = data.shards[client]
+        figures = (f"{row[name]:.4f}" if name in row else "" for name in metrics)
+        round = [str(int(row["round"]))] * (len(rounds) > 1)
+        table.add_row(
+            *(str(client), Text(names[client]), str(len(shard.train)), str(len(shard.test))), *round, *figures
+        )
+    return table
+
+
+def last_metrics(rounds: Sequence[Row], columns: Mapping[str, np.ndarray]) -> dict[int, Row]:
+    """Return the metrics of each client's model in the last round in which the client was evaluated, with this round.
+
+    Args:
+        rounds: The rows of the run's `metrics.csv`.
+        columns: The columns of its `clients.csv`.
+    """
+    names = [name for name in model_metrics(rounds) if name in columns]
+    rows: dict[int, Row] = {}
+    for values in zip(*(columns[name].tolist() for name in ("round", "client", *names)), strict=True) if names else ():
+        round, client, *figures = values
+        row = {name: figure for name, figure in zip(names, figures, strict=True) if not math.isnan(figure)}
+        if row:
+            rows[int(client)] = {"round": round, **row}
+    return rows
+
+
 def _caption(families: set[str], model: str) -> str:
     """Return the caption of a table of metrics: for each group of metrics, the evaluated models and the data."""
     lines = {
@@ -67,9 +119,7 @@ def _caption(families: set[str], model: str) -> str:
     return "\n".join(line for family, line in lines.items() if family in families)
 
 
-def partition_table(
-    counts: np.ndarray, test_counts: np.ndarray, client_ids: Sequence[int | str] | None = None
-) -> Table:
+def partition_table(counts: np.ndarray, test_counts: np.ndarray, names: Names = Names()) -> Table:
     """Return the table of a partition: training samples by client and class, shaded relative to the largest cell.
 
     With more than 20 classes it shows only shades; with more than 100 clients only the first and the last 20. A line
@@ -77,12 +127,12 @@ def partition_table(
     """
     wide = counts.shape[1] > 20
     table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0))
-    for label in range(counts.shape[1]):
-        table.add_column("" if wide else str(label), justify="right", no_wrap=True)
+    for label in labels(names.classes, range(counts.shape[1])):
+        table.add_column(Text("" if wide else shorten_name(label, HEADER_LETTERS)), justify="right", no_wrap=True)
     table.add_column(" train", justify="right", no_wrap=True)
     table.add_column(" test", justify="right", no_wrap=True)
-    if client_ids is not None:
-        table.add_column(" id", no_wrap=True)
+    if names.clients:
+        table.add_column(" name", no_wrap=True)
     darkness = np.ceil(counts / max(counts.max(), 1) * (len(SHADES) - 1)).astype(int)
     clients = len(counts)
     many = clients > MOST_CLIENTS
@@ -92,6 +142,6 @@ def partition_table(
         row = counts[client]
         shades = (SHADES[level] for level in darkness[client])
         cells = shades if wide else (f"{n or ''}{shade}" for n, shade in zip(row, shades, strict=True))
-        name = () if client_ids is None else (Text(f" {one_line(str(client_ids[client]))}"),)
+        name = [Text(f" {name}") for name in names.clients[client : client + 1]]
         table.add_row(str(client), *cells, str(row.sum()), str(test_counts[client].sum()), *name)
     return table

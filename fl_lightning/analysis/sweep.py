@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import optuna
 import yaml
+from optuna.distributions import CategoricalDistribution, distribution_to_json
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -33,10 +35,14 @@ from fl_lightning.core.renamed import new_class, new_option, update_config, upda
 from fl_lightning.evaluation.summary import Row, read_rows
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
-TRIALS = "points"
+TRIALS = "trials"
+OLD_TRIALS = "points"
+"""The folder of the trials in sweeps of older versions."""
 DATABASE = "study.db"
 SWEEP = "sweep.yaml"
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
+ATTRIBUTES = ("number", "folder")
+"""Attributes that Optuna's database stores of each trial: its number in the sweep, and the name of its folder."""
 STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: "unfinished"}
 
 
@@ -46,12 +52,14 @@ class TrialResult:
 
     Args:
         number: The trial's number, in the order in which trials were proposed.
-        folder: The folder of its run.
+        folder: The folder of its run, or of its runs if the sweep has seeds.
         settings: The values of its parameters, as written on the command line.
         state: One of `complete`, `ended early`, `failed`, `unfinished`.
-        value: The metric; for a trial that ended early, its last value. None for other states.
+        value: The metric, a mean over the sweep's seeds if it has some; for a trial that ended early, its last value.
+            None for other states.
         rounds: Number of rounds that were run.
         reason: Why the trial failed or is unfinished.
+        values: The metric with each of the sweep's seeds, or that of the only run; empty unless the trial is complete.
     """
 
     number: int
@@ -61,6 +69,7 @@ class TrialResult:
     value: float | None
     rounds: int
     reason: str
+    values: Sequence[float] = ()
 
     def describe(self) -> str:
         """Return the trial's result as text: its value if it is complete, else its state with the reason."""
@@ -87,7 +96,7 @@ class Study:
 
     def __init__(self, sweep: Sweep, folder: Path, seed: int) -> None:
         self.sweep, self.folder, self.seed = sweep, folder, seed
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[int, str] = {}
         self._storage, self._study = open_database(folder / DATABASE, sweep)
         self._id = self._storage.get_study_id_from_name(self._study.study_name)
 
@@ -105,21 +114,28 @@ class Study:
             most: Number of trials of the whole sweep.
         """
         for trial in self._trials():
-            folder = self._folder(trial)
-            if trial.state == FAIL and not (folder / FAILED).exists() and not is_finished(folder):
-                self._add(trial.params, trial.user_attrs)
-        for trial in self._trials()[:most]:
-            if trial.state == RUNNING:
-                yield self._job(trial)
+            runs = self._runs(trial)
+            failed = any((run / FAILED).exists() for run in runs) or all(map(is_finished, runs))
+            if trial.state == FAIL and not failed:
+                self._add(trial.params, {key: trial.user_attrs[key] for key in ATTRIBUTES})
+        for number in range(min(most, len(self._trials()))):
+            yield from self._jobs(number)
         while (number := len(self._trials())) < most:
             folder_name = f"{number:04d}-{secrets.token_hex(3)}"  # unique, because W&B's run takes this name
-            self._add(self._propose(number), {"point": number, "folder": folder_name})
-            yield self._job(self._trials()[number])
+            self._add(self._propose(number), {"number": number, "folder": folder_name})
+            yield from self._jobs(number)
+
+    def _jobs(self, number: int) -> Iterator[Job]:
+        """Yield the jobs of a trial, one per run, while the trial has neither failed nor ended early."""
+        for run, seed in self._runs(self._trials()[number]).items():
+            trial = self._trials()[number]
+            if trial.state == RUNNING:
+                yield Job(run, self.sweep.command(trial.params, seed))
 
     def _trials(self) -> list[FrozenTrial]:
         """Return the latest database entry of each trial, in the order in which the trials were proposed."""
         trials = self._study.get_trials(deepcopy=False)
-        return list({trial.user_attrs["point"]: trial for trial in trials}.values())
+        return list({trial.user_attrs["number"]: trial for trial in trials}.values())
 
     def _add(self, params: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
         trial = create_trial(
@@ -134,62 +150,78 @@ class Study:
         sampler = TPESampler(seed=seed) if self.sweep.method == "bayes" else RandomSampler(seed=seed)
         copy = optuna.create_study(direction=self._study.direction, sampler=sampler)
         copy.add_trials(self._study.get_trials())
-        return copy.ask(self._distributions).params
+        params = copy.ask(self._distributions).params
+        return {key: parameter.rounded(params[key]) for key, parameter in self.sweep.parameters.items()}
 
     @property
     def _distributions(self) -> dict[str, Any]:
         return {key: parameter.distribution for key, parameter in self.sweep.parameters.items()}
 
-    def _job(self, trial: FrozenTrial) -> Job:
-        return Job(self._folder(trial), self.sweep.command(trial.params))
-
     def _folder(self, trial: FrozenTrial) -> Path:
         return self.folder / TRIALS / trial.user_attrs["folder"]
 
-    def _trial_of(self, folder: Path) -> FrozenTrial:
-        return next(trial for trial in self._trials() if trial.user_attrs["folder"] == folder.name)
+    def _runs(self, trial: FrozenTrial) -> dict[Path, int | None]:
+        return self.sweep.runs(self._folder(trial))
+
+    def _trial_of(self, job: Job) -> FrozenTrial:
+        return next(trial for trial in self._trials() if job.folder in self._runs(trial))
 
     # --- Recording results ---
 
     def record(self, ended: JobResult) -> TrialResult:
-        """Store the result of a trial that ended in the sweep's database, and return this result.
+        """Store the result of a trial of which a run ended in the sweep's database, and return this result.
 
         Raises:
             ConfigError: The first trial that ended could not run or lacks the metric, so the sweep itself is wrong.
         """
-        folder = ended.job.folder
-        trial = self._trial_of(folder)
+        trial = self._trial_of(ended.job)
         if trial.state == RUNNING:
             if ended.code == 0:
                 self._record_value(trial)
             elif ended.code == 1:
-                self._fail(trial, ended.reason)
+                seed = self._runs(trial)[ended.job.folder]
+                self._fail(trial, ended.reason if seed is None else f"seed {seed}: {ended.reason}")
             else:  # the next call runs it again
                 self._refuse_first(ended.reason if ended.code == 2 else None)
-                self._reasons[folder.name] = ended.reason
-        return self._result(self._trials()[trial.user_attrs["point"]])
+                self._reasons[trial.user_attrs["number"]] = ended.reason
+        return self._result(self._trials()[trial.user_attrs["number"]])
 
     def _record_value(self, trial: FrozenTrial) -> None:
-        while self._report_rounds(trial):  # those since the last poll
-            pass
+        """Store the metric of a trial if all of its runs have finished, or that the trial failed if one lacks it."""
+        runs = self._runs(trial)
         try:
-            run = open_run_folder(self._folder(trial))
-            values: dict[str, Any] = {key: value for row in run.rounds for key, value in row.items()}
-            if not self.sweep.pruner:
-                values |= run.summary
-        except DamagedRun as error:
+            values = [self._value(run) for run in runs if is_finished(run)]
+        except ConfigError as error:
+            self._refuse_first(str(error))
             return self._fail(trial, str(error))
-        name = self.sweep.metric
+        except (DamagedRun, ValueError) as error:
+            return self._fail(trial, str(error))
+        if len(values) == len(runs):
+            while self._report_rounds(trial):  # those since the last poll
+                pass
+            self._storage.set_trial_user_attr(self._trial_id(trial), "values", values)
+            self._study.tell(trial.number, mean(values))
+        return None
+
+    def _value(self, folder: Path) -> float:
+        """Return the metric of a finished run.
+
+        Raises:
+            ConfigError: The run has no such metric.
+            DamagedRun: A file of the run cannot be read.
+            ValueError: The metric is not finite.
+        """
+        run, name = open_run_folder(folder), self.sweep.metric
+        values: dict[str, Any] = {key: value for row in run.rounds for key, value in row.items()}
+        if not self.sweep.pruner:
+            values |= run.summary
         if name not in values:
             where = "by round, which early_terminate needs" if self.sweep.pruner else "in this run"
-            missing = f"metric: {name} not found {where}. Use one of {', '.join(sorted(values))}"
-            self._refuse_first(missing)
-            return self._fail(trial, missing)
+            raise ConfigError(f"metric: {name} not found {where}. Use one of {', '.join(sorted(values))}")
         value = values[name]
         if value is None or not math.isfinite(value):
-            return self._fail(trial, f"{name} is {'never reached' if value is None else value}")
-        self._study.tell(trial.number, value)
-        return None
+            raise ValueError(f"{name} is {'never reached' if value is None else value}")
+        return value
 
     def _fail(self, trial: FrozenTrial, reason: str) -> None:
         self._storage.set_trial_user_attr(self._trial_id(trial), "reason", reason)
@@ -203,12 +235,11 @@ class Study:
     # --- Early termination ---
 
     def should_stop(self, job: Job) -> bool:
-        """Report a running trial's new rounds to the pruner, and return whether the trial is to end early."""
-        trial = self._trial_of(job.folder)
+        """Report a running trial's new rounds to the pruner, and return whether a run of the trial is to end early."""
+        trial = self._trial_of(job)
         if trial.state == RUNNING and self._report_rounds(trial):
             self._study.tell(trial.number, state=PRUNED)
-            return True
-        return False
+        return self._trial_of(job).state != RUNNING
 
     def _report_rounds(self, trial: FrozenTrial) -> bool:
         """Report the metric of a trial's new rounds to the pruner, and return whether the pruner ends the trial."""
@@ -216,19 +247,28 @@ class Study:
             return False
         number = self._trial_id(trial)
         last_step = self._storage.get_trial(number).last_step or 0
-        new = [row for row in self._rows(trial) if self.sweep.metric in row and row["round"] > last_step]
+        new = {round: value for round, value in self._means(trial).items() if round > last_step}
         if not new:
             return False
-        config = read_config(self._folder(trial) / "config.yaml")
-        for row in new:
-            if row["round"] < min(config["rounds"], self.sweep.rounds_to_prune):
-                self._storage.set_trial_intermediate_value(number, int(row["round"]), row[self.sweep.metric])
+        config = read_config(next(iter(self._runs(trial))) / "config.yaml")
+        for round, value in new.items():
+            if round < min(config["rounds"], self.sweep.rounds_to_prune):
+                self._storage.set_trial_intermediate_value(number, round, value)
                 if self.sweep.pruner.prune(self._study, self._storage.get_trial(number)):
                     return True
         return False
 
-    def _rows(self, trial: FrozenTrial) -> list[Row]:
-        path = self._folder(trial) / "metrics.csv"
+    def _means(self, trial: FrozenTrial) -> dict[int, float]:
+        """Return the mean of the metric over the runs of a trial, for each round in which all of them have it."""
+        name = self.sweep.metric
+        first, *others = [
+            {int(row["round"]): row[name] for row in self._rows(run) if name in row} for run in self._runs(trial)
+        ]
+        common = [round for round in first if all(round in other for other in others)]
+        return {round: mean(run[round] for run in (first, *others)) for round in common}
+
+    def _rows(self, run: Path) -> list[Row]:
+        path = run / "metrics.csv"
         return [row for row in read_rows(path) if row] if path.exists() else []
 
     def _trial_id(self, trial: FrozenTrial) -> int:
@@ -241,12 +281,13 @@ class Study:
         return [self._result(trial) for trial in self._trials()]
 
     def _result(self, trial: FrozenTrial) -> TrialResult:
-        rounds = max((int(row["round"]) for row in self._rows(trial)), default=0)
+        rounds = max((int(row["round"]) for run in self._runs(trial) for row in self._rows(run)), default=0)
         settings = {key: one.word(trial.params[key]) for key, one in self.sweep.parameters.items()}
-        folder, attributes = self._folder(trial), trial.user_attrs
-        reason = attributes.get("reason", self._reasons.get(folder.name, "")) if trial.state != COMPLETE else ""
+        number, attributes = trial.user_attrs["number"], trial.user_attrs
+        reason = attributes.get("reason", self._reasons.get(number, "")) if trial.state != COMPLETE else ""
         value = trial.value if trial.state in (COMPLETE, PRUNED) else None
-        return TrialResult(attributes["point"], folder, settings, STATES[trial.state], value, rounds, reason)
+        values = attributes.get("values", [trial.value]) if trial.state == COMPLETE else ()
+        return TrialResult(number, self._folder(trial), settings, STATES[trial.state], value, rounds, reason, values)
 
 
 # --- The database ------------------------------------------------------------------------------------------------
@@ -267,8 +308,12 @@ def open_database(path: Path, sweep: Sweep) -> tuple[RDBStorage, optuna.Study]:
     try:
         storage = storage_at(path)
         study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
+        if not study.metric_names:  # the dashboard shows it
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([sweep.metric])
         for trial in study.get_trials(deepcopy=False):
-            if lost := [*({"point", "folder"} - trial.user_attrs.keys()), *(sweep.parameters.keys() - trial.params)]:
+            if lost := [*({*ATTRIBUTES} - trial.user_attrs.keys()), *(sweep.parameters.keys() - trial.params)]:
                 raise ValueError(f"trial {trial.number} has no {lost[0]}")
     except Exception as error:  # SQLite, SQLAlchemy, JSON and Optuna raise different errors for damaged content
         fix = "Restore it from a backup, or choose another folder with --out."
@@ -310,7 +355,7 @@ def run_sweep(
         program: Runs a trial.
         seed: Seed of randomly drawn parameters.
         count: Number of trials of the whole sweep; by default that of the file or its grid.
-        workers: Number of trials that run at a time.
+        workers: Number of runs at a time.
         threads: Number of torch threads of each trial.
         show: Called when a trial ends, with its result and the number of all trials.
 
@@ -329,9 +374,12 @@ def run_sweep(
         raise ConfigError(f"--count: method {sweep.method} needs a number of trials. Give --count N, or run_cap: N")
     most, study = min(limits), Study(sweep, folder, seed)
     try:
-        should_stop = study.should_stop if sweep.pruner else None
+        should_stop, shown = study.should_stop if sweep.pruner or sweep.seeds else None, set[int]()
         for ended in run_jobs(study.jobs(most), program, workers, threads, should_stop):
-            show(study.record(ended), most)
+            result = study.record(ended)
+            if result.number not in shown and (result.state != "unfinished" or result.reason):
+                shown.add(result.number)
+                show(result, most)
         return study.results()
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         reason = one_line(root_cause(error))
@@ -360,7 +408,8 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
     related = {key: value for key, value in content.items() if key not in {*UNRELATED_KEYS, "run_cap", "command"}}
     now = {"command": shlex.join(["fit", *words]), **related, "seed": seed, "configs": configs}
     text, path, database = yaml.safe_dump(now, sort_keys=False), folder / SWEEP, folder / DATABASE
-    begun = any(folder.glob(f"{TRIALS}/*/config.yaml"))
+    old = (folder / OLD_TRIALS).is_dir()
+    begun = any((folder / (OLD_TRIALS if old else TRIALS)).rglob("config.yaml"))
     for file in (path, database):
         if begun and not file.exists():
             fix = "Put it back, or choose another folder with --out."
@@ -369,20 +418,39 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
     recorded = read_config(path) if path.exists() else now
     before = update_description(recorded, now)
     if begun and before != now:
-        old, new = flatten(before), flatten(now)
-        keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        changes = "; ".join(f"{key} ({old.get(key)} -> {new.get(key)})" for key in keys)
+        stored, new = flatten(before), flatten(now)
+        keys = sorted(key for key in stored.keys() | new.keys() if stored.get(key) != new.get(key))
+        changes = "; ".join(f"{key} ({stored.get(key)} -> {new.get(key)})" for key in keys)
         raise ConfigError(f"{folder} holds another sweep: {changes}. Undo the change, or give another --out")
     if before != now:
         database.unlink(missing_ok=True)
-    elif renamed := {key: name for key in recorded["parameters"] if (name := new_option(key))}:
-        storage = storage_at(database)
-        with storage.engine.begin() as connection:
-            for old_and_new in renamed.items():
-                update = "UPDATE trial_params SET param_name = ? WHERE param_name = ?"
-                connection.exec_driver_sql(update, old_and_new[::-1])
-        storage.engine.dispose()
+    elif (renamed := {key: name for key in recorded["parameters"] if (name := new_option(key))}) or old:
+        update_database(database, sweep, renamed)
+    if old:
+        (folder / OLD_TRIALS).rename(folder / TRIALS)
     write_atomically(path, text)
+
+
+def update_database(path: Path, sweep: Sweep, renamed: Mapping[str, str]) -> None:
+    """Update the database of a sweep that began with an older version, in which listed values were stored as text.
+
+    Args:
+        path: The database.
+        sweep: The sweep.
+        renamed: The present name of each renamed parameter, by its old name.
+    """
+    storage = storage_at(path)
+    with storage.engine.begin() as connection:
+        for old, new in renamed.items():
+            connection.exec_driver_sql("UPDATE trial_params SET param_name = ? WHERE param_name = ?", (new, old))
+        connection.exec_driver_sql("UPDATE trial_user_attributes SET key = 'number' WHERE key = 'point'")
+        for key, parameter in sweep.parameters.items():
+            if parameter.words:
+                before = distribution_to_json(CategoricalDistribution(list(parameter.words.values())))
+                values = (distribution_to_json(parameter.distribution), key, before)
+                update = "UPDATE trial_params SET distribution_json = ? WHERE param_name = ? AND distribution_json = ?"
+                connection.exec_driver_sql(update, values)
+    storage.engine.dispose()
 
 
 def update_description(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -431,8 +499,8 @@ class Setting:
 
     @property
     def values(self) -> list[float]:
-        """The values of the sweep's metric in the setting's complete trials."""
-        return [result.value for result in self.complete if result.value is not None]
+        """The values of the sweep's metric in the setting's complete trials, one per seed."""
+        return [value for result in self.complete for value in result.values]
 
 
 def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
@@ -444,7 +512,7 @@ def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Settin
     def key(setting: Setting) -> tuple[float, float]:
         if not setting.values:
             return 2, 0
-        return len(setting.values) < len(setting.results), mean(setting.values) * (-1 if maximize else 1)
+        return len(setting.complete) < len(setting.results), mean(setting.values) * (-1 if maximize else 1)
 
     return sorted((Setting(dict(settings), group) for settings, group in groups.items()), key=key)
 
@@ -452,7 +520,8 @@ def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Settin
 def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
     """Return the table of a sweep's results: settings with their mean metric, best first, and incomplete trials."""
     keys = [key for key in sweep.parameters if key != "seed"]
-    has_seeds, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
+    by_seed, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
+    has_seeds = by_seed or bool(sweep.seeds)
     columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
     table = Table(*columns, title=f"{sweep.name}: {len(results)} trials")
     for setting in rank_settings(results, sweep.maximize):
@@ -460,11 +529,11 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
         number = mean_and_std(figures.mean, figures.std, ".4f") if figures else ""
         cells = [*(setting.settings[key] for key in keys), number]
         if has_seeds:
-            cells.append(f"{len(values)} of {len(setting.results)}")
+            cells.append(f"{len(values)} of {len(setting.results) * max(1, len(sweep.seeds))}")
         if incomplete:
             others = (one for one in setting.results if one.state != "complete")
             cells.append(
-                "; ".join((f"seed {one.settings['seed']} " if has_seeds else "") + one.describe() for one in others)
+                "; ".join((f"seed {one.settings['seed']} " if by_seed else "") + one.describe() for one in others)
             )
         table.add_row(*map(escape, cells))
     return table
@@ -476,15 +545,19 @@ def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> Tria
     if not best:
         return None
     settings = " ".join(f"{key}={value}" for key, value in best[0].settings.items())
-    config = (best[0].folder / "config.yaml").read_text()
-    write_atomically(path, f"# The best of the sweep {sweep.name}: {settings}.\n{config}")
+    seeds = f", mean over the seeds {', '.join(map(str, sweep.seeds))}" if sweep.seeds else ""
+    config = (next(iter(sweep.runs(best[0].folder))) / "config.yaml").read_text()
+    write_atomically(path, f"# The best of the sweep {sweep.name}: {settings}{seeds}.\n{config}")
     return best[0]
 
 
 def write_trials(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> None:
     """Write the parameters and results of all trials to a CSV file, one line per trial."""
-    lines: list[list[Any]] = [["trial", *sweep.parameters, sweep.metric, "state", "rounds", "reason", "folder"]]
+    by_seed = [f"{sweep.metric} seed {seed}" for seed in sweep.seeds]
+    header = ["trial", *sweep.parameters, sweep.metric, *by_seed, "state", "rounds", "reason", "folder"]
+    lines: list[list[Any]] = [header]
     for one in results:
-        folder = f"{TRIALS}/{one.folder.name}"
-        lines.append([one.number, *one.settings.values(), one.value, one.state, one.rounds, one.reason, folder])
+        values = one.values if one.values and by_seed else [""] * len(by_seed)
+        end = [one.state, one.rounds, one.reason, f"{TRIALS}/{one.folder.name}"]
+        lines.append([one.number, *one.settings.values(), one.value, *values, *end])
     write_atomically(path, to_csv(lines))

@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import SuccessiveHalvingPruner
 
-from fl_lightning.analysis.baselines import to_word
+from fl_lightning.analysis.baselines import option_values, to_word
 from fl_lightning.core.config import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.renamed import refuse_old_option
@@ -26,7 +26,8 @@ from fl_lightning.evaluation.summary import better_goal
 METHODS = ("grid", "random", "bayes")
 UNRELATED_KEYS = {"name", "description", "project", "entity", "program"}
 """Keys that do not affect the trials. They may change during a sweep."""
-KEYS = {*UNRELATED_KEYS, "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
+KEYS = {*UNRELATED_KEYS, "command", "method", "metric", "parameters", "early_terminate", "run_cap", "seeds"}
+"""Keys of W&B's sweep files, except the last one, which is ours."""
 SET_BY_SWEEP = {"config", "resume", "run_dir"}
 """Options of `fit` that are no parameters, because the sweep sets them."""
 BOUNDS = ("min", "max")
@@ -34,6 +35,8 @@ DISTRIBUTIONS = {"constant": ("value",), "categorical": ("values",), "int_unifor
     f"{q}{name}": BOUNDS for name in ("uniform", "log_uniform", "log_uniform_values") for q in ("", "q_")
 }
 """The supported distributions of W&B, with the keys that they need."""
+EXPONENT = re.compile(r"[-+]?[0-9]+([.][0-9]*)?[eE][-+]?[0-9]+")
+"""Matches numbers such as `1e-3`, which YAML takes for text."""
 COMMAND = '[${program}, fit, --config, NAME.yaml, ..., "${args}"]'
 
 
@@ -42,20 +45,26 @@ class Parameter:
     """A parameter of a sweep, with the distribution of its values.
 
     Args:
-        distribution: The distribution that Optuna draws from; for listed values, categorical over their text.
+        distribution: The distribution that Optuna draws from; for listed values, categorical over them.
+        words: For listed values, the text of each for the command line, as the file has it.
         q: If given, drawn values are rounded to multiples of it within the distribution's bounds.
     """
 
     distribution: BaseDistribution
+    words: Mapping[Any, str] = field(default_factory=dict)
     q: float | None = None
+
+    def rounded(self, drawn: Any) -> Any:
+        """Return a value that Optuna drew, rounded to a multiple of `q` if given."""
+        if self.q is None:
+            return drawn
+        low, high = multiples(self.distribution, self.q)
+        number = self.q * min(max(round(drawn / self.q), low), high)
+        return number if isinstance(self.q, int) else float(f"{number:.12g}")  # without rounding errors
 
     def word(self, drawn: Any) -> str:
         """Return a value that Optuna drew as text for the command line, rounded to a multiple of `q` if given."""
-        if self.q is None:
-            return to_word(drawn)
-        low, high = multiples(self.distribution, self.q)
-        number = self.q * min(max(round(drawn / self.q), low), high)
-        return to_word(number if isinstance(self.q, int) else float(f"{number:.12g}"))  # without rounding errors
+        return self.words[drawn] if self.words else to_word(self.rounded(drawn))
 
     @property
     def values(self) -> list[Any] | None:
@@ -82,6 +91,7 @@ class Sweep:
         pruner: Decides which trials end early; None if all trials run to their end.
         rounds_to_prune: A trial that reached this round does not end early.
         run_cap: Maximum number of trials; None for no limit.
+        seeds: Each trial is run with each of these seeds, and its value is the mean. If empty, a trial is one run.
     """
 
     name: str
@@ -94,11 +104,21 @@ class Sweep:
     pruner: SuccessiveHalvingPruner | None
     rounds_to_prune: float
     run_cap: int | None
+    seeds: tuple[int, ...] = ()
 
-    def command(self, drawn: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the command line of a trial, given the values that Optuna drew for its parameters."""
-        values = (f"--{key}={parameter.word(drawn[key])}" for key, parameter in self.parameters.items())
-        return (*self.words, *values, *self.words_after)
+    def command(self, drawn: Mapping[str, Any], seed: int | None = None) -> tuple[str, ...]:
+        """Return the command line of a run of a trial.
+
+        Args:
+            drawn: The values that Optuna drew for the trial's parameters.
+            seed: The seed, if the sweep has seeds.
+        """
+        values = [f"--{key}={parameter.word(drawn[key])}" for key, parameter in self.parameters.items()]
+        return (*self.words, *values, *([] if seed is None else [f"--seed={seed}"]), *self.words_after)
+
+    def runs(self, folder: Path) -> dict[Path, int | None]:
+        """Return the seed of each run of a trial by its run folder, given the trial's folder."""
+        return {folder / f"seed_{seed}": seed for seed in self.seeds} or {folder: None}
 
     def grid(self) -> list[dict[str, Any]]:
         """Return the parameter values of all trials of a grid search; the last parameter varies fastest."""
@@ -142,10 +162,12 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
         run_cap = content.get("run_cap")
         if run_cap is not None and (not isinstance(run_cap, int) or run_cap < 1):
             raise ConfigError(f"run_cap: {run_cap!r} is not a number of trials")
+        options = [*words, *after, *(f"--{word}" for word in settings)]
+        seeds = _seeds(content.get("seeds"), "seed" in parameters or bool(option_values(options, "seed")))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     words += tuple(_setting(word, parameters) for word in settings)
-    return Sweep(path.stem, method, words, after, parameters, metric, maximize, pruner, rounds, run_cap)
+    return Sweep(path.stem, method, words, after, parameters, metric, maximize, pruner, rounds, run_cap, seeds)
 
 
 def _check_keys(name: str, content: Any, keys: set[str]) -> None:
@@ -210,6 +232,24 @@ def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
     if key in SET_BY_SWEEP:
         raise ConfigError(f"--set: {key} is set by the sweep")
     return f"--{word}"
+
+
+def _seeds(content: Any, has_seed: bool) -> tuple[int, ...]:
+    """Return the seeds of each trial.
+
+    Args:
+        content: The value of `seeds` in the file.
+        has_seed: Whether the parameters or the command line set the seed.
+    """
+    if content is None:
+        return ()
+    numbers = content if isinstance(content, list) else []
+    wrong = [number for number in numbers if isinstance(number, bool) or not isinstance(number, int) or number < 0]
+    if wrong or not numbers or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"seeds: {content!r} is not a list of different numbers from 0. Write seeds: [0, 1, 2]")
+    if has_seed:
+        raise ConfigError("seeds: the parameters, the command or --set have seed, too. Leave one of them out")
+    return tuple(numbers)
 
 
 # --- Metric and early termination ----------------------------------------------------------------------------------
@@ -301,7 +341,24 @@ def _parameter(description: Any) -> Parameter:
     values = [description["value"]] if "value" in description else description["values"]
     if not isinstance(values, list) or not values:
         raise ConfigError(f"values: {values!r} is not a list of values")
-    return Parameter(CategoricalDistribution(list(dict.fromkeys(map(to_word, values)))))
+    return _listed_parameter(values)
+
+
+def _listed_parameter(values: Sequence[Any]) -> Parameter:
+    """Return a parameter with listed values.
+
+    Optuna stores numbers, truth values and text with their type, and numbers of one list with one type. Other values,
+    such as lists, are text: Optuna's databases do not support them. So are values that Optuna takes for equal.
+    """
+    by_word: dict[str, Any] = {}
+    for value in values:
+        by_word.setdefault(to_word(value), value)
+    choices = [float(word) if EXPONENT.fullmatch(word) else value for word, value in by_word.items()]
+    if any(isinstance(one, float) for one in choices) and all(type(one) in (int, float) for one in choices):
+        choices = [float(one) for one in choices]
+    if any(isinstance(one, list | dict) for one in choices) or len(set(choices)) < len(choices):
+        choices = list(by_word)
+    return Parameter(CategoricalDistribution(choices), dict(zip(choices, by_word, strict=True)))
 
 
 def _default_distribution(description: Mapping[str, Any]) -> str:
@@ -335,7 +392,7 @@ def _numeric_parameter(name: str, description: Mapping[str, Any]) -> Parameter:
     first, last = multiples(numbers, q)
     if first > last:
         raise ConfigError(f"no multiple of q {q} is between {low} and {high}")
-    return Parameter(numbers, q)
+    return Parameter(numbers, q=q)
 
 
 def _number(key: str, value: Any, whole: bool) -> float:

@@ -21,6 +21,7 @@ BASES: dict[str, tuple[str, str, str]] = {
     "loss_terms": ("client.module.LossTerm", "algorithms", "algorithm.loss_terms"),
     "aggregators": ("algorithms.Aggregator", "algorithms", "algorithm.aggregator"),
     "graphs": ("algorithms.decentralized.topology.Graph", "algorithms", "algorithm.graph"),
+    "client_samplers": ("algorithms.client_sampling.ClientSampler", "algorithms", "client_sampler"),
     "datasets": ("data.Dataset", "data", "scenario.dataset"),
     "models": ("models.Backbone", "models", "model"),
     "partitions": ("data.Partition", "data", "scenario.partition"),

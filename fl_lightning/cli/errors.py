@@ -57,7 +57,7 @@ def simplify_message(message: str, parser: ArgumentParser, words: Sequence[str] 
 
 def _missing_argument(message: str, program: str, is_experiment: bool) -> str | None:
     """Return our message about missing required arguments; None if jsonargparse's message is about another error."""
-    found = re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message)
+    found = re.search(r"arguments are required: (.+?)(?= - |\. Got value| Given value|$)", message)
     if not found:
         return None
     if is_experiment:

@@ -20,8 +20,11 @@ Option = dict[str, Any]
 
 HEADINGS = {
     "task and method": ("config", "scenario.", "model", "algorithm", "baselines"),
-    "length": ("rounds", "clients_per_round", "seed", "fast"),
-    "training of each client": ("batch_size", "optimizer", "optimizer_state", "lr_scheduler", "round_lr_scheduler"),
+    "length": ("rounds", "clients_per_round", "client_sampler", "seed", "fast"),
+    "training of each client": (
+        *("batch_size", "batch_sampler", "class_weights"),
+        *("optimizer", "optimizer_state", "lr_scheduler", "round_lr_scheduler"),
+    ),
     "Lightning Trainer of each client": ("trainer.", "client_callbacks"),
     "execution": ("engine", "compile", "channels_last", "on_client_failure", "min_clients"),
     "evaluation": ("evaluation.",),

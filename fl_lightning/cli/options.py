@@ -99,7 +99,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "runs": RUNS,
         "--where": WHERE,
         "--by": BY,
-        "--across": value(str | None, "The setting whose values become columns.", metavar="KEY"),
+        "--across": value(str | None, "The setting whose values become columns; --by need not name it.", metavar="KEY"),
         "--metric": value(str | None, "A column of metrics.csv; by default global/acc, or client/acc_mean, or mae."),
         "--mode": value(Literal["max", "min"] | None, "Direction of the metric; by default its own."),
         "--target": value(float, TARGETS, nargs="+", default=[]),
@@ -136,7 +136,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
     },
     "sweep": {
         "sweep": value(str, "A W&B sweep file, or the name of a shipped one.", nargs="?"),
-        "--workers": value(int, "Number of trials that run at a time.", default=1),
+        "--workers": value(int, "Number of runs at a time.", default=1),
         "--threads": THREADS,
         "--count": value(int | None, "Number of trials; random and bayes need it."),
         "--out": value(str | None, "The sweep's folder; runs/sweeps/NAME by default."),

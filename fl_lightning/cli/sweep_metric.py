@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import optuna
@@ -15,8 +16,8 @@ from fl_lightning.analysis.sweep_file import Sweep
 from fl_lightning.cli.jobs import in_job_processes, open_experiment
 from fl_lightning.core.errors import ConfigError
 
-KNOWN_BEFOREHAND = re.compile(r"(?:global|client|personal_on_global)/.+")
-"""Metrics whose names are known before a run begins."""
+TOTALS = ("comm/total_up_bytes", "comm/total_down_bytes")
+"""Entries of every `final/summary.json`."""
 
 
 def check_metric(sweep: Sweep) -> None:
@@ -25,18 +26,18 @@ def check_metric(sweep: Sweep) -> None:
     A trial that cannot be built passes. Its own run reports the reason.
 
     Raises:
-        ConfigError: A trial will not have the metric; the message names one that it will have.
+        ConfigError: A trial will not have the metric; the message lists those that it will have.
     """
-    column = re.sub(r"_(best|best_round|last|last10)$", "", sweep.metric)
-    if not KNOWN_BEFOREHAND.fullmatch(column):
-        return
     trials = list(_one_per_algorithm(sweep))
+    find_others = partial(other_metrics, sweep.metric, bool(sweep.pruner))
     with suppress(BrokenProcessPool):
-        found = list(in_job_processes(metrics_of_trial, [sweep.command(params) for params in trials]))
+        found = list(in_job_processes(find_others, [sweep.command(params) for params in trials]))
         for params, names in zip(trials, found, strict=True):
-            if names is not None and not {column, sweep.metric} & set(names):
+            if names:
                 algorithm = f" with algorithm {params['algorithm']}" if "algorithm" in params else ""
-                raise ConfigError(f"metric: no round has {sweep.metric}{algorithm}. Use {_alternative(column, names)}.")
+                missing = f"no {'round' if sweep.pruner else 'run'} has {sweep.metric}{algorithm}"
+                reason = ", and early_terminate needs the metric of each round" if sweep.pruner else ""
+                raise ConfigError(f"metric: {missing}{reason}. Use one of {', '.join(names)}.")
 
 
 def _one_per_algorithm(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -48,25 +49,31 @@ def _one_per_algorithm(sweep: Sweep) -> Iterator[dict[str, Any]]:
     yield from ({**params, "algorithm": name} for name in algorithms) if algorithms else [params]
 
 
-def _alternative(column: str, names: Sequence[str]) -> str:
-    client_mean = f"client/{column.partition('/')[2]}_mean"
-    return client_mean if client_mean in names else get_close_matches(column, names, 1, cutoff=0)[0]
-
-
-def metrics_of_trial(words: Sequence[str], environment: Mapping[str, str]) -> list[str] | None:
-    """Return the names of the metrics that a sweep's trial may log; None if some are not known before the trial runs.
+def other_metrics(metric: str, by_round: bool, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the metrics that a sweep's trial has if it lacks one, the most similar first; empty if it may have it.
 
     Runs in a job process, because it imports torch and loads data.
 
     Args:
+        metric: The metric: a column of `metrics.csv` or an entry of `final/summary.json`.
+        by_round: Only accept columns of `metrics.csv`.
         words: The trial's command line, after `fit`.
         environment: The environment of the sweep's process.
     """
-    from fl_lightning.callbacks.monitor import may_add_metrics, round_metrics
+    from fl_lightning.callbacks.monitor import is_among, may_add_metrics, round_metrics
 
     try:
         with open_experiment(words, environment) as (run, _):
             run.check()
-            return None if may_add_metrics(run) else round_metrics(run)
+            names = list(dict.fromkeys(round_metrics(run)))
+            may_have = may_add_metrics(run)
     except Exception:  # the trial's own run reports it
-        return None
+        return []
+    column = metric if by_round else re.sub(r"_(best|best_round|last|last10)$", "", metric)
+    if not by_round:
+        names += ["rounds", *(f"R_{target:g}" for target in run.evaluation.target_accuracies), *TOTALS]
+    if may_have or any(is_among(name, names) for name in (metric, column)):
+        return []
+    client_mean = f"client/{column.partition('/')[2]}_mean"
+    near = client_mean if client_mean in names else get_close_matches(column, names, 1, cutoff=0)[0]
+    return [near, *(name for name in names if name != near and not name.startswith("client_"))]

@@ -29,12 +29,14 @@ def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
     """
     if not isinstance(described, Mapping) or not {"class_path", "in_shape", "num_classes"} <= described.keys():
         raise ConfigError(f"backbone: it needs a network (an nn.Module), got {type(described).__name__}")
+    shape = described["in_shape"]
+    in_shape = shape if isinstance(shape, dict) else tuple(shape)
     model = {name: described[name] for name in ("class_path", "init_args") if name in described}
     return _built(
         "backbone",
         model,
         ModelFactory | NetworkFactory,
-        lambda factory: original_of(build_network(factory, tuple(described["in_shape"]), described["num_classes"])),
+        lambda factory: original_of(build_network(factory, in_shape, described["num_classes"])),
         trust,
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.state_dicts import at_least_float32
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Seen = Literal["after", "last_epoch", "round"]
 
 
-class SharedKnowledge(nn.Module):
+class SharedKnowledge(ArgumentsMixin, nn.Module):
     """Tensors that clients and server exchange besides weights, such as class prototypes or soft labels.
 
     Clients compute them, the server merges and broadcasts them. A loss term or an aggregator that needs them lists the

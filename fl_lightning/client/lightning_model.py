@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.models.base import tapped
 from fl_lightning.models.wrapped import FromModule
 
@@ -77,6 +78,13 @@ def in_fit(module: L.LightningModule) -> Iterator[Any]:
             del vars(network)["log"]
 
 
+def users_batch(value: Any) -> Any:
+    """Return a batch of several inputs as a `DataLoader` returns it: `({...}, y)`. Other values are unchanged."""
+    if isinstance(value, tuple | list) and value and isinstance(value[0], Inputs):
+        return (value[0].tensors, *value[1:])
+    return value
+
+
 def own_step(module: L.LightningModule, batch: Any, batch_idx: int) -> tuple[Tensor, Outputs | None]:
     """Call the training step of a client's LightningModule.
 
@@ -93,7 +101,7 @@ def own_step(module: L.LightningModule, batch: Any, batch_idx: int) -> tuple[Ten
         handle = network.register_forward_hook(lambda _network, _inputs, output: outputs.append(output))
         try:
             with tapped(network, cut) as taps:
-                returned = network.training_step(batch, batch_idx)
+                returned = network.training_step(users_batch(batch), batch_idx)
         finally:
             handle.remove()
         loss = returned.get("loss") if isinstance(returned, dict) else returned
@@ -145,7 +153,7 @@ class ModelHooks(Callback):
 def _hook(name: str) -> Callable[..., None]:
     def call(self: ModelHooks, trainer: L.Trainer, module: L.LightningModule, *args: Any, **options: Any) -> None:
         with in_fit(module) as network:
-            getattr(network, name)(*args, **options)
+            getattr(network, name)(*map(users_batch, args), **options)
 
     return call
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from fl_lightning.core.errors import check_positive
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.objectives import ClassWeights
+from fl_lightning.data.loaders import BatchSampler
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,10 @@ class LocalTraining:
 
     Args:
         batch_size: Number of samples in a training batch.
+        batch_sampler: How training samples are drawn: `shuffle` takes each once in an epoch. `balanced` draws each of
+            the client's classes equally often, with replacement; an epoch has as many samples.
+        class_weights: Weight of each class in the training loss: a list, or `balanced`, which is inversely proportional
+            to the client's own number of samples of the class. For several 0/1 labels, the weight of the positives.
         optimizer: Builds the optimizer of each client's fit. By default it is that of the model, if the model is a
             LightningModule, or SGD.
         optimizer_state: State of a client's optimizer at the start of a round: `fresh`, or `kept` from the client's
@@ -26,24 +32,34 @@ class LocalTraining:
         trainer: Keyword arguments of Lightning's `Trainer` for each client's fit: `accelerator`, `precision`,
             `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
         compile: Compile the network, once for all clients and rounds. This pays off if a step takes long.
-        channels_last: Store images and convolutions in channels-last memory format, which is faster on GPUs in mixed
-            precision.
+        channels_last: Store images in channels-last memory format. By default on CUDA GPUs in half or mixed precision,
+            if the network has convolutions, which are then usually faster.
         client_callbacks: Lightning callbacks, copied for each client's fit: `LearningRateMonitor`, `EarlyStopping` on
             `train_loss`, or your own. Values that they log become part of the round's metrics; `client/<name>` is the
             mean over the round's clients.
 
     Raises:
-        ConfigError: `batch_size` is not a positive whole number.
+        ConfigError: `batch_size` is not a positive whole number, or another option is out of range.
     """
 
     batch_size: int = 64
+    batch_sampler: BatchSampler = "shuffle"
+    class_weights: ClassWeights | None = None
     optimizer: OptimizerCallable | None = None
     optimizer_state: Literal["fresh", "kept"] | None = None
     lr_scheduler: LRSchedulerCallable | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
-    channels_last: bool = False
+    channels_last: bool | None = None
     client_callbacks: list[Callback] | None = None
 
     def __post_init__(self) -> None:
         check_positive(batch_size=self.batch_size)
+        if self.batch_sampler not in get_args(BatchSampler):
+            raise ConfigError(f"batch_sampler: {self.batch_sampler!r} not found. Use shuffle or balanced.")
+        if isinstance(self.class_weights, str):
+            if self.class_weights != "balanced":
+                raise ConfigError(f"class_weights: {self.class_weights!r} not found. Use balanced or a list.")
+            return
+        for weight in self.class_weights or ():
+            check_number("class_weights", weight, "(0, inf)", "to ignore a class, give it a small weight")

@@ -10,7 +10,7 @@ from fl_lightning.core.errors import NonFiniteError
 
 
 class LossRecord:
-    """Training losses of one client's fit, kept on the GPU during an epoch so that no step waits for a transfer."""
+    """Training losses of one client's fit, kept on the GPU until they are read so that no step waits for a transfer."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -28,8 +28,21 @@ class LossRecord:
         self._names = names
         self._pending += values.unbind()
 
-    def settle(self) -> dict[str, float]:
+    def end_epoch(self) -> None:
+        """Check and sum up the losses of an epoch. Losses on a GPU are left there until they are read."""
+        if self._pending and self._pending[0].device.type == "cpu":
+            self.settle()
+
+    @property
+    def pending(self) -> list[Tensor]:
+        """The losses that have not been read from the device yet."""
+        return self._pending
+
+    def settle(self, values: list[float] | None = None) -> dict[str, float]:
         """Transfer the losses recorded since the last call to the CPU, check that they are finite, and sum them up.
+
+        Args:
+            values: The values of `pending`, if they have already been transferred.
 
         Returns:
             The means over the steps since the last call.
@@ -39,7 +52,8 @@ class LossRecord:
         """
         if not self._pending:
             return {}
-        steps = np.array(torch.stack(self._pending).tolist()).reshape(-1, len(self._names))
+        values = torch.stack(self._pending).tolist() if values is None else values
+        steps = np.array(values).reshape(-1, len(self._names))
         self._pending = []
         sums = steps.sum(axis=0)
         if not np.isfinite(sums).all():
@@ -55,9 +69,13 @@ class LossRecord:
         """Number of training steps of the fit recorded so far."""
         return self._steps + len(self._pending) // max(1, len(self._names))
 
-    def means(self) -> dict[str, float]:
-        """Return the mean over the fit's steps of each loss, and of their sum as `loss`; empty before any step."""
-        self.settle()
+    def means(self, values: list[float] | None = None) -> dict[str, float]:
+        """Return the mean over the fit's steps of each loss, and of their sum as `loss`; empty before any step.
+
+        Args:
+            values: The values of `pending`, if they have already been transferred.
+        """
+        self.settle(values)
         return self._named(self._sums / self._steps) if self._steps else {}
 
     def _named(self, means: np.ndarray) -> dict[str, float]:

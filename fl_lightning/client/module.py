@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,10 @@ from fl_lightning.client.lightning_model import class_name, has_optimizer, own_o
 from fl_lightning.client.loss_record import LossRecord
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
 from fl_lightning.client.weights import load_weights
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.flat_tensors import FlatTensors, as_flat, matching_parts
+from fl_lightning.core.inputs import Batch, Inputs
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.models import Backbone, with_encoder
@@ -34,7 +37,7 @@ class Step:
         logits: Outputs of the head, `(B, C)`.
         targets: Class indices `(B,)`, or the targets of another objective.
         features: Outputs of the encoder, `(B, d)`, if the model has one.
-        inputs: The batch of inputs.
+        inputs: The batch of inputs: a tensor, or `Inputs`.
         backbone: The network that is being trained, for terms on its weights.
         taps: Inputs of the layers that a term lists in its `taps`, by name.
         loss: The loss that the model's own `training_step` returned, if the model is a LightningModule.
@@ -43,13 +46,13 @@ class Step:
     logits: Tensor
     targets: Tensor
     features: Tensor | None = None
-    inputs: Tensor | None = None
+    inputs: Tensor | Inputs | None = None
     backbone: nn.Module | None = None
     taps: Tensors = field(default_factory=dict)
     loss: Tensor | None = None
 
 
-class LossTerm(nn.Module):
+class LossTerm(ArgumentsMixin, nn.Module):
     """A term that a method adds to a client's training loss: a scalar that includes its coefficient.
 
     It also works in any other LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses override
@@ -61,12 +64,14 @@ class LossTerm(nn.Module):
         knowledge: The shared knowledge that the term reads. It is sent together with the weights.
         active: Whether the term is computed in this fit.
         needs_classes: Whether targets must be classes, so that other objectives are refused.
+        objective_weight: Factor on the objective's loss while the term is active. 0 replaces the objective's loss.
         taps: Names of the backbone's layers whose inputs the term reads in `Step.taps`.
     """
 
     name: str = ""
     active: bool = True
     needs_classes: bool = False
+    objective_weight: float = 1.0
     taps: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -126,6 +131,7 @@ class ClientModule(L.LightningModule):
         round: The round, from 1, for terms that change over rounds.
         lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
         batch_size: Batch size of the fit, for methods that also train outside of it.
+        class_weights: Weights of the classes in the objective's training loss, `(C,)`; None for equal weights.
         optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
         notes: Tensors that a method keeps within the client's round, written in `receive` or `prepare` and read in
             `prepare`, `upload` or `remember`. Training steps do not use them.
@@ -162,7 +168,8 @@ class ClientModule(L.LightningModule):
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
-        self.objective: Objective = Classification()
+        self.class_weights: Tensor | None = None
+        self.objective = Classification()
         if isinstance(objective, Mapping):
             self.objective = rebuilt_objective(objective)
         elif objective:
@@ -185,7 +192,7 @@ class ClientModule(L.LightningModule):
         else:
             super().__setattr__(name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Inputs) -> Tensor:
         """Return the backbone's outputs `(B, C)` on a batch of inputs, such as logits."""
         return cast(Tensor, self.backbone(x))
 
@@ -197,6 +204,15 @@ class ClientModule(L.LightningModule):
             ConfigError: The backbone's encoder and head cannot be called separately.
         """
         return with_encoder(self.backbone).encoder
+
+    @property
+    def objective(self) -> Objective:
+        """The objective, whose loss has the client's `class_weights`, if any."""
+        return self._objective if self.class_weights is None else self._objective.weighted(self.class_weights)
+
+    @objective.setter
+    def objective(self, objective: Objective) -> None:
+        self._objective = objective
 
     @property
     def class_counts(self) -> Tensor | None:
@@ -260,7 +276,7 @@ class ClientModule(L.LightningModule):
         """Whether the optimizer is that of the backbone, a LightningModule, because no other was given."""
         return self.optimizer_factory is None and has_optimizer(self.backbone)
 
-    def step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Step:
+    def step(self, batch: Batch, batch_idx: int = 0) -> Step:
         """Run the backbone on a batch, and return features, logits and the layer inputs that loss terms read.
 
         In train mode, a backbone that is a LightningModule also computes the loss, in the same forward pass.
@@ -272,21 +288,25 @@ class ClientModule(L.LightningModule):
             if self.training and self.trains_itself:
                 loss, outputs = own_step(self, batch, batch_idx)
                 if not (active or any(piece.observes for piece in self.pieces())):
-                    outputs = outputs or (None, x.new_empty(0))  # nothing reads them
+                    outputs = outputs or (None, loss.new_empty(0))  # nothing reads them
             features, logits = outputs or self._outputs(x)
         return Step(logits, y, features, x, self.backbone, taps, loss)
 
-    def _outputs(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _outputs(self, x: Tensor | Inputs) -> tuple[Tensor | None, Tensor]:
         return self.backbone.features_and_logits(x) if isinstance(self.backbone, Backbone) else (None, self(x))
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's."""
-        loss = self.objective.loss(step.logits, step.targets) if step.loss is None else step.loss
-        losses = {self._loss_name: loss}
-        losses |= {term.name: term(step) for term in self.terms() if term.active}
-        return losses
+        """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's.
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        The objective's loss is multiplied by `objective_weight` of the active terms, and left out if that is 0.
+        """
+        losses: dict[str, Tensor] = {}
+        if weight := self._objective_weight:
+            loss = self.objective.loss(step.logits, step.targets) if step.loss is None else step.loss
+            losses[self._loss_name] = loss if weight == 1 else weight * loss
+        return losses | {term.name: term(step) for term in self.terms() if term.active}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the objective's loss on a batch plus all active loss terms, and record each of them."""
         step = self.step(batch, batch_idx)
         losses = self.losses(step)
@@ -305,15 +325,24 @@ class ClientModule(L.LightningModule):
         self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:
-        """Check that the epoch's training losses are finite, and log their means if the `Trainer` has a logger."""
-        means = self._losses.settle()
+        """Check that the epoch's training losses are finite, and log their means if the `Trainer` has a logger.
+
+        Without a logger, losses on a GPU are checked at the end of the fit.
+        """
         if self.trainer.loggers:
-            self.log_dict({f"train_{name}": value for name, value in means.items()})
+            self.log_dict({f"train_{name}": value for name, value in self._losses.settle().items()})
+        else:
+            self._losses.end_epoch()
 
     @property
     def loss_names(self) -> list[str]:
         """Names of the losses that `losses` returns: the objective's and those of the active loss terms."""
-        return [self._loss_name, *(term.name for term in self.terms() if term.active)]
+        objective = [self._loss_name] if self._objective_weight else []
+        return [*objective, *(term.name for term in self.terms() if term.active)]
+
+    @property
+    def _objective_weight(self) -> float:
+        return math.prod(term.objective_weight for term in self.terms() if term.active)
 
     @property
     def _loss_name(self) -> str:
@@ -324,19 +353,24 @@ class ClientModule(L.LightningModule):
         """Number of training steps (batches) of the current fit so far."""
         return self._losses.steps
 
+    @property
+    def loss_record(self) -> LossRecord:
+        """The record of the losses of the current fit."""
+        return self._losses
+
     def train_losses(self) -> dict[str, float]:
         """Return the mean of each training loss over the steps of the fit, and of their sum as `loss`."""
         return self._losses.means()
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the objective's metrics on a validation batch, such as `val_loss` and `val_acc`."""
         self._log_evaluation("val", batch)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the objective's metrics on a test batch, such as `test_loss` and `test_acc`."""
         self._log_evaluation("test", batch)
 
-    def _log_evaluation(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def _log_evaluation(self, stage: str, batch: Batch) -> None:
         x, y = batch
         sums = self.objective.sums(self(x).float(), y)
         self.log_dict({f"{stage}_{name}": value / len(y) for name, value in sums.items()}, batch_size=len(y))

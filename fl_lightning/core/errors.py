@@ -43,18 +43,19 @@ class ClientFailure(FLError):
         reason: What happened, and how to fix it.
 
     Attributes:
+        label: The client with its name, such as `client 3 (north)`. Tasks do not know the names, so it is set later.
         place: File and line in the user's own code that raised the error, see `users_place`.
     """
 
     exit_code = 1
-    place = ""
+    label = place = ""
 
     def __init__(self, client: int, round: int, reason: str) -> None:
         super().__init__(client, round, reason)
         self.client, self.round, self.reason = client, round, reason
 
     def __str__(self) -> str:
-        return f"client {self.client}, round {self.round}: {self.reason}"
+        return f"{self.label or f'client {self.client}'}, round {self.round}: {self.reason}"
 
 
 class TooFewClients(FLError):

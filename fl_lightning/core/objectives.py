@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.state_dicts import at_least_float32
 
 __all__ = ["Classification", "MultiLabel", "Objective", "Regression"]
 
+ClassWeights = Literal["balanced"] | list[float]
 Reduction = Literal["mean", "sum"]
+AnyObjective = TypeVar("AnyObjective", bound="Objective")
 
 
-class Objective(ABC):
+class Objective(Capable, ABC):
     """The loss and the metrics for a type of labels. The config key is `scenario.objective`.
 
     By default the objective is derived from the labels. Subclasses override at least `loss` and `check`.
@@ -28,7 +33,13 @@ class Objective(ABC):
         count: Argument of these metrics for the number of outputs.
         fewest: Smallest number of outputs of a network.
         classes: Whether each label is one class, which partitions by class and methods that compare classes require.
+        weights: Weights of the classes in `loss`, `(C,)`, if `weighted` has set them. Evaluation does not use them.
+        weighs_classes: Whether `loss` uses `weights`, so that `class_weights` can be set.
     """
+
+    capabilities: ClassVar = {"weighs_classes": ("loss",)}
+    weighs_classes: bool = False
+    weights: Tensor | None = None
 
     term: str = "objective"
     kind: str = ""
@@ -82,6 +93,28 @@ class Objective(ABC):
         """Return the predictions and targets of a batch in the form that torchmetrics expects."""
         return outputs, targets
 
+    def weighted(self: AnyObjective, weights: Tensor) -> AnyObjective:
+        """Return a copy of the objective whose training loss has class weights, `(C,)`."""
+        weighted = copy.copy(self)
+        weighted.weights = weights
+        return weighted
+
+    def _weigh(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return outputs and class weights in one dtype and on one device; without weights, unchanged outputs."""
+        if self.weights is None:
+            return outputs, None
+        outputs = at_least_float32(outputs)
+        return outputs, self.weights.to(outputs)
+
+    def balanced_weights(self, labels: Tensor, outputs: int) -> Tensor:
+        """Return the class weights, `(C,)`, that balance the classes of some training samples, for `class_weights`.
+
+        Args:
+            labels: Labels of the samples, `(n, ...)`.
+            outputs: Number of the network's outputs, `C`.
+        """
+        raise NotImplementedError
+
     def strata(self, labels: Tensor) -> Tensor:
         """Return the group of each sample, `(n,)`, for stratified splits and partitions by label: 0 without classes."""
         return torch.zeros(len(labels), dtype=torch.int64)
@@ -103,6 +136,7 @@ class Classification(Objective):
     """
 
     term, kind, count, fewest, classes = "ce", "Multiclass", "num_classes", 2, True
+    weighs_classes = True
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         if not 0 <= label_smoothing < 1:
@@ -110,8 +144,18 @@ class Classification(Objective):
         self.label_smoothing = label_smoothing
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the cross-entropy of logits `(B, C)` and class indices `(B,)`."""
-        return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=self.label_smoothing)
+        """Return the cross-entropy of logits `(B, C)` and class indices `(B,)`.
+
+        With `weights`, the mean is divided by the weights of the batch's samples, as in torch's `cross_entropy`.
+        """
+        outputs, weights = self._weigh(outputs)
+        return F.cross_entropy(outputs, targets, weights, reduction=reduction, label_smoothing=self.label_smoothing)
+
+    def balanced_weights(self, labels: Tensor, outputs: int) -> Tensor:
+        """Return `n / (C' n_j)` for each of the `C'` classes that occur, as scikit-learn does, and 1 for the others."""
+        counts = torch.bincount(labels, minlength=outputs)
+        weights = len(labels) / (counts * (counts > 0).sum())
+        return weights.where(counts > 0, 1.0)
 
     def check(self, labels: Tensor, outputs: int) -> None:
         """Check that labels are class indices: int64, `(n,)`, at least 0 and less than the number of classes."""
@@ -149,11 +193,24 @@ class MultiLabel(Objective):
     """
 
     term, kind, count = "bce", "Multilabel", "num_labels"
+    weighs_classes = True
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the binary cross-entropy of logits `(B, L)` and labels `(B, L)` of 0 and 1."""
-        loss = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction=reduction)
+        """Return the binary cross-entropy of logits `(B, L)` and labels `(B, L)` of 0 and 1.
+
+        With `weights`, the loss of a label's positives is multiplied by its weight, torch's `pos_weight`.
+        """
+        outputs, weights = self._weigh(outputs)
+        loss = F.binary_cross_entropy_with_logits(
+            outputs, targets.to(outputs.dtype), reduction=reduction, pos_weight=weights
+        )
         return loss if reduction == "mean" else loss / outputs.shape[1]
+
+    def balanced_weights(self, labels: Tensor, outputs: int) -> Tensor:
+        """Return each label's number of negatives divided by its number of positives; 1 if it has only one of them."""
+        positives = labels.sum(dim=0)
+        negatives = len(labels) - positives
+        return (negatives / positives).where((positives > 0) & (negatives > 0), 1.0)
 
     def check(self, labels: Tensor, outputs: int) -> None:
         """Check that labels are all 0 or 1 and of shape `(n, L)`, with `L` the network's number of outputs."""
@@ -165,7 +222,8 @@ class MultiLabel(Objective):
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the fraction of correct labels (`acc`) and the binary cross-entropy (`loss`), summed over a batch."""
         correct = ((outputs > 0) == targets.bool()).float().mean(dim=1).sum()
-        return {"acc": correct, "loss": self.loss(outputs, targets, "sum")}
+        loss = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="sum")
+        return {"acc": correct, "loss": loss / outputs.shape[1]}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sigmoid probabilities of a batch, `(B, L)`, and its labels as integers, `(B, L)`."""

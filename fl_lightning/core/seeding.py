@@ -31,6 +31,7 @@ class Stream(IntEnum):
     EVALUATED = 8
     PREPARATION = 9
     VALIDATION = 10
+    AVAILABILITY = 11
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

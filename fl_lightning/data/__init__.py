@@ -1,5 +1,6 @@
 """Datasets, partitions among clients, and batches."""
 
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.few_shot import FC100, FewShot
@@ -30,7 +31,7 @@ from fl_lightning.data.partitions import (
 )
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
 from fl_lightning.data.schema import TableSchema
-from fl_lightning.data.tables import Table, TextTable
+from fl_lightning.data.tables import ImageTable, Table, TextTable
 from fl_lightning.data.text import IMDB, AGNews
 from fl_lightning.data.torch_dataset import TorchDataset
 
@@ -57,6 +58,8 @@ __all__ = [
     "FewShot",
     "HuggingFace",
     "ImageFolder",
+    "ImageTable",
+    "Inputs",
     "LoadedData",
     "Partition",
     "PathMNIST",

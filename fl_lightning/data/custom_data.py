@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,8 +97,22 @@ def refuse_not_finite(column: pd.Series, key: str) -> None:
         raise column_error(column, key, fix, int((~finite).argmax()))
 
 
-def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tensor, int]:
-    """Convert a table's label columns to a tensor; return it and the number of network outputs for these labels.
+class Labels(NamedTuple):
+    """The labels of all samples of a custom dataset.
+
+    Attributes:
+        y: One label, or one row of labels, per sample.
+        outputs: Number of the network's outputs.
+        classes: The value of each class, or the name of each label of a multi-label target; None for regression.
+    """
+
+    y: Tensor
+    outputs: int
+    classes: Sequence[Any] | None
+
+
+def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> Labels:
+    """Convert a table's label columns to a tensor, and return it with the classes of these labels.
 
     One column holds classes; several columns of 0 and 1 are multi-label targets. Labels are numbers to predict if
     `regression` is true, or if it is None and a column is floating-point.
@@ -110,9 +124,10 @@ def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> tuple[
         regression = any(column.dtype.kind == "f" for column in columns)
     if regression:
         values = torch.from_numpy(np.stack([_numbers(column) for column in columns], axis=1))
-        return values if len(columns) > 1 else values[:, 0].clone(), len(columns)
+        return Labels(values if len(columns) > 1 else values[:, 0].clone(), len(columns), None)
     if len(columns) > 1:
-        return torch.from_numpy(np.stack([_flags(column) for column in columns], axis=1)), len(columns)
+        flags = torch.from_numpy(np.stack([_flags(column) for column in columns], axis=1))
+        return Labels(flags, len(columns), [str(column.name) for column in columns])
     if not is_given:
         _refuse_many_classes(columns[0])
     return _classes(columns[0])
@@ -133,15 +148,15 @@ def _flags(column: pd.Series) -> np.ndarray:
     return column.to_numpy().astype(np.uint8)
 
 
-def _classes(column: pd.Series) -> tuple[Tensor, int]:
-    """Return the class index of each row of a label column, with classes in sorted order, and the number of classes."""
+def _classes(column: pd.Series) -> Labels:
+    """Return the class index of each row of a label column, with classes in sorted order."""
     try:
         values, codes = np.unique(column.to_numpy(object), return_inverse=True)
     except TypeError as error:
         raise column_error(column, "label", "mixes text and numbers. Use one of them") from error
     if len(values) == 1:
         raise column_error(column, "label", f"has only one class, {one_line(repr(values[0]))}")
-    return torch.from_numpy(codes.astype(np.int64)), len(values)
+    return Labels(torch.from_numpy(codes.astype(np.int64)), len(values), values.tolist())
 
 
 def _refuse_many_classes(column: pd.Series) -> None:
@@ -202,15 +217,13 @@ class Samples:
 
     Attributes:
         source: The argument for `_inputs`, which reads the inputs later.
-        y: Labels of all samples.
-        outputs: Number of the network's outputs.
+        labels: Labels of all samples.
         client: The client of each sample; None if the data have no client ids.
         test: Boolean mask of the test samples; None to hold out a share.
     """
 
     source: Any
-    y: Tensor
-    outputs: int
+    labels: Labels
     client: np.ndarray | None = None
     test: np.ndarray | None = None
 
@@ -237,7 +250,7 @@ class CustomDataset(Dataset):
     def load(self) -> LoadedData:
         """Read the data and split them into training and test samples, which are views of the same tensors."""
         samples = self._samples()
-        y, client, test = samples.y, samples.client, samples.test
+        (y, outputs, classes), client, test = samples.labels, samples.client, samples.test
         if test is None:
             test = hold_out(y, self.test_share, client)
         order = np.argsort(test, kind="stable")  # the training samples first
@@ -246,4 +259,6 @@ class CustomDataset(Dataset):
         y = y[order]
         if client is not None:
             fields |= {"client_train": client[order[:train]], "client_test": client[order[train:]]}
-        return LoadedData(x[:train], y[:train], x[train:], y[train:], samples.outputs, **fields)
+        if classes is not None:
+            fields["class_names"] = [str(name) for name in classes]
+        return LoadedData(x[:train], y[:train], x[train:], y[train:], outputs, **fields)

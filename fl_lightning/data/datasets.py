@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.inputs import Inputs, Shapes
 from fl_lightning.core.objectives import Classification, Objective, describe_tensor, objective_of
 from fl_lightning.core.task import Score
 from fl_lightning.core.trusted_imports import require_trust
@@ -33,10 +36,10 @@ class LoadedData:
 
     Args:
         x_train: Training inputs `(n, ...)`; images are `(n, channels, height, width)`, `uint8` or `float32`, texts
-            are token ids `(n, length)`, `int64`, padded with 0.
+            are token ids `(n, length)`, `int64`, padded with 0. For several inputs a sample, `Inputs`.
         y_train: Training labels: classes `(n,)`, `int64` in `[0, num_classes)`; multi-label targets `(n, L)`, integers
             0 and 1; or numbers to predict, `(n,)` or `(n, T)`, `float32`.
-        x_test: Test inputs, of the same shape and dtype.
+        x_test: Test inputs, of the same shapes and dtypes.
         y_test: Test labels.
         num_classes: Number of classes, `C`, at least 2; without classes the number of the network's outputs, `L` or
             `T`.
@@ -49,11 +52,13 @@ class LoadedData:
             if the data have no client ids.
         client_test: The client of each test sample. Requires `client_train`.
         schema: The columns of a table and their encoding; None for other data.
+        class_names: Name of each class, or of each label of a multi-label target, in the order of the network's
+            outputs; None if they have no names.
     """
 
-    x_train: Tensor
+    x_train: Tensor | Inputs
     y_train: Tensor
-    x_test: Tensor
+    x_test: Tensor | Inputs
     y_test: Tensor
     num_classes: int
     prepare: BatchTransform
@@ -63,14 +68,15 @@ class LoadedData:
     client_train: np.ndarray | None = None
     client_test: np.ndarray | None = None
     schema: TableSchema | None = None
+    class_names: Sequence[str] | None = None
 
     @property
-    def in_shape(self) -> tuple[int, ...]:
-        """Return the shape of one input, without the batch dimension."""
-        return tuple(self.x_train.shape[1:])
+    def in_shape(self) -> tuple[int, ...] | Shapes:
+        """Return the shape of one input, without the batch dimension; of several inputs a dict or tuple of shapes."""
+        return self.x_train.shapes if isinstance(self.x_train, Inputs) else tuple(self.x_train.shape[1:])
 
 
-class Dataset(ABC):
+class Dataset(ArgumentsMixin, ABC):
     """Base class of datasets: the `scenario.dataset` of a config.
 
     Attributes:
@@ -133,31 +139,34 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
         raise ValueError(f"num_classes is {one_line(repr(data.num_classes))}, not an integer")
     if not callable(data.prepare):
         raise ValueError(f"prepare is of type {type(data.prepare).__name__}, which cannot be called")
-    for name in ("x_train", "y_train", "x_test", "y_test"):
-        values = getattr(data, name)
+    inputs = {split: _named_tensors(f"x_{split}", getattr(data, f"x_{split}")) for split in ("train", "test")}
+    if not all(inputs.values()):
+        raise ValueError("a sample has no input")
+    labels = {"y_train": data.y_train, "y_test": data.y_test}
+    for name, values in (inputs["train"] | inputs["test"] | labels).items():
         if not isinstance(values, Tensor):
-            raise ValueError(f"{name} is of type {type(values).__name__}, not a torch.Tensor")
+            fix = ". Give several inputs as Inputs({...})" if isinstance(values, dict | tuple) else ""
+            raise ValueError(f"{name} is of type {type(values).__name__}, not a torch.Tensor{fix}")
         if values.layout != torch.strided or values.device.type != "cpu":
             raise ValueError(f"{name} is {values.layout} on {values.device}; it needs to be dense, on the CPU")
     objective = objective or objective_of(data.y_train)
     for split in ("train", "test"):
-        x, y = getattr(data, f"x_{split}"), getattr(data, f"y_{split}")
+        y = labels[f"y_{split}"]
         try:
             objective.check(y, data.num_classes)
         except ValueError as error:
             raise ValueError(f"y_{split} {error}") from error
-        _check_inputs(f"x_{split}", x)
-        if len(x) != len(y) or not len(x):
-            sizes = f"x_{split} has {len(x)} rows and y_{split} {len(y)}"
-            raise ValueError(f"{sizes}. They need equally many, and at least one")
-    if data.x_train.shape[1:] != data.x_test.shape[1:]:
-        shapes = f"{data.in_shape} and {tuple(data.x_test.shape[1:])}"
-        raise ValueError(f"x_train and x_test hold inputs of different shapes, {shapes}")
-    if data.x_train.dtype != data.x_test.dtype:
-        raise ValueError("x_train and x_test need the same dtype: uint8 is scaled to 0-1, floating point is not")
+        for name, x in inputs[split].items():
+            _check_inputs(name, x, alone=isinstance(data.x_train, Tensor))
+            if len(x) != len(y) or not len(x):
+                sizes = f"{name} has {len(x)} rows and y_{split} {len(y)}"
+                raise ValueError(f"{sizes}. They need equally many, and at least one")
+    _check_alike(*inputs.values())
+    _check_transforms(data)
     if not objective.fewest <= data.num_classes <= MOST_CLASSES:
         raise ValueError(f"num_classes is {data.num_classes}, not between {objective.fewest} and {MOST_CLASSES:,}")
     _check_clients(data)
+    _check_class_names(data)
 
 
 def _check_clients(data: LoadedData) -> None:
@@ -179,13 +188,58 @@ def _check_clients(data: LoadedData) -> None:
             raise ValueError("client_train and client_test need ids of one type, integers or text")
 
 
-def _check_inputs(name: str, x: Tensor) -> None:
-    if x.ndim < 2 or 0 in x.shape[1:]:
+def _check_class_names(data: LoadedData) -> None:
+    names = data.class_names
+    if names is None:
+        return
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"class_names is {one_line(repr(names))}; it needs a list of one text per class")
+    if len(names) != data.num_classes:
+        raise ValueError(f"class_names and num_classes differ: {len(names)} and {data.num_classes}")
+
+
+def _named_tensors(name: str, x: Tensor | Inputs) -> dict[str, Tensor]:
+    return {f"{name}[{key!r}]": value for key, value in x.items()} if isinstance(x, Inputs) else {name: x}
+
+
+def _check_alike(train: dict[str, Tensor], test: dict[str, Tensor]) -> None:
+    """Check that training and test inputs have the same names, shapes and dtypes."""
+    if [name.replace("train", "test", 1) for name in train] != [*test]:
+        raise ValueError(f"the inputs are {', '.join(train)} and {', '.join(test)}. Both need the same, in one order")
+    for (name, one), (other_name, other) in zip(train.items(), test.items(), strict=True):
+        if one.shape[1:] != other.shape[1:]:
+            shapes = f"{tuple(one.shape[1:])} and {tuple(other.shape[1:])}"
+            raise ValueError(f"{name} and {other_name} hold inputs of different shapes, {shapes}")
+        if one.dtype != other.dtype:
+            fix = "need the same dtype: uint8 is scaled to 0-1, floating point is not"
+            raise ValueError(f"{name} and {other_name} {fix}")
+
+
+def _check_transforms(data: LoadedData) -> None:
+    """Try `prepare` and `augment` on several inputs, because those for images take one tensor."""
+    if not isinstance(data.x_train, Inputs):
+        return
+    for name in ("prepare", "augment"):
+        if transform := getattr(data, name):
+            try:
+                with isolate_rng():
+                    result = transform(data.x_train[:2])
+            except Exception as error:
+                fix = "Give a function that takes and returns Inputs"
+                raise ValueError(f"{name} cannot take several inputs ({one_line(error)}). {fix}") from error
+            if not isinstance(result, Inputs):
+                raise ValueError(f"{name} returned {type(result).__name__}. Return Inputs")
+
+
+def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
+    """Check the shape, dtype and values of inputs: `alone`, or one of several, which may have other forms."""
+    if x.ndim < 1 + alone or 0 in x.shape[1:]:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs one row per sample: (n, ...)")
-    if x.dtype not in (torch.uint8, torch.float32) and not (x.dtype == torch.int64 and x.ndim == 2):
-        fix = "it needs uint8 or float32, or int64 for token ids (n, length)"
-        raise ValueError(f"{name} is {describe_tensor(x)}; {fix}")
-    if x.dtype == torch.uint8 or not len(x):
+    kinds = (torch.uint8, torch.float32) if alone else (torch.uint8, torch.float32, torch.int64, torch.bool)
+    if x.dtype not in kinds and not (x.dtype == torch.int64 and x.ndim == 2):
+        fix = "uint8 or float32, or int64 for token ids (n, length)" if alone else "uint8, float32, int64 or bool"
+        raise ValueError(f"{name} is {describe_tensor(x)}; it needs {fix}")
+    if x.dtype in (torch.uint8, torch.bool) or not len(x):
         return
     low, high = x.aminmax()  # a NaN makes both NaN
     if not (low.isfinite() and high.isfinite()):
@@ -212,10 +266,12 @@ class FileDataset(Dataset):
     Attributes:
         files: The files that belong in `data_dir`, for error messages.
         fetchable: Whether they can be downloaded.
+        class_names: Name of each class; None if the classes have no names.
     """
 
     files: str
     fetchable = True
+    class_names: Sequence[str] | None = None
     objective = Classification()
 
     def __init__(self, data_dir: str = "data", download: bool = False) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.inputs import Batch
 from fl_lightning.core.task import Score
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.images import CIFAR100, Augment
@@ -113,6 +114,8 @@ class FC100(CIFAR100):
         (x_train, y_train), (x_test, y_test) = self._read_both()
         x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
         train, test = (self._part(x, y, part) for part in ("train", self.evaluate_on))
+        assert self.class_names
+        self.class_names = [self.class_names[label] for label in fc100_classes("train")]
         members_by_class(test[1], self.few_shot)
         return self._loaded(train, test, cut=self.few_shot.cut, evaluate=self.few_shot.evaluate)
 
@@ -154,7 +157,7 @@ class EpisodeBatches(Batches):
         episodes = (np.concatenate(sample_episode(self.members, self.task, self.rng)) for _ in range(len(self)))
         return [self.index[torch.from_numpy(episode)].to(self.x.device) for episode in episodes]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         for index in self.indices():  # a generator: Lightning also calls `iter` to check a loader, which must not draw
             yield self.x[index], self.y[index]
 

@@ -30,10 +30,15 @@ KINDS = {
 
 
 class BadFile(Exception):
-    """Error: a data file is missing, damaged or of another type. The message names the file and the reason."""
+    """Error: a data file is missing, damaged or of another type. The message names the file and the reason.
+
+    Attributes:
+        path: The file.
+    """
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{one_line(str(path))}: {why}")
+        self.path = path
 
 
 def check_exists(path: Path, folder: bool = False) -> bool:
@@ -79,7 +84,8 @@ def read_published(path: Path, md5: str, what: str) -> bytes:
     with open_file(path, what) as file:
         content = file.read()
     if (actual := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
-        raise BadFile(path, f"is damaged, or another file: its MD5 checksum is {actual}, not {md5} of the {what}")
+        why = f"is damaged, or another file: its MD5 checksum is {actual}, not {md5} of the {what}"
+        raise BadFile(path, f"{why} (to read arrays of your own, use the dataset Arrays)")
     return content
 
 

@@ -16,6 +16,7 @@ from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.custom_data import (
     KEY,
     CustomDataset,
+    Labels,
     Samples,
     client_ids,
     column_error,
@@ -26,7 +27,7 @@ from fl_lightning.data.custom_data import (
     token_ids,
 )
 from fl_lightning.data.files import BadFile, naming_file
-from fl_lightning.data.image_folder import EncodedImage, ImageOptions
+from fl_lightning.data.image_files import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
 from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
@@ -108,11 +109,11 @@ class HuggingFace(CustomDataset):
         image, text, label = self._columns(features)
         columns = [*label, *(name for name in (text, self.client) if name is not None)]
         frame = self._frame(splits, columns)
-        y, outputs = self._labels(frame, features, label)
+        labels = self._labels(frame, features, label)
         client = None if self.client is None else client_ids(frame[self.client])
         train, *test = (len(split) for split in splits.values())
         mask = np.arange(len(frame)) >= train if test else None
-        return Samples(frame[text] if image is None else (splits, image), y, outputs, client, mask)
+        return Samples(frame[text] if image is None else (splits, image), labels, client, mask)
 
     def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
         if not isinstance(source, tuple):  # a column of texts
@@ -219,7 +220,7 @@ class HuggingFace(CustomDataset):
             frames[name].index = pd.RangeIndex(1, len(split) + 1)
         return pd.concat(frames)
 
-    def _labels(self, frame: pd.DataFrame, features: Any, label: list[str]) -> tuple[Tensor, int]:
+    def _labels(self, frame: pd.DataFrame, features: Any, label: list[str]) -> Labels:
         classes = features[label[0]]
         if len(label) > 1 or not _holds_classes(classes):
             return read_labels([frame[name] for name in label], self.regression)
@@ -231,11 +232,12 @@ class HuggingFace(CustomDataset):
                 fix = "Name a split that has labels in scenario.dataset.test"
                 row = int((y < 0).int().argmax())
                 raise column_error(column, "label", f", which is not a class. {fix}", row)
-            return y, classes.num_classes
-        y = torch.zeros(len(column), classes.feature.num_classes, dtype=torch.uint8)
+            return Labels(y, classes.num_classes, classes.names)
+        classes = classes.feature
+        y = torch.zeros(len(column), classes.num_classes, dtype=torch.uint8)
         for row, present in enumerate(column):
             y[row, torch.as_tensor(np.array(present, np.int64))] = 1
-        return y, y.shape[1]
+        return Labels(y, classes.num_classes, classes.names)
 
 
 class _EncodedImages(Sequence[EncodedImage]):

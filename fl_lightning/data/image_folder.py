@@ -1,132 +1,37 @@
-"""Custom image datasets: a folder with one subfolder per class. Images are decoded to one size.
-
-Decoded images are held in memory, or in a cache file that is memory-mapped.
-"""
+"""Custom images in folders: one folder per class, or a pattern that finds class, client and split in each path."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from io import BytesIO
-from itertools import chain
-from math import prod
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
-from fl_lightning.core.files import replace_atomically
-from fl_lightning.core.trusted_imports import check_writable
-from fl_lightning.data.custom_data import KEY, CustomDataset, Samples, existing_path
-from fl_lightning.data.files import (
-    BadFile,
-    check_exists,
-    files_in,
-    has_valid_checksum,
-    naming_file,
-    open_file,
-    read_mapped,
-)
-from fl_lightning.data.images import Augment, make_augment
-from fl_lightning.data.transforms import Normalize
+from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
+from fl_lightning.data.files import BadFile, files_in, naming_file
+from fl_lightning.data.image_files import EncodedImage, ImageOptions
+from fl_lightning.data.images import Augment
 
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
-"""Formats that are opened. Pillow's reader of another one, EPS, would start a program."""
+if TYPE_CHECKING:
+    import pandas as pd
 
-GREY = ("1", "L", "LA")
-COLOUR = ("RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr")
-ORIENTATION = 0x0112
-"""EXIF tag of the camera's orientation; values from 5 on swap width and height."""
+FIELDS = ("class", "client", "split")
+"""Fields of a pattern."""
 
-CHUNK_IMAGES = 1024
-"""Images whose encoded bytes are in memory at a time."""
-CHUNK_BYTES = 1 << 24
-"""Bytes of images whose statistics are computed at a time."""
-
-
-class EncodedImage(NamedTuple):
-    """An image before decoding: its name for error messages (a path or a row), and its file or bytes."""
-
-    name: str
-    source: Path | bytes
-
-
-class ImageShape(NamedTuple):
-    """Shape `(channels, height, width)` of a decoded image."""
-
-    channels: int
-    height: int
-    width: int
-
-
-class ImageOptions:
-    """Options of custom images: size, colour, normalization and augmentation. `ImageFolder` describes them."""
-
-    def __init__(
-        self,
-        size: int | tuple[int, int] | None,
-        channels: Literal[1, 3] | None,
-        mean: list[float] | None,
-        std: list[float] | None,
-        augment: Augment,
-    ) -> None:
-        self.size = (size, size) if isinstance(size, int) else size
-        for side in self.size or ():
-            check_positive(f"{KEY}.", size=side)
-        if (mean is None) != (std is None):
-            raise ConfigError(f"{KEY}.{'mean' if std is None else 'std'}: give both mean and std, or neither")
-        for name, values, within in (("mean", mean, "(-inf, inf)"), ("std", std, "(0, inf)")):
-            for value in values or ():
-                check_number(f"{KEY}.{name}", value, within)
-        self.channels, self.mean, self.std, self.augment = channels, mean, std, augment
-
-    def shape(self, images: Sequence[EncodedImage]) -> ImageShape:
-        """Return the common shape to which all images are converted, from their headers and the options."""
-        with ThreadPoolExecutor() as pool:
-            shapes = [shape for chunk in chunks(images) for shape in pool.map(read_shape, chunk)]
-        channels, first = self.channels or max(shape.channels for shape in shapes), shapes[0]
-        if self.size:
-            return ImageShape(channels, *self.size)
-        for image, shape in zip(images, shapes, strict=True):
-            if shape[1:] != first[1:]:
-                one, other = (
-                    f"{one_line(i.name)} is {s.width}x{s.height}" for i, s in ((images[0], first), (image, shape))
-                )
-                fix = "Set scenario.dataset.size, for example 64, to resize all to 64x64"
-                raise ConfigError(f"{KEY}.size: the images differ in size: {one}, {other}. {fix}")
-        return ImageShape(channels, first.height, first.width)
-
-    def read(self, images: Sequence[EncodedImage]) -> Tensor:
-        """Decode images into one tensor in memory, `(n, channels, height, width)`, `uint8`."""
-        shape = self.shape(images)
-        check_memory(len(images), shape)
-        x = np.empty((len(images), *shape), np.uint8)
-        for i, image in enumerate(decode_all(images, shape)):
-            x[i] = image
-        return torch.from_numpy(x)
-
-    def transforms(self, x_train: Tensor) -> dict[str, Any]:
-        """Return the images' normalization and augmentation as the fields `prepare` and `augment` of `LoadedData`."""
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if values is not None and len(values) != x_train.shape[1]:
-                what = f"{len(values)} number(s), and the images have {x_train.shape[1]} channel(s)"
-                raise ConfigError(f"{KEY}.{name}: {what}")
-        mean, std = channel_statistics(x_train) if self.mean is None or self.std is None else (self.mean, self.std)
-        return {"prepare": Normalize(mean, std), "augment": make_augment(self.augment)}
+SPLITS = ("train", "test", "val")
+"""Values of the field `split`."""
 
 
 class ImageFolder(CustomDataset):
-    """Custom images in one folder per class, below `train` and `test`, or directly below `path`.
+    """Custom images in one folder per class, below `train` and `test`, or directly below `path`, or by a pattern.
 
     Without `train`, a share of each class is held out for testing. Classes are the folders' names in alphabetical
     order. `val` is the test set if there is no `test`. Images are rotated as their EXIF orientation says. Pixels are
@@ -134,9 +39,13 @@ class ImageFolder(CustomDataset):
 
     Args:
         path: The folder.
+        pattern: Paths below the folder, with the fields `{class}` and, if there are any, `{client}` (such as a
+            hospital, for the partition `ByClient`) and `{split}` (`train`, `test` or `val`), for example
+            `{client}/{class}/*` or `{class}/{client}_*.png`. `*` is any text and `?` any character, but no slash. A
+            field is as short as possible.
         size: Height and width to resize all images to, or one number for both; not needed if all have one size.
         channels: 1 converts all images to grey, 3 to colour; by default grey if all of them are grey.
-        test_share: Share of each class to test on if there is no test folder.
+        test_share: Share to test on if there is no test folder: of each class, or of each client's images.
         cache: Folder for a file of the decoded images. They are memory-mapped instead of held in memory, and later
             runs reuse the file.
         mean: Mean of each channel, of pixels in [0, 1]; by default that of the training images.
@@ -151,6 +60,7 @@ class ImageFolder(CustomDataset):
     def __init__(
         self,
         path: str,
+        pattern: str | None = None,
         size: int | tuple[int, int] | None = None,
         channels: Literal[1, 3] | None = None,
         test_share: float = 0.2,
@@ -160,16 +70,19 @@ class ImageFolder(CustomDataset):
         augment: Augment = "none",
     ) -> None:
         super().__init__(test_share)
-        self.path, self.cache = path, cache
-        self.options = ImageOptions(size, channels, mean, std, augment)
+        self.path, self.pattern = path, None if pattern is None else PathPattern(pattern)
+        self.options = ImageOptions(size, channels, mean, std, augment, cache)
 
     def _samples(self) -> Samples:
         root = existing_path(self.path, folder=True)
         with self._naming_path():
+            if self.pattern:
+                return self._matching_samples(self.pattern, root)
             train_folder = root / "train"
             if not train_folder.is_dir() or not subfolders(train_folder):
                 classes = self._classes(root)
-                return Samples(*labelled_files(root, classes), len(classes))
+                files, y = labelled_files(root, classes)
+                return Samples(files, Labels(y, len(classes), classes))
             hint = f"or set it to {one_line(str(train_folder))} to hold out a share of it"
             second = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
             if second is None:
@@ -181,12 +94,26 @@ class ImageFolder(CustomDataset):
             if not test:
                 raise ConfigError(f"{prefix}: has no class folders. Add one per class, {hint}")
             mask = np.arange(len(train) + len(test)) >= len(train)
-            return Samples(train + test, torch.cat([y_train, y_test]), len(classes), test=mask)
+            return Samples(train + test, Labels(torch.cat([y_train, y_test]), len(classes), classes), test=mask)
+
+    def _matching_samples(self, pattern: PathPattern, root: Path) -> Samples:
+        """Return the images that match the pattern, with the class, client and split in their paths."""
+        frame, test = pattern.match_files(root), None
+        if "split" in frame:
+            frame, test = pattern.select_splits(frame)
+        values, y = np.unique(frame["class"].to_numpy(str), return_inverse=True)
+        if len(values) < 2:
+            raise pattern.error(f"finds only the class {one_line(values[0])}. Images need at least two classes")
+        client = None
+        if "client" in frame:
+            client = frame["client"].to_numpy(str)
+            warn_of_missing_classes(client, values[y])
+        return Samples(frame["path"].tolist(), Labels(torch.from_numpy(y), len(values), values.tolist()), client, test)
 
     def _inputs(self, source: list[Path], order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
         images = [EncodedImage(str(source[i]), source[i]) for i in order]
         with self._naming_path():
-            x = self._map_cache(images) if self.cache else self.options.read(images)
+            x = self.options.read(images)
         return x, self.options.transforms(x[:train])
 
     @contextmanager
@@ -202,47 +129,101 @@ class ImageFolder(CustomDataset):
             raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: {what}")
         return classes
 
-    def _map_cache(self, images: Sequence[EncodedImage]) -> Tensor:
-        """Return the decoded images, memory-mapped from the cache file. A missing or damaged file is written first."""
-        assert self.cache
-        path = Path(self.cache) / f"pictures-{self._fingerprint(images)}.npy"  # the name in earlier versions
-        check_writable(f"{KEY}.cache", path)
-        try:
-            exists = check_exists(path)
-            valid = exists and has_valid_checksum(path)
-        except BadFile as error:
-            raise ConfigError(f"{KEY}.cache: {error}") from error
-        if exists and not valid:
-            what = "is damaged, or of an older version (its checksum does not match). It is built again"
-            warnings.warn(f"{KEY}.cache: {one_line(str(path))} {what}", stacklevel=2)
-        if not valid:
-            self._write_cache(path, images)
-        try:
-            return torch.from_numpy(read_mapped(path))
-        except BadFile as error:
-            raise ConfigError(f"{KEY}.cache: {error}. Leave the cache out to hold the images in memory") from error
 
-    def _write_cache(self, path: Path, images: Sequence[EncodedImage]) -> None:
-        """Write the decoded images as an `.npy` file, followed by the checksum that `has_valid_checksum` verifies."""
-        shape = self.options.shape(images)
-        header, digest = BytesIO(), hashlib.sha256(path.name.encode())
-        described = {"descr": "|u1", "fortran_order": False, "shape": (len(images), *shape)}
-        np.lib.format.write_array_header_1_0(header, described)
-        decoded = (image.tobytes() for image in decode_all(images, shape))
-        try:
-            with replace_atomically(path) as file:
-                for part in chain([header.getvalue()], decoded):
-                    file.write(part)
-                    digest.update(part)
-                file.write(digest.digest())
-        except OSError as error:
-            raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
+class PathPattern:
+    """Pattern of file paths with fields, such as `{client}/{class}/*`; `ImageFolder` describes it.
 
-    def _fingerprint(self, images: Sequence[EncodedImage]) -> str:
-        """Return a digest of the options and of the image files' names, sizes and times, for the cache's file name."""
-        files = [(str(path.relative_to(self.path)), path.stat()) for path in (Path(image.name) for image in images)]
-        known = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
-        return hashlib.sha256(json.dumps([known, self.options.size, self.options.channels]).encode()).hexdigest()[:16]
+    Args:
+        pattern: The pattern.
+
+    Raises:
+        ConfigError: A field is unknown or occurs twice, or `{class}` is missing.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.text = pattern
+        fields = re.findall(r"{(.*?)}", pattern)
+        if unknown := [name for name in fields if name not in FIELDS]:
+            raise self.error(f"has an unknown field, {{{one_line(unknown[0])}}}. Use {{class}}, {{client}}, {{split}}")
+        if twice := [name for name in fields if fields.count(name) > 1]:
+            raise self.error(f"has {{{twice[0]}}} twice. Use it once, and * for any other text")
+        if "class" not in fields:
+            raise self.error("has no {class}. Put it where the paths have the class, as in '{client}/{class}/*'")
+        regex = {"*": "[^/]*", "?": "[^/]", **{f"{{{name}}}": f"(?P<{name}>[^/]+?)" for name in fields}}
+        parts = re.split(r"({\w+}|[*?])", pattern)
+        self.regex = re.compile("".join(regex.get(part, re.escape(part)) for part in parts))
+
+    def error(self, what: str) -> ConfigError:
+        """Return a `ConfigError` about the pattern, whose message ends with `what`."""
+        return ConfigError(f"{KEY}.pattern: {one_line(repr(self.text))} {what}")
+
+    def match_files(self, root: Path) -> pd.DataFrame:
+        """Return a table of the files below a folder that match, with the columns `path` and one per field.
+
+        Raises:
+            ConfigError: No file matches.
+        """
+        import pandas as pd
+
+        names = list(paths_below(root, self.text.count("/")))
+        matches = {name: match.groupdict() for name in names if (match := self.regex.fullmatch(name))}
+        others = [name for name in names if name not in matches]
+        if not matches:
+            example = f"It contains, for example, {one_line(others[0])}" if others else "It contains no files"
+            raise self.error(f"matches no file in {one_line(str(root))}. {example}")
+        if others:
+            what = f"leaves out {len(others):,} of {len(names):,} files, such as {one_line(others[0])}"
+            warnings.warn(str(self.error(what)), stacklevel=2)
+        return pd.DataFrame([{"path": root / name, **fields} for name, fields in matches.items()])
+
+    def select_splits(self, frame: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
+        """Return the rows of the training and test images, and the mask of the test images: `test`, or else `val`.
+
+        Raises:
+            ConfigError: A split is not one of these, there are no training or test images, or a class has only test
+                images.
+        """
+        for path, split in zip(frame["path"], frame["split"], strict=True):
+            if split not in SPLITS:
+                fix = f"It needs to be {', '.join(SPLITS[:-1])} or {SPLITS[-1]}"
+                raise self.error(f"finds the split {one_line(repr(split))} in {one_line(str(path))}. {fix}")
+        present = set(frame["split"])
+        second = "val" if "val" in present and "test" not in present else "test"
+        if missing := [name for name in ("train", second) if name not in present]:
+            raise self.error(f"finds no image of the split {missing[0]}. Add some, or use a pattern without {{split}}")
+        frame = frame[frame["split"].isin(["train", second])]
+        test = (frame["split"] == second).to_numpy()
+        known = frame["class"].isin(frame["class"][~test])
+        if not known.all():
+            path = one_line(str(frame["path"][~known].iloc[0]))
+            raise ConfigError(f"{KEY}.path: {path}: no training image has this class. Correct its path, or remove it")
+        return frame, test
+
+
+def paths_below(folder: Path, depth: int, prefix: str = "") -> Iterator[str]:
+    """Yield the relative paths of the files in a folder and its subfolders, sorted by name, without hidden ones.
+
+    Deeper than `depth`, subfolders are not entered; they are yielded with a slash at the end.
+    """
+    with naming_file(folder, "folder"), os.scandir(folder) as entries:
+        visible = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
+    for name, is_folder in visible:
+        if is_folder and depth:
+            yield from paths_below(folder / name, depth - 1, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}" + "/" * is_folder
+
+
+def warn_of_missing_classes(client: np.ndarray, classes: np.ndarray) -> None:
+    """Warn if a client has no sample of some class, naming the first of these clients."""
+    known = set(classes.tolist())
+    missing = {name: known - set(classes[client == name].tolist()) for name in np.unique(client).tolist()}
+    lacking = {name: sorted(absent) for name, absent in missing.items() if absent}
+    if lacking:
+        name, absent = next(iter(lacking.items()))
+        more = f" ({len(lacking):,} of {len(missing):,} clients lack a class)" if len(lacking) > 1 else ""
+        shown = one_line(", ".join(absent))
+        warnings.warn(f"{KEY}.path: client {one_line(name)} has no image of class {shown}{more}", stacklevel=2)
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -254,86 +235,14 @@ def subfolders(folder: Path) -> list[str]:
 def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
     """Return the image files in a folder's class subfolders, some of which may be absent, and each file's class."""
     present = set(subfolders(folder))
-    files = [files_in(folder / name) if name in present else [] for name in classes]
+    files = [_class_files(folder / name) if name in present else [] for name in classes]
     labels = [label for label, paths in enumerate(files) for _ in paths]
     return [path for paths in files for path in paths], torch.tensor(labels, dtype=torch.int64)
 
 
-# --- Decoding --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _open_image(image: EncodedImage) -> Iterator[Image.Image]:
-    path, source = Path(image.name), image.source
-    context = open_file(source, "image") if isinstance(source, Path) else nullcontext(BytesIO(source))
-    with naming_file(path, "image"), context as file:
-        try:
-            opened = Image.open(file, formats=FORMATS)
-        except UnidentifiedImageError as error:
-            raise BadFile(path, f"not a readable image ({', '.join(FORMATS)})") from error
-        with opened:
-            if opened.mode not in GREY + COLOUR:
-                raise BadFile(path, f"an image of mode {opened.mode}; it needs 8 bits per channel")
-            yield opened
-
-
-def _needs_rotation(image: Image.Image) -> bool:
-    return image.format in ("JPEG", "MPO") and image.getexif().get(ORIENTATION, 1) != 1
-
-
-def read_shape(image: EncodedImage) -> ImageShape:
-    """Return the shape of an image after rotation by its EXIF orientation, without decoding the pixels."""
-    with _open_image(image) as opened:
-        swapped = _needs_rotation(opened) and opened.getexif()[ORIENTATION] >= 5
-        width, height = opened.size[::-1] if swapped else opened.size
-        return ImageShape(1 if opened.mode in GREY else 3, height, width)
-
-
-def decode(image: EncodedImage, shape: ImageShape) -> np.ndarray:
-    """Decode an image to an array of the given shape `(channels, height, width)`, `uint8`, resized if necessary."""
-    with _open_image(image) as opened:
-        upright = ImageOps.exif_transpose(opened) if _needs_rotation(opened) else opened
-        if upright.mode in ("P", "PA"):
-            upright = upright.convert("RGBA")  # keeps a palette's transparency
-        converted = upright.convert("L" if shape.channels == 1 else "RGB")
-        if converted.size != (shape.width, shape.height):
-            converted = converted.resize((shape.width, shape.height), Image.Resampling.BILINEAR)
-        pixels = np.asarray(converted)
-    return pixels[None] if shape.channels == 1 else pixels.transpose(2, 0, 1)
-
-
-def decode_all(images: Sequence[EncodedImage], shape: ImageShape) -> Iterator[np.ndarray]:
-    """Decode images in several threads, and yield them in order as arrays `(channels, height, width)`."""
-    with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
-        for chunk in chunks(images):
-            yield from pool.map(lambda image: decode(image, shape), chunk)
-
-
-def chunks(images: Sequence[EncodedImage]) -> Iterator[Sequence[EncodedImage]]:
-    """Split encoded images into chunks of `CHUNK_IMAGES`, so that only one chunk's bytes are in memory at a time."""
-    return (images[start : start + CHUNK_IMAGES] for start in range(0, len(images), CHUNK_IMAGES))
-
-
-def check_memory(n: int, shape: ImageShape) -> None:
-    """Raise a `ConfigError` if n decoded images of this shape do not fit into the machine's memory."""
-    need, available = n * prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > available:
-        raise ConfigError(
-            f"{KEY}.size: {n:,} images of {shape.width}x{shape.height} need {need / 2**30:,.1f} GiB, and this machine "
-            f"has {available / 2**30:,.1f}. Set a smaller size, or scenario.dataset.cache (of ImageFolder)"
-        )
-
-
-def channel_statistics(x: Tensor) -> tuple[list[float], list[float]]:
-    """Return each channel's mean and standard deviation, for `uint8` images scaled to [0, 1].
-
-    A standard deviation of 0 is replaced by 1. The sums are integers, so that the order of summation changes no bit of
-    the result.
-    """
-    total = torch.zeros(2, x.shape[1], dtype=torch.int64)
-    for piece in x.split(max(1, CHUNK_BYTES // max(1, x[:1].nbytes))):
-        pixels = piece.to(torch.int32)
-        total += torch.stack([values.sum(dim=(0, 2, 3), dtype=torch.int64) for values in (pixels, pixels.square())])
-    mean, square = (total.double() / (x.numel() / x.shape[1])).tolist()
-    std = [math.sqrt(max(b - a * a, 0)) for a, b in zip(mean, square, strict=True)]
-    return [value / 255 for value in mean], [value / 255 or 1.0 for value in std]
+def _class_files(folder: Path) -> list[Path]:
+    if inner := subfolders(folder):
+        split = "{split}/" if folder.parent.name in ("train", "test", "val") else ""
+        fix = f"If they are the classes of a client, set scenario.dataset.pattern '{split}{{client}}/{{class}}/*'"
+        raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: has folders, such as {one_line(inner[0])}. {fix}")
+    return files_in(folder)

@@ -93,7 +93,8 @@ class ImageDataset(FileDataset):
 
     def _loaded(self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], **fields: Any) -> LoadedData:
         prepare, augment = Normalize(self.mean, self.std), make_augment(self.augment)
-        return LoadedData(*train, *test, self.num_classes, prepare, augment, **fields)
+        names = self.class_names
+        return LoadedData(*train, *test, self.num_classes, prepare, augment, class_names=names, **fields)
 
 
 class _TorchvisionDataset(ImageDataset):
@@ -139,14 +140,16 @@ class _CifarDataset(_TorchvisionDataset):
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         if train:
-            self._published(self.source.meta["filename"], self.source.meta["md5"])
+            meta = self.source.meta
+            self.class_names = self._unpickled(meta["filename"], meta["md5"])[meta["key"]]
         files = self.source.train_list if train else self.source.test_list
-        batches = [pickle.loads(self._published(name, md5), encoding="latin1") for name, md5 in files]
+        batches = [self._unpickled(name, md5) for name, md5 in files]
         planes = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
         return torch.from_numpy(planes), torch.tensor([label for batch in batches for label in batch[self.labels]])
 
-    def _published(self, name: str, md5: str) -> bytes:
-        return read_published(self._path(f"{self.source.base_folder}/{name}"), md5, f"{type(self).__name__} file")
+    def _unpickled(self, name: str, md5: str) -> dict[str, Any]:
+        path = self._path(f"{self.source.base_folder}/{name}")
+        return pickle.loads(read_published(path, md5, f"{type(self).__name__} file"), encoding="latin1")
 
 
 class MNIST(_IdxDataset):
@@ -161,6 +164,7 @@ class FashionMNIST(_IdxDataset):
     """Fashion-MNIST: 60,000 + 10,000 grey 28x28 images of clothes, 10 classes."""
 
     source = torchvision.datasets.FashionMNIST
+    class_names = tuple(source.classes)
     files = "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
     mean, std = (0.2860,), (0.3530,)
 
@@ -209,7 +213,8 @@ class EMNIST(_IdxDataset):
     ) -> None:
         super().__init__(data_dir, download, augment)
         self.split = split
-        self.num_classes = 26 if split == "letters" else 47
+        self.class_names = [name for name in self.source.classes_split_dict[split] if name != "N/A"]
+        self.num_classes = len(self.class_names)
         self.files = f"EMNIST/raw/emnist-{split}-{{train,test}}-{{images-idx3,labels-idx1}}-ubyte"
 
     def _prefix(self, train: bool) -> str:
@@ -254,6 +259,17 @@ class PathMNIST(ImageDataset):
 
     files = "pathmnist.npz"
     num_classes = 9
+    class_names = (
+        "adipose",
+        "background",
+        "debris",
+        "lymphocytes",
+        "mucus",
+        "smooth muscle",
+        "normal colon mucosa",
+        "cancer-associated stroma",
+        "colorectal adenocarcinoma epithelium",
+    )
     mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
     def _paths(self) -> list[str]:
@@ -296,6 +312,7 @@ class TinyImageNet(ImageDataset):
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         root = self._path("tiny-imagenet-200")
         classes = {name: label for label, name in enumerate(read_text(root / "wnids.txt").split())}
+        self.class_names = list(classes) if len(classes) == self.num_classes else None
         labels = self._train_files(root, classes) if train else self._val_files(root, classes)
         with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
             images = list(pool.map(decode, labels))

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from string import ascii_lowercase, ascii_uppercase, digits
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fl_lightning.data.datasets import FileDataset, LoadedData
 from fl_lightning.data.files import BadFile, files_in, naming_file, read_json
-from fl_lightning.data.text import UNKNOWN, TextDataset
+from fl_lightning.data.text import MOODS, UNKNOWN, TextDataset
 from fl_lightning.data.transforms import Normalize
 
 KEYS = ("users", "num_samples", "user_data")
@@ -90,8 +91,8 @@ class _LeafArrays(_LeafDataset):
         """Read the training and the test set. Each LEAF user becomes one client."""
         ((x_train, y_train), own_train), ((x_test, y_test), own_test) = self._read_both()
         x = [torch.from_numpy(np.concatenate(parts)) for parts in (x_train, x_test)]
-        clients = {"client_train": own_train, "client_test": own_test}
-        return LoadedData(x[0], y_train, x[1], y_test, self.num_classes, Normalize(), **clients)
+        fields = {"client_train": own_train, "client_test": own_test, "class_names": self.class_names}
+        return LoadedData(x[0], y_train, x[1], y_test, self.num_classes, Normalize(), **fields)
 
 
 class FEMNIST(_LeafArrays):
@@ -103,6 +104,7 @@ class FEMNIST(_LeafArrays):
 
     name = "femnist"
     num_classes = 62
+    class_names = tuple(digits + ascii_uppercase + ascii_lowercase)
 
     def _inputs(self, x: list[Any]) -> np.ndarray:
         pixels = np.array(x)
@@ -151,6 +153,7 @@ class Sent140(_LeafDataset, TextDataset):  # type: ignore[misc]  # the two `_rea
 
     name = "sent140"
     num_classes = 2
+    class_names = MOODS
 
     def __init__(self, data_dir: str = "data", length: int = 25, vocab_size: int = 10_000) -> None:
         TextDataset.__init__(self, data_dir, length=length, vocab_size=vocab_size)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
+from fl_lightning.core.inputs import Batch, Inputs
 from fl_lightning.data.transforms import BatchTransform
+
+BatchSampler = Literal["shuffle", "balanced"]
 
 GATHERED = 1 << 20
 """Bytes of small batches that are gathered at a time, which is faster than one by one."""
+
+
+def send(value: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. A copy to a GPU does not wait for what the GPU still has to do."""
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()  # from other memory, the copy may wait
+    return value.to(device, non_blocking=True)
 
 
 class Batches:
@@ -25,18 +35,21 @@ class Batches:
         batch_size: Samples per batch; the last batch may be smaller.
         seed: Seed of the shuffling; None keeps the order of `index`.
         min_batch: A smaller last batch is dropped: BatchNorm cannot train on one sample.
+        frequencies: Relative frequencies with which the samples of `index` are drawn, with replacement. By default,
+            each sample is drawn once in a pass over the data.
     """
 
     def __init__(
         self,
-        x: Tensor,
+        x: Tensor | Inputs,
         y: Tensor,
         index: Tensor | None,
         batch_size: int,
         seed: int | None = None,
         min_batch: int = 1,
+        frequencies: Tensor | None = None,
     ) -> None:
-        self.x, self.y = x, y
+        self.x, self.y, self.frequencies = x, y, frequencies
         self.index = torch.arange(len(y)) if index is None else index
         self.batch_size = batch_size
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -50,7 +63,7 @@ class Batches:
         """Yield the sample indices `(B,)` of each batch in one pass over the data, reshuffled if a seed is given."""
         yield from self._order().split(self.batch_size) if self.length else ()
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
         for chosen in self._order().split(at_a_time * self.batch_size) if self.length else ():
             x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
@@ -59,18 +72,20 @@ class Batches:
     def _order(self) -> Tensor:
         """Return the indices of all samples in the batches of one pass, on the device of the data."""
         order = self.index
-        if self.generator is not None:
+        if self.frequencies is not None:
+            order = order[torch.multinomial(self.frequencies, len(order), True, generator=self.generator)]
+        elif self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
-        return order.to(self.x.device)[: self.length * self.batch_size]
+        return send(order, self.x.device)[: self.length * self.batch_size]
 
 
 class ReadyBatches:
     """Iterable that applies the function `ready` to each batch `(x, y)` when the batch is requested."""
 
-    def __init__(self, batches: Batches, ready: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, batches: Batches, ready: Callable[[Any, Tensor], Batch]) -> None:
         self.batches, self.ready = batches, ready
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         return (self.ready(x, y) for x, y in self.batches)
 
 
@@ -85,7 +100,7 @@ class ClientDataModule(L.LightningDataModule):
         """Return the client's training batches."""
         return self.batches
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         """Apply `ready` to the inputs of a batch that Lightning has moved to the device."""
         x, y = batch
         return self.ready(x), y

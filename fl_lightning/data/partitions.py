@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError, check_number
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class ClientSplits:
     ids: Sequence[int | str] | None = None
 
 
-class Partition(ABC):
+class Partition(ArgumentsMixin, ABC):
     """Base class of rules that split samples among clients: the `scenario.partition` of a config.
 
     Attributes:

@@ -7,14 +7,17 @@ import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.inputs import Inputs
+from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Classification, Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.datasets import Dataset, LoadedData, naming_class
@@ -94,6 +97,12 @@ class FederatedData:
     client_ids: Sequence[int | str] | None = None
     objective: Objective = field(default_factory=Classification)
 
+    @cached_property
+    def names(self) -> Names:
+        """Return the names of the clients and classes to show in tables, figures and messages."""
+        classes = self.data.class_names if self.objective.classes else None
+        return Names(shown_names(self.client_ids), shown_names(classes))
+
     def class_counts(self, part: str = "train") -> np.ndarray:
         """Count the `train` or `test` samples by client and class: `(clients, C)`; `C` is 1 without classes."""
         classes = self.objective.stratum_count(self.data.num_classes)
@@ -117,14 +126,19 @@ class FederatedData:
         held = (indices for shard in self.shards for indices in (shard.train, shard.test))
         classes = torch.tensor(data.num_classes)
         parts: dict[str, Iterable[Tensor]] = {
-            "x_train": [data.x_train],
+            "x_train": _tensors(data.x_train),
             "y_train": [classes, data.y_train],
-            "x_test": [data.x_test],
+            "x_test": _tensors(data.x_test),
             "y_test": [data.y_test],
             "partition": held,
         }
         with ThreadPoolExecutor(len(parts)) as pool:  # hashing releases Python's lock
             return dict(zip(parts, pool.map(sha256, parts.values()), strict=True))
+
+
+def _tensors(x: Tensor | Inputs) -> list[Tensor]:
+    """Return the tensor of one input, or those of several inputs in the order of their names."""
+    return [value for _, value in sorted(x.items())] if isinstance(x, Inputs) else [x]
 
 
 def sha256(tensors: Iterable[Tensor]) -> str:
@@ -229,8 +243,9 @@ class Scenario:
             splits = self.partition.split_dataset(data, labels, self.clients, rng)
         for client, part in enumerate(splits.train):
             if not len(part):
+                whose = Names(shown_names(splits.ids)).client(client)
                 fix = "Lower scenario.clients, or use a partition with min_samples"
-                raise ConfigError(f"scenario.partition: client {client} has no data. {fix}")
+                raise ConfigError(f"scenario.partition: {whose} has no data. {fix}")
         clients = len(splits.train) if self.clients is None else self.clients
         try:
             check_split(splits.train, clients, len(data.y_train))
@@ -321,7 +336,8 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
     `x_train` and `y_train` of the result hold the training samples followed by the test samples.
     """
     assert splits.test is not None
-    x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
+    inputs: list[Any] = [data.x_train, data.x_test]
+    x, y = torch.cat(inputs), torch.cat([data.y_train, data.y_test])
     n = len(data.y_train)
     table = replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:])
     return FederatedData(table, PackedShards(splits.train, [part + n for part in splits.test]), splits.ids, objective)

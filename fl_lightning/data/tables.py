@@ -1,9 +1,11 @@
-"""Custom datasets in CSV or Parquet files: tables of features, and texts."""
+"""Custom datasets in CSV or Parquet files: tables of features, of texts, and of paths of images."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
@@ -34,6 +35,8 @@ from fl_lightning.data.custom_data import (
     token_ids,
 )
 from fl_lightning.data.files import BadFile, open_file
+from fl_lightning.data.image_files import EncodedImage, ImageOptions
+from fl_lightning.data.images import Augment
 from fl_lightning.data.schema import Column, TableSchema, is_numeric
 from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
@@ -43,6 +46,12 @@ if TYPE_CHECKING:
 
 MOST_CATEGORIES = 1_000
 """Most categories of a one-hot encoded column. A column with more is probably a name, an id or a text."""
+
+FEWEST_IDS = 100
+"""Fewest rows of a table in which a column of different values counts as ids. In small tables, numbers often differ."""
+
+ID_NAME = re.compile(r"(^|[\W_])(?i:id|uuid|guid)$|[a-z]I[Dd]$")
+"""Matches names of columns that usually hold ids, such as `id` and `patient_id`."""
 
 SEPARATOR = re.compile(r"[^\w\n\r\0\"'()\[\]{}.+-]")
 """Characters that may separate columns: not part of names or numbers, no quotes, brackets, NUL or line breaks."""
@@ -91,12 +100,11 @@ class _FileTable(CustomDataset):
             rest = self._read_test(self.test_path).reindex(columns=frame.columns)
             test = np.arange(len(frame) + len(rest)) >= len(frame)
             frame = pd.concat([frame, rest], keys=[self.path, self.test_path])
-        labels = [frame[name] for name in self.label]
-        y, outputs = read_labels(labels, self.regression)
-        classes = np.unique(labels[0].to_numpy(object)).tolist() if y.dtype == torch.int64 else None
+        labels = read_labels([frame[name] for name in self.label], self.regression)
         client = None if self.client is None else client_ids(frame[self.client])
         test = test if self.split is None else self._test_rows(frame[self.split])
-        return Samples((frame, classes), y, outputs, client, test)
+        classes = labels.classes if len(self.label) == 1 else None
+        return Samples((frame, classes), labels, client, test)
 
     def _read_test(self, path: str) -> pd.DataFrame:
         test = read_table("test_path", path, self.separator)
@@ -144,6 +152,7 @@ class Table(_FileTable):
         path: The file, with a header. `.parquet` files are read as Parquet, all others as text with `separator`.
         label: The label column, or a list of several.
         features: Columns to learn from; by default all named columns that no other option names.
+        exclude: Columns to leave out of these, such as ids.
         categorical: Columns of numbers that are categories.
         encoding: `one_hot` makes one column per category of the training rows, all 0 for an unknown category; `codes`
             makes one column that numbers the categories from 1, with 0 for an unknown one.
@@ -164,6 +173,7 @@ class Table(_FileTable):
         path: str,
         label: str | list[str],
         features: list[str] | None = None,
+        exclude: list[str] | None = None,
         categorical: list[str] | None = None,
         encoding: Literal["one_hot", "codes"] = "one_hot",
         standardize: bool = True,
@@ -175,11 +185,11 @@ class Table(_FileTable):
         separator: str = ",",
     ) -> None:
         super().__init__(path, label, regression, client, split, test_path, test_share, separator)
-        self.features, self.categorical = features, set(categorical or ())
+        self.features, self.exclude, self.categorical = features, exclude or (), set(categorical or ())
         self.encoding, self.standardize = encoding, standardize
 
     def _columns(self) -> dict[str, Sequence[str]]:
-        return {**super()._columns(), "features": self.features or ()}
+        return {**super()._columns(), "features": self.features or (), "exclude": self.exclude}
 
     def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
         frame, classes = source[0].iloc[order], source[1]
@@ -188,6 +198,8 @@ class Table(_FileTable):
             column = find_column(name, list(frame.columns), "categorical")
             raise ConfigError(f"{KEY}.categorical: {column!r} is not a feature. Name a feature column")
         columns = [self._describe(frame[name], train) for name in features]
+        if self.features is None:
+            self._warn_of_ids(frame[features])
         schema = TableSchema(columns, self.encoding, self.label, classes, self.client)
         return schema.encode(schema.rows(frame)), {"prepare": Normalize(), "schema": schema}
 
@@ -200,6 +212,14 @@ class Table(_FileTable):
         if not features:
             raise ConfigError(f"{KEY}.features: {one_line(self.path)} has no columns left to learn from. Name some")
         return features
+
+    def _warn_of_ids(self, frame: pd.DataFrame) -> None:
+        """Warn of feature columns that look like ids, with the option that leaves them out."""
+        if ids := [name for name in frame.columns if name not in self.categorical and looks_like_id(frame[name])]:
+            shown = one_line(", ".join(ids[:FEW])) + (", ..." if len(ids) > FEW else "")
+            fix = one_line(shlex.quote(json.dumps([*self.exclude, *ids], ensure_ascii=False)))
+            what = f"almost all values differ, as in a column of ids ({shown})"
+            warnings.warn(f"{KEY}.features: {what}. To leave it out, add --{KEY}.exclude {fix}", stacklevel=2)
 
     def _describe(self, column: pd.Series, train: int) -> Column:
         """Return the description of a feature column, with categories or scale computed from the first `train` rows."""
@@ -218,7 +238,7 @@ class Table(_FileTable):
         if self.encoding == "codes":
             return self._standardize(described, column, train)
         if len(known) > MOST_CATEGORIES:
-            fix = "Leave it out of the features, or set scenario.dataset.encoding codes"
+            fix = "Name it in scenario.dataset.exclude, or set scenario.dataset.encoding codes"
             raise column_error(column, "features", f"holds {len(known):,} categories, too many for one_hot. {fix}")
         return described
 
@@ -278,6 +298,95 @@ class TextTable(_FileTable):
     def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
         ids = token_ids(source[0][self.text].iloc[order], train, self.length, self.vocab_size)
         return ids, {"prepare": Normalize()}
+
+
+class ImageTable(_FileTable):
+    """Custom images listed in a CSV or Parquet file, with a column of paths and one or more label columns.
+
+    Images are rotated as their EXIF orientation says. Pixels are normalized to mean 0 and standard deviation 1 of the
+    training images, channel by channel.
+
+    Args:
+        path: The file, with a header. `.parquet` files are read as Parquet, all others as text with `separator`.
+        image: The column of the images' paths.
+        label: The label column, or a list of several.
+        folder: Folder that the images' paths start from; by default the folder of the table's file.
+        regression: Whether labels are numbers to predict; by default floating-point labels are.
+        client: Column of the client that each image belongs to, for the partition `ByClient`.
+        split: Column that holds `train` or `test`.
+        test_path: A second file with the test rows.
+        test_share: Share of the rows to test on if there is neither: of each class, or of each client's rows.
+        separator: Character between the columns of a text file.
+        size: Height and width to resize all images to, or one number for both; not needed if all have one size.
+        channels: 1 converts all images to grey, 3 to colour; by default grey if all of them are grey.
+        cache: Folder for a file of the decoded images. They are memory-mapped instead of held in memory, and later
+            runs reuse the file.
+        mean: Mean of each channel, of pixels in [0, 1]; by default that of the training images.
+        std: Standard deviation of each channel; by default that of the training images.
+        augment: Random crop (4 pixels of padding) and horizontal flip of training batches: `none`, drawn
+            `per_sample`, or drawn once `per_batch`.
+
+    Raises:
+        ConfigError: An option is out of range, or two options exclude each other.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        image: str = "path",
+        label: str | list[str] = "label",
+        folder: str | None = None,
+        regression: bool | None = None,
+        client: str | None = None,
+        split: str | None = None,
+        test_path: str | None = None,
+        test_share: float = 0.2,
+        separator: str = ",",
+        size: int | tuple[int, int] | None = None,
+        channels: Literal[1, 3] | None = None,
+        cache: str | None = None,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        augment: Augment = "none",
+    ) -> None:
+        super().__init__(path, label, regression, client, split, test_path, test_share, separator)
+        self.image, self.folder = image, folder
+        self.options = ImageOptions(size, channels, mean, std, augment, cache)
+
+    def _columns(self) -> dict[str, Sequence[str]]:
+        return {"image": [self.image], **super()._columns()}
+
+    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+        column = source[0][self.image].iloc[order]
+        paths = self._paths(column)
+        try:
+            x = self.options.read([EncodedImage(str(path), path) for path in paths])
+        except BadFile as error:
+            fix = "Correct the path, replace the file, or remove the row"
+            raise column_error(column, "image", f": {error}. {fix}", paths.index(error.path)) from error
+        return x, self.options.transforms(x[:train])
+
+    def _paths(self, column: pd.Series) -> list[Path]:
+        """Return the path of each row's image."""
+        refuse_missing(column, "image")
+        folder = None if self.folder is None else existing_path(self.folder, folder=True, key="folder")
+        paths = []
+        for row, (file, value) in enumerate(zip(column.index.get_level_values(0), column, strict=True)):
+            if not isinstance(value, str):
+                raise column_error(column, "image", ", which is not a path", row)
+            paths.append((folder or Path(file).parent) / value)
+        return paths
+
+
+def looks_like_id(column: pd.Series) -> bool:
+    """Return whether a column of integers or texts looks like an id of the rows or of their subjects.
+
+    All values differ or, if its name is that of an id, more than half of them.
+    """
+    if len(column) < FEWEST_IDS or column.dtype.kind not in "iuOUT":
+        return False
+    share = column.nunique() / len(column)
+    return share == 1 or (share > 0.5 and ID_NAME.search(str(column.name)) is not None)
 
 
 def check_categories(column: pd.Series) -> None:

@@ -108,7 +108,8 @@ class TextDataset(FileDataset):
 
     def _encoded(self, train: list[str], test: list[str], y_train: Tensor, y_test: Tensor) -> LoadedData:
         n, x = len(train), encode_texts([*train, *test], len(train), self.length, self.vocab_size)
-        return LoadedData(x[:n], y_train, x[n:], y_test, self.num_classes, prepare=Normalize())
+        names = self.class_names
+        return LoadedData(x[:n], y_train, x[n:], y_test, self.num_classes, prepare=Normalize(), class_names=names)
 
 
 class AGNews(TextDataset):
@@ -116,6 +117,7 @@ class AGNews(TextDataset):
 
     files = "ag_news_csv/{train,test}.csv"
     num_classes = 4
+    class_names = ("world", "sports", "business", "science")
     url = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/{}.csv"
     md5: ClassVar = {"train": "b1a00f826fdfbd249f79597b59e1dc12", "test": "d52ea96a97a2d943681189a97654912d"}
 
@@ -154,6 +156,7 @@ class IMDB(TextDataset):
     """
 
     num_classes = 2
+    class_names = MOODS
     url = "http://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
     md5 = "7c2ac02c03563afcf9b574c7e56c153a"
 

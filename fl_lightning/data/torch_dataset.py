@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset as MapStyle
 
 from fl_lightning import HOMES
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import describe_tensor
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data.custom_data import KEY
@@ -28,8 +29,8 @@ class TorchDataset(Dataset):
 
     Each item is read once, when the run starts. A random transform therefore draws once, and equally for every seed.
     Pillow images become `uint8`, which is scaled to 0-1. Tensors and arrays of `uint8` or floating point are used as
-    they are. Integer labels are classes, floating-point labels are numbers to predict, and several integers per sample
-    are multi-label targets of 0 and 1.
+    they are. If x is a dict or tuple, a sample has several inputs. Integer labels are classes, floating-point labels
+    are numbers to predict, and several integers per sample are multi-label targets of 0 and 1.
 
     Args:
         train: The training set: in a config its class path and arguments, in Python the dataset or a function that
@@ -42,8 +43,11 @@ class TorchDataset(Dataset):
 
     def load(self) -> LoadedData:
         """Load all items of the training and test datasets into memory."""
-        (x_train, y_train), (x_test, y_test) = read_items("train", self.train), read_items("test", self.test)
-        return LoadedData(x_train, y_train, x_test, y_test, count_outputs(y_train, y_test), Normalize())
+        x_train, y_train, names = read_items("train", self.train)
+        x_test, y_test, _ = read_items("test", self.test)
+        outputs = count_outputs(y_train, y_test)
+        names = names if names is not None and len(names) == outputs else None
+        return LoadedData(x_train, y_train, x_test, y_test, outputs, Normalize(), class_names=names)
 
 
 def suggest_torch_dataset(path: str) -> str | None:
@@ -56,8 +60,11 @@ def suggest_torch_dataset(path: str) -> str | None:
     return f"use {ours}TorchDataset, with scenario.dataset.train {path} and scenario.dataset.test"
 
 
-def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
-    """Read all items of a PyTorch dataset, and return all inputs and all labels as two tensors."""
+def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor | Inputs, Tensor, list[str] | None]:
+    """Read all items of a PyTorch dataset, and return all inputs and all labels, and the class names.
+
+    The names are the dataset's `classes`, as torchvision's datasets have them, or None.
+    """
     with isolate_rng(), naming_class(f"{KEY}.{key}"):
         torch.manual_seed(0)
         np.random.seed(0)
@@ -71,17 +78,36 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
             if not isinstance(item := data[i], tuple | list) or len(item) != 2:
                 what = f"item {i} is {describe(item)}. It needs to be a pair of an input and a label"
                 raise ConfigError(f"{who}: {what}")
-            items.append(
-                tuple(as_tensor(who, f"{name} of item {i}", value) for name, value in zip("xy", item, strict=True))
-            )
+            items.append((as_inputs(who, f"x of item {i}", item[0]), as_tensor(who, f"y of item {i}", item[1])))
     if not items:
         raise ConfigError(f"{who} has no items")
-    x, y = (stack(who, what, values) for what, values in zip(("x", "y"), zip(*items, strict=True), strict=True))
-    return x, y
+    inputs, labels = zip(*items, strict=True)
+    x, y = stack_inputs(who, inputs), stack(who, "y", labels)
+    names = getattr(data, "classes", None)
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return x, y, None
+    return x, y, list(names)
 
 
-def as_tensor(who: str, what: str, value: Any) -> Tensor:
-    """Convert an input or label (an image, array or number) to a tensor of a dtype that `LoadedData` accepts."""
+def as_inputs(who: str, what: str, value: Any) -> Tensor | Inputs:
+    """Convert the input of an item to a tensor, or a dict or tuple to several inputs."""
+    kept = torch.uint8, torch.bool  # of several inputs, one is often a mask
+    if isinstance(value, Mapping):
+        return Inputs({str(name): as_tensor(who, f"{what}, {name!r},", part, kept) for name, part in value.items()})
+    if isinstance(value, tuple | list):
+        return Inputs(tuple(as_tensor(who, f"{what}, {i},", part, kept) for i, part in enumerate(value)))
+    return as_tensor(who, what, value, kept[:1])
+
+
+def as_tensor(who: str, what: str, value: Any, kept: tuple[torch.dtype, ...] = ()) -> Tensor:
+    """Convert an input or label (an image, array or number) to a tensor of a dtype that `LoadedData` accepts.
+
+    Args:
+        who: Beginning of error messages: the key and the class.
+        what: The value in error messages.
+        value: The value.
+        kept: Integer dtypes that are not converted to `int64`.
+    """
     if isinstance(value, Image.Image):
         pixels = torch.from_numpy(np.array(value if value.mode in ("L", "RGB") else value.convert("RGB")))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
@@ -94,7 +120,19 @@ def as_tensor(who: str, what: str, value: Any) -> Tensor:
         raise ConfigError(f"{who}: {what} is {describe_tensor(tensor)}. {fix}")
     if tensor.is_floating_point():
         return tensor.float()
-    return tensor if tensor.dtype == torch.uint8 and what.startswith("x") else tensor.to(torch.int64)
+    return tensor if tensor.dtype in kept else tensor.to(torch.int64)
+
+
+def stack_inputs(who: str, values: Sequence[Any]) -> Tensor | Inputs:
+    """Stack the inputs of all items, each of several inputs by itself."""
+    names = [list(dict(value.items())) if isinstance(value, Inputs) else None for value in values]
+    if odd := next((i for i, own in enumerate(names) if own != names[0]), None):
+        differ = f"{names[0] or 'one tensor'} in item 0 and {names[odd] or 'one tensor'} in item {odd}"
+        raise ConfigError(f"{who}: the inputs are {differ}. All items need the same inputs, in the same order")
+    if names[0] is None:
+        return stack(who, "x", values)
+    stacked = (stack(who, f"x[{name!r}]", [value.tensors[name] for value in values]) for name in names[0])
+    return Inputs(values[0].like(stacked))
 
 
 def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-BatchTransform = Callable[[Tensor], Tensor]
+from fl_lightning.core.inputs import Inputs
+
+BatchTransform = Callable[[Any], Any]
+"""Changes a batch of inputs: a tensor, or `Inputs`."""
 
 
 class Normalize:
@@ -23,8 +27,16 @@ class Normalize:
         self.std = torch.tensor(std or [1.0]).view(-1, 1, 1)
         self.changes = bool(mean or std)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalize a batch `(B, channels, height, width)`. Without mean and std, any shape is accepted."""
+    def __call__(self, x: Any) -> Any:
+        """Normalize a batch `(B, channels, height, width)`. Without mean and std, it may have any shape or be `Inputs`.
+
+        Raises:
+            ValueError: Several inputs cannot have one mean and standard deviation.
+        """
+        if isinstance(x, Inputs):
+            if self.changes:
+                raise ValueError("mean and std are those of one tensor of images")
+            return x.map(self)
         if x.dtype == torch.uint8:
             x = x.float().div_(255)
         if not self.changes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.scenario import FederatedData, Shard
@@ -29,6 +29,6 @@ def truncate_dataset(data: FederatedData, train_samples: int) -> FederatedData:
     return replace(data, data=loaded, shards=shards)
 
 
-def _subset(values: Tensor, most: int) -> Tensor:
-    """Return at most `most` rows of a tensor, evenly spaced because a test set may be sorted by class."""
+def _subset(values: Any, most: int) -> Any:
+    """Return at most `most` rows of a tensor or `Inputs`, evenly spaced because a test set may be sorted by class."""
     return values if len(values) <= most else values[torch.linspace(0, len(values) - 1, most).long()]

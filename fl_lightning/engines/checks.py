@@ -18,7 +18,10 @@ from fl_lightning.client.lightning_model import class_name, has_optimizer
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
 from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
+from fl_lightning.core.inputs import Inputs
+from fl_lightning.core.objectives import ClassWeights, Objective
 from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
+from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.engines.trainer import DEFAULTS
 from fl_lightning.models.wrapped import outputs_option
 
@@ -85,6 +88,33 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
         )
 
 
+def check_class_weights(weights: ClassWeights, objective: Objective, outputs: int, module: ClientModule) -> None:
+    """Raise an error if the training loss has no class weights, or if a list does not have one for each class."""
+    if module.trains_itself:
+        what, fix = f"{class_name(module.backbone)}.training_step computes the loss", "Weight the classes there"
+        raise ConfigError(f"class_weights: {what}. {fix}, or leave class_weights out.")
+    if objective.term not in module.loss_names:
+        what = f"the method trains on {', '.join(module.loss_names)} in place of {objective.term}"
+        raise ConfigError(f"class_weights: {what}. Leave class_weights out.")
+    if not objective.weighs_classes:
+        what = f"the loss of {type(objective).__name__} has no class weights"
+        raise ConfigError(f"class_weights: {what}. Leave class_weights out.")
+    if weights != "balanced" and len(weights) != outputs:
+        one = "class" if objective.classes else "label"
+        raise ConfigError(
+            f"class_weights: {len(weights)} weights, but the number of outputs is {outputs}. Give one for each {one}."
+        )
+
+
+def check_batch_sampler(data: FederatedData) -> None:
+    """Raise an error if training samples cannot be drawn so that each class is drawn equally often."""
+    wrong = None if data.objective.classes else data.objective.no_classes
+    if data.data.cut is not LoadedData.cut:
+        wrong = "the dataset has batches of its own, such as few-shot episodes"
+    if wrong:
+        raise ConfigError(f"batch_sampler: balanced draws from each class equally often, but {wrong}. Use shuffle.")
+
+
 def warn_of_environment(device: torch.device) -> None:
     """Warn of environment variables of Lightning, which are ignored, and of torch's that change rounding."""
     for name in DEFAULTS:
@@ -98,6 +128,13 @@ def warn_of_environment(device: torch.device) -> None:
             )
 
 
+def warn_of_emulation(device: torch.device, precision: str) -> None:
+    """Warn if a CUDA GPU computes bfloat16 in software."""
+    if device.type == "cuda" and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(False):
+        fix = "Use 32-true, or 16-mixed."
+        warnings.warn(f"trainer.precision: {precision} is slow, because this GPU has no bfloat16. {fix}", stacklevel=2)
+
+
 def warn_of_unused_optimizer(module: ClientModule) -> None:
     """Warn if the model is a LightningModule with an optimizer, but the config names another one."""
     if has_optimizer(module.backbone) and not module.has_own_optimizer:
@@ -108,13 +145,13 @@ def warn_of_unused_optimizer(module: ClientModule) -> None:
 
 
 @contextmanager
-def blame_inputs(x: Tensor) -> Iterator[None]:
+def blame_inputs(x: Tensor | Inputs) -> Iterator[None]:
     """Context in which an exception of the model becomes a `ConfigError` that names the type of integer inputs."""
     try:
         with blame("model"):
             yield
     except ConfigError as error:
-        if x.is_floating_point() or not isinstance(error.__cause__, RuntimeError | TypeError):
+        if isinstance(x, Inputs) or x.is_floating_point() or not isinstance(error.__cause__, RuntimeError | TypeError):
             raise
         fix = "Use TextCNN, FastText, BiLSTM or a network with an embedding, or store the inputs as float32."
         raise ConfigError(f"model: it cannot take int64 inputs ({one_line(error.__cause__)}). {fix}") from error

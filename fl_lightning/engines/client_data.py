@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import lightning as L
 import torch
@@ -12,10 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.inputs import Inputs, map_inputs
+from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.core.seeding import Stream, derive, generator
 from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, LoadedData
-from fl_lightning.data.loaders import Batches, ReadyBatches
+from fl_lightning.data.loaders import Batches, BatchSampler, ReadyBatches, send
 from fl_lightning.engines.device import channels_last, resident
 
 
@@ -31,6 +34,8 @@ class ClientData:
         trainer: Provides the device and the precision.
         batch_size: Samples per training batch.
         channels_last: Whether images are in channels-last memory format.
+        batch_sampler: How training samples are drawn.
+        class_weights: Weights of the classes in the training loss.
     """
 
     data: FederatedData
@@ -40,6 +45,8 @@ class ClientData:
     trainer: L.Trainer
     batch_size: int
     channels_last: bool = False
+    batch_sampler: BatchSampler = "shuffle"
+    class_weights: ClassWeights | None = None
 
     @property
     def device(self) -> torch.device:
@@ -78,6 +85,22 @@ class ClientData:
         strata = objective.strata(loaded.y_train[self.split(client)[0]])
         return torch.bincount(strata, minlength=objective.stratum_count(loaded.num_classes))
 
+    def loss_weights(self, client: int) -> Tensor | None:
+        """Return the weights of the classes in a client's training loss, `(C,)`; None if they are not weighted."""
+        if self.class_weights is None:
+            return None
+        loaded = self.data.data
+        if self.class_weights == "balanced":
+            weights = self.data.objective.balanced_weights(loaded.y_train[self.split(client)[0]], loaded.num_classes)
+        else:
+            weights = torch.tensor(self.class_weights)
+        return weights.to(self.device, torch.float32)
+
+    def _frequencies(self, index: Tensor) -> Tensor:
+        """Return for each of a client's training samples the inverse of its class's number of samples, `(n,)`."""
+        strata = self.data.objective.strata(self.data.data.y_train[index])
+        return 1 / torch.bincount(strata)[strata].double()
+
     def batches(self, task: Task) -> Batches:
         """Return a client's training batches in the random order of the task's round, not yet prepared or augmented.
 
@@ -86,7 +109,8 @@ class ClientData:
         """
         data, index = self._stored, self.split(task.client)[0]
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
-        batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
+        options = {"frequencies": self._frequencies(index)} if self.batch_sampler == "balanced" else {}
+        batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch, **options)
         if not len(batches):
             of, fix = "a model with BatchNorm", "a model without it"
             if self.algorithm.drop_last:
@@ -113,12 +137,12 @@ class ClientData:
         """Return training samples as prepared batches on the training device, in the order of `index`; None for all."""
         return self._prepared(self._stored.x_train, self._stored.y_train, index)
 
-    def prepare(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor | Inputs) -> Any:
         """Convert a stored batch to the network's input."""
         x = self.data.data.prepare(x)
-        return channels_last(x) if self.channels_last else x
+        return map_inputs(channels_last, x) if self.channels_last else x
 
-    def ready_to_train(self, x: Tensor) -> Tensor:
+    def ready_to_train(self, x: Tensor | Inputs) -> Any:
         """Convert a stored batch on the training device to the input of a training step: prepared and augmented."""
         convert = self.trainer.precision_plugin.convert_input
         x, augment = self.prepare(convert(x)), self.data.data.augment  # `Trainer.fit` also converts a batch first
@@ -129,9 +153,9 @@ class ClientData:
         """The dataset from which batches are taken, on the training device if it fits there."""
         return resident(self.data.data, self.device)
 
-    def _prepared(self, x: Tensor, y: Tensor, index: Tensor | None) -> ReadyBatches:
-        def ready(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _prepared(self, x: Tensor | Inputs, y: Tensor, index: Tensor | None) -> ReadyBatches:
+        def ready(x: Any, y: Tensor) -> tuple[Any, Tensor]:
             convert = self.trainer.precision_plugin.convert_input
-            return convert(self.prepare(x.to(self.device))), y.to(self.device)
+            return convert(self.prepare(send(x, self.device))), send(y, self.device)
 
         return ReadyBatches(Batches(x, y, index, self.eval_batch_size), ready)

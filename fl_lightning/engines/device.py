@@ -26,7 +26,7 @@ def resident(data: LoadedData, device: torch.device, room: int | None = None) ->
     tensors = {name: getattr(data, name) for name in ("x_train", "y_train", "x_test", "y_test")}
     if room is None:
         room = free_memory(device) // 2
-    if sum(value.numel() * value.element_size() for value in tensors.values()) > room:
+    if sum(value.nbytes for value in tensors.values()) > room:
         return data
     return replace(data, **{name: value.to(device) for name, value in tensors.items()})
 
@@ -71,8 +71,18 @@ def times_written(value: Tensor) -> object:
     return object() if value.is_inference() else value._version
 
 
+def prefers_channels_last(network: nn.Module, device: torch.device, precision: str) -> bool:
+    """Return whether a network should be given channels-last images: convolutions in half precision on a CUDA GPU."""
+    convolves = any(isinstance(part, nn.Conv2d) for part in network.modules())
+    return convolves and device.type == "cuda" and precision.startswith(("bf16", "16"))
+
+
 def channels_last(x: Tensor) -> Tensor:
-    """Return a batch of images in channels-last memory format, which convolutions in half precision prefer."""
+    """Return a batch of images in channels-last memory format, in which convolutions then compute.
+
+    cuDNN and oneDNN take the format from the images and convert the weights, which are small. The weights themselves
+    keep their format, because all are views of one tensor (`ClientSlot`).
+    """
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 

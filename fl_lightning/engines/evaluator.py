@@ -113,6 +113,7 @@ def evaluate_untrained(
     """
     for result in in_client_order(evaluate_clients(engine, worker, tasks), clients):
         if result.failure:
+            result.failure.label = worker.data.names.client(result.client)
             raise result.failure
         yield result
 

@@ -32,7 +32,6 @@ class ModuleFactory:
         trainer: Provides the device and the precision.
         seed: The run's seed.
         compile: Whether backbones are compiled, once for all clients and rounds.
-        channels_last: Whether convolutions are in channels-last memory format.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class ModuleFactory:
         trainer: L.Trainer,
         seed: int,
         compile: bool = False,
-        channels_last: bool = False,
     ) -> None:
         self.template, self.algorithm, self.clients, self.trainer = template, algorithm, clients, trainer
-        self.seed, self.compile, self.channels_last = seed, compile, channels_last
+        self.seed, self.compile = seed, compile
         loads = algorithm.receives_by_loading
         device = trainer.strategy.root_device
         self._built_on = device if loads else torch.device("cpu")
@@ -95,6 +93,7 @@ class ModuleFactory:
             lr_scale=task.lr_scale,
             batch_size=self.clients.batch_size,
             stays=self._uploads_stay,
+            class_weights=self.clients.loss_weights(task.client),
             optimizer_state=task.memory.get("optimizer", {}),
             _class_counts=counts if slot else counts(),
         )
@@ -125,8 +124,7 @@ class ModuleFactory:
     def _copier(self) -> ModuleCopier[ClientModule]:
         module = self.trainer.precision_plugin.convert_module(copy.deepcopy(self.template))
         assert isinstance(module, ClientModule)
-        module = module.to(self._built_on)
-        return ModuleCopier(module.to(memory_format=torch.channels_last) if self.channels_last else module)
+        return ModuleCopier(module.to(self._built_on))
 
     def _prepare(self, module: ClientModule, task: Task) -> None:
         seed_everything(self.seed, Stream.PREPARATION, task.round, task.client)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.shared_fit import SharedFitEngine, can_share_fit
+from fl_lightning.engines.unread_result import read_results
 from fl_lightning.engines.worker import Worker
 
 
@@ -25,10 +26,14 @@ class SequentialEngine(SharedFitEngine):
         self.shared_fit = shared_fit
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield the results of tasks in order. Each task is run when its result is requested."""
+        """Yield the results of tasks in order. On a CPU, each task is run when its result is requested."""
+        if self._fit:
+            started = (worker.start(task, self._fit) for task in tasks)
+            yield from read_results(started, worker.device)
+            return
         for task in tasks:
-            yield worker.run(task, self._fit)
-            if task.fit and not self._fit:
+            yield worker.run(task)
+            if task.fit:
                 gc.collect()  # a used Trainer is a cycle that holds its model
 
     def _can_share(self, worker: Worker) -> bool:

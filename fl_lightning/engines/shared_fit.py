@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.task import Task
+from fl_lightning.data.loaders import send
 from fl_lightning.engines.base import Engine, Value
 from fl_lightning.engines.trainer import (
     FOR_ALL,
@@ -141,7 +142,7 @@ class SharedFit(L.LightningModule):
             for number, (x, y) in enumerate(islice(batches, work.steps_in(own.current_epoch))):
                 if own.should_stop:
                     break
-                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                x, y = send(x, device), send(y, device)
                 backward = partial(self._backward, trainer, module, optimizer, (clients.ready_to_train(x), y), number)
                 optimizer.step(backward)  # type: ignore[arg-type]
                 own.global_step += 1

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning.client.lightning_model import class_name
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
 from fl_lightning.engines.shared_fit import SharedFitEngine, can_share_fit
@@ -22,6 +23,7 @@ from fl_lightning.engines.stacked_fit import StackedFit, in_rows
 from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
 from fl_lightning.engines.trainer import obstacle_to_shared_fit, quiet_lightning
+from fl_lightning.engines.unread_result import read_results
 from fl_lightning.engines.worker import Worker
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -67,6 +69,8 @@ class StackedEngine(SharedFitEngine):
             raise refusal(*odd)
         if worker.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
+        if isinstance(worker.data.data.x_train, Inputs):
+            raise refusal("several inputs", "its batches are one tensor")
         clients = [worker.modules.build().train() for _ in range(2)]
         check_module(clients[0])
         classes = worker.data.data.num_classes
@@ -122,8 +126,8 @@ class StackedEngine(SharedFitEngine):
             warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
             yield from self._run_one_by_one(worker, [client.task for client in fit.clients])
             return
-        for row in sorted(range(len(fit.clients)), key=lambda row: fit.clients[row].task.client):
-            yield fit.finish(row)
+        rows = sorted(range(len(fit.clients)), key=lambda row: fit.clients[row].task.client)
+        yield from read_results(map(fit.finish, rows), worker.device)
 
     def _slots_for(self, worker: Worker, count: int) -> StackedSlots | None:
         """Return slots for some clients, those of earlier rounds if possible; None if modules cannot be reset."""

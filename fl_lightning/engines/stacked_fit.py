@@ -20,8 +20,8 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import at_least_float32, stack
-from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
-from fl_lightning.data.loaders import Batches
+from fl_lightning.core.task import Task, failed_result, is_interrupt
+from fl_lightning.data.loaders import Batches, send
 from fl_lightning.engines.client_slot import ClientSlot
 from fl_lightning.engines.shared_fit import own_settings
 from fl_lightning.engines.stacked_optimizer import BlockOptimizer
@@ -38,6 +38,7 @@ from fl_lightning.engines.stacked_step import (
     versions,
 )
 from fl_lightning.engines.trainer import ClientTrainerView, LocalWork
+from fl_lightning.engines.unread_result import UnreadResult, unread_result
 from fl_lightning.engines.worker import Worker
 
 
@@ -130,7 +131,7 @@ class StackedFit:
         self.clients: list[Client] = []
         self.kinds: list[tuple[StackedStep, dict[int, int]]] = []
         self.epoch = 0
-        self.alike = slots is not None and differ_in_weights_only(worker.algorithm, worker.template)
+        self.alike = slots is not None and differ_in_weights_only(worker)
 
     def start(self, task: Task) -> None:
         """Start a client's fit. If that fails, the error is raised, and the next client gets its row."""
@@ -172,7 +173,7 @@ class StackedFit:
             if self.alike and self.slots:
                 self.slots.draws = self.slots.step().replaces
 
-    def finish(self, row: int) -> Result:
+    def finish(self, row: int) -> UnreadResult:
         """Return the result of a client after its training."""
         client, worker = self.clients[row], self.worker
         if client.slot:
@@ -182,7 +183,7 @@ class StackedFit:
                 state = self.blocks.state_of(row) if worker.keeps_optimizer else {}
                 return worker.finish(client.task, client.module, state)
         assert client.error
-        return failed_result(client.task, client.error)
+        return unread_result(client.task, failed_result(client.task, client.error))
 
     # --- Epochs ---
 
@@ -279,7 +280,7 @@ class StackedFit:
         A step takes all clients whose next batch has the largest size among the waiting ones: first full batches, then
         incomplete last batches, size by size.
         """
-        stored = self.clients[0].batches
+        stored: Any = self.clients[0].batches
         passes = [islice(client.batches.indices(), client.steps_in(self.epoch)) for client in self.clients]
         waiting: dict[int, Tensor] = {}
         arrived = list(range(len(passes)))
@@ -298,7 +299,7 @@ class StackedFit:
 
     def _step(self, batch: StackedBatch) -> None:
         """Train the clients in a batch for one step."""
-        x, y = (value.to(self.device, non_blocking=True) for value in (batch.x, batch.y))
+        x, y = send(batch.x, self.device), send(batch.y, self.device)
         x, parts = self._prepared(batch.rows, x), []
         with self.alone.precision_plugin.train_step_context():
             for step_of_all, numbers in self.kinds:
@@ -384,11 +385,15 @@ class StackedFit:
             self._look()
 
 
-def differ_in_weights_only(algorithm: Algorithm, module: ClientModule) -> bool:
+def differ_in_weights_only(worker: Worker) -> bool:
     """Return whether the clients' steps are the same in all rounds except for the weights of the backbone.
 
-    Loss terms and shared knowledge hold further tensors, and a method may change a module before its training.
+    Loss terms, shared knowledge and class weights are further tensors, and a method may change a module before its
+    training.
     """
+    algorithm, module = worker.algorithm, worker.template
+    if worker.class_weights is not None:
+        return False
     unchanged = algorithm.receives_by_loading and type(algorithm).prepare is Algorithm.prepare
     return unchanged and type(module) is ClientModule and not (len(module.loss_terms) or len(module.knowledge))
 

@@ -23,6 +23,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
+from fl_lightning.data.loaders import send
 
 Rows = slice | Tensor
 """Clients of a stack: a slice, which gives a view, or indices, which give a copy."""
@@ -389,4 +390,4 @@ def as_rows(chosen: list[int], device: torch.device) -> Rows:
     """Return ascending row numbers as a slice if they are consecutive, otherwise as an index tensor."""
     if chosen[-1] - chosen[0] + 1 == len(chosen):
         return slice(chosen[0], chosen[-1] + 1)
-    return torch.tensor(chosen, device=device)
+    return send(torch.tensor(chosen), device)

@@ -27,15 +27,18 @@ from fl_lightning.client.lightning_model import (
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, optimizer_tensors
 from fl_lightning.client.weights import to_cpu
-from fl_lightning.core.errors import ConfigError, NonFiniteError, blame
+from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.core.seeding import Stream, seed_everything
-from fl_lightning.core.state_dicts import State, first_non_finite
+from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
-from fl_lightning.data.loaders import ClientDataModule
+from fl_lightning.data.loaders import BatchSampler, ClientDataModule
 from fl_lightning.engines.checks import (
     blame_inputs,
+    check_batch_sampler,
+    check_class_weights,
     check_optimizer,
     check_options,
     check_outputs,
@@ -43,14 +46,17 @@ from fl_lightning.engines.checks import (
     check_share,
     check_trainer,
     most_epochs,
+    warn_of_emulation,
     warn_of_environment,
     warn_of_unused_optimizer,
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged_metrics, set_up_callbacks
 from fl_lightning.engines.client_data import ClientData
+from fl_lightning.engines.device import prefers_channels_last
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.scorer import Scorer
 from fl_lightning.engines.trainer import ClientTrainerView, LocalWork, inference, quiet_lightning, quiet_trainer
+from fl_lightning.engines.unread_result import UnreadResult, read_results, unread_result
 from fl_lightning.evaluation.extra_metrics import check_measures
 from fl_lightning.models import NetworkFactory
 from fl_lightning.models.wrapped import build_network
@@ -68,13 +74,15 @@ class Worker:
         model: Builds the backbone.
         data: The dataset and the samples of each client.
         batch_size: Samples per training batch.
+        batch_sampler: How training samples are drawn.
+        class_weights: Weights of the classes in the training loss.
         trainer: Keyword arguments of Lightning's `Trainer`; one local epoch by default.
         optimizer: Builds each fit's optimizer; by default SGD, or the model's own if it is a LightningModule.
         lr_scheduler: Builds each fit's scheduler, or None.
         optimizer_state: Whether a fit's optimizer starts `fresh` or continues from the client's last round (`kept`);
             by default as the algorithm says.
         compile: Compile the backbone, once for all clients and rounds.
-        channels_last: Store images and convolutions in channels-last memory format.
+        channels_last: Store images in channels-last memory format; by default if `prefers_channels_last` says so.
         metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
         positive_class: Of two classes, the one that binary metrics count as positive.
         client_callbacks: Lightning callbacks. Each fit gets copies.
@@ -85,12 +93,14 @@ class Worker:
     model: NetworkFactory
     data: FederatedData
     batch_size: int = 64
+    batch_sampler: BatchSampler = "shuffle"
+    class_weights: ClassWeights | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
     optimizer_state: OptimizerState | None = None
     compile: bool = False
-    channels_last: bool = False
+    channels_last: bool | None = None
     metrics: Sequence[str | dict[str, Any]] = ()
     positive_class: int = 1
     client_callbacks: Sequence[Callback] = ()
@@ -124,6 +134,13 @@ class Worker:
         return self.idle_trainer.strategy.root_device
 
     @cached_property
+    def uses_channels_last(self) -> bool:
+        """Whether images are stored in channels-last memory format."""
+        if self.channels_last is not None:
+            return self.channels_last
+        return prefers_channels_last(self.template.backbone, self.device, str(self.idle_trainer.precision))
+
+    @cached_property
     def shown(self) -> set[str]:
         """Texts of warnings during fits that this process has already shown."""
         return set()
@@ -131,13 +148,13 @@ class Worker:
     @cached_property
     def client_data(self) -> ClientData:
         """The samples of each client, as batches."""
-        options = self.batch_size, self.channels_last
+        options = self.batch_size, self.uses_channels_last, self.batch_sampler, self.class_weights
         return ClientData(self.data, self.seed, self.algorithm, self.template, self.idle_trainer, *options)
 
     @cached_property
     def modules(self) -> ModuleFactory:
         """The factory of client modules."""
-        options = self.seed, self.compile, self.channels_last
+        options = self.seed, self.compile
         return ModuleFactory(self.template, self.algorithm, self.client_data, self.idle_trainer, *options)
 
     @cached_property
@@ -166,8 +183,13 @@ class Worker:
             trainer = self.idle_trainer
         check_trainer(trainer, self.trainer)
         warn_of_environment(self.device)
+        warn_of_emulation(self.device, str(trainer.precision))
         with blame("model"):
             module = self.modules.build().to(self.device)
+        if self.class_weights is not None:
+            check_class_weights(self.class_weights, objective, outputs, module)
+        if self.batch_sampler == "balanced":
+            check_batch_sampler(self.data)
         scorer = self.scorer
         set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
         fewest = max(1, math.ceil(int(self.data.concatenate()[1].min()) / self.batch_size))
@@ -218,6 +240,10 @@ class Worker:
             task: The task.
             fit: Trains a client's module and returns its optimizer; by default, a `Trainer` of its own does.
         """
+        return next(read_results([self.start(task, fit)], self.device))
+
+    def start(self, task: Task, fit: Fit | None = None) -> UnreadResult:
+        """Run a client's task as `run` does, but do not wait until the training device is done."""
         try:
             slot = self.modules.intact_slot() if fit else None
             module = self.modules.receive(task, slot)
@@ -227,7 +253,7 @@ class Worker:
             module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
             return self.finish(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
         except BaseException as error:
-            return failed_result(task, error)
+            return unread_result(task, failed_result(task, error))
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         """Train a client's module with a `Trainer` of its own, and return its optimizer."""
@@ -242,22 +268,21 @@ class Worker:
         module.logged = logged_metrics(trainer, module.train_losses())
         return trainer.optimizers[0]
 
-    def finish(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> Result:
+    def finish(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> UnreadResult:
         """Return the result of a task after its training, if any: the upload, client state, losses and scores.
 
         Args:
             task: The task.
             module: The client's module, trained.
             optimizer_state: The final state of the client's optimizer if it is kept, as `optimizer_tensors` gives it.
-
-        Raises:
-            NonFiniteError: The upload holds NaN or Inf.
         """
         samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
         training_batches = self.client_data.training_batches(task.client)
         upload, memory, local, on_global = None, task.memory, None, None
         evaluates = task.evaluate or task.evaluate_globally
         runs_module = evaluates or module.knowledge or not self.algorithm.uploads_by_copying
+        if runs_module and task.fit:
+            module.loss_record.settle()  # a NaN is reported as such, not as an error that it causes here
         with inference(module, self.idle_trainer) if runs_module else torch.no_grad():
             if task.upload:
                 upload = self.algorithm.upload(module, training_batches, samples, classes)
@@ -271,11 +296,8 @@ class Worker:
                 (local,) = self.scorer.local_scores(module, [task.client])
             if task.evaluate_globally:
                 on_global = self.scorer.score(module)
-        for section, tensors in upload.sections.items() if upload else ():
-            if bad := first_non_finite(tensors):
-                raise NonFiniteError(f"the upload's {f'{section}/{bad}'!r} is NaN or Inf: lower the learning rate")
-        losses = module.train_losses() if task.fit else {}
-        return Result(task.client, task.download.nbytes, upload, memory, losses, module.logged, local, on_global)
+        result = Result(task.client, task.download.nbytes, upload, memory, {}, module.logged, local, on_global)
+        return unread_result(task, result, module.loss_record if task.fit else None)
 
 
 def on_cpu(memory: State) -> State:

@@ -23,6 +23,9 @@ MODEL_COLUMNS = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_
 # Columns that hold a metric of models, not a loss or a time.
 MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean")
 
+CLIENT_NAME = "name"
+"""Column of `clients.csv` with the client's name. All other columns are numbers."""
+
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
@@ -37,6 +40,8 @@ _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # longer numbers are read as f
 
 def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a `metrics.csv` or `clients.csv` as numbers by column. An incomplete line is an empty row.
+
+    The clients' names in a `clients.csv` are left out, here and in `parse_rows` and `read_columns`.
 
     Raises:
         ValueError: The file is not a CSV file, or has two columns of one name.
@@ -62,10 +67,13 @@ def read_columns(path: Path) -> dict[str, array[float]]:
     """
     with open_file(path) as file, _text(file) as text:
         lines = _lines(text)
-        columns = {name: array("d") for name in next(lines, [])}
+        header = next(lines, [])
+        columns = {name: array("d") for name in header if name != CLIENT_NAME}
         for number, cells in enumerate(lines, 2):
-            if len(cells) != len(columns):
-                raise ValueError(f"line {number} has {len(cells)} cells, its header {len(columns)}")
+            if len(cells) != len(header):
+                raise ValueError(f"line {number} has {len(cells)} cells, its header {len(header)}")
+            if len(columns) < len(header):
+                del cells[header.index(CLIENT_NAME)]
             for column, cell in zip(columns.values(), cells, strict=True):
                 column.append(float(cell) if cell else math.nan)
     return columns
@@ -123,6 +131,13 @@ def model_metrics(rows: Sequence[Row]) -> list[str]:
     found = [MODELS.fullmatch(name) for name in names]
     metrics = dict.fromkeys(next(filter(None, match.groups())) for match in found if match)
     return sorted(metrics.keys() - {"loss", "acc_interval"}, key=lambda name: (name != "acc", name))
+
+
+def main_metrics(rows: Sequence[Row]) -> list[str]:
+    """Return the columns of a run's main metric, such as accuracy: of the global model, and the mean over clients."""
+    recorded = {name for row in rows for name in row}
+    columns = [form.format(metric) for metric in model_metrics(rows)[:1] for form in MODEL_COLUMNS[:2]]
+    return [name for name in columns if name in recorded]
 
 
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
@@ -197,7 +212,7 @@ def _lines(file: Iterable[str]) -> Iterator[list[str]]:
 def _parse(names: Sequence[str], cells: Sequence[str]) -> Row:
     """Convert the cells of a CSV line to numbers by column. A line with missing or invalid cells is an empty row."""
     try:
-        return {name: _number(text) for name, text in zip(names, cells, strict=True) if text}
+        return {name: _number(text) for name, text in zip(names, cells, strict=True) if text and name != CLIENT_NAME}
     except ValueError:
         return {}
 

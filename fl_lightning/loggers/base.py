@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import Logger
 
+from fl_lightning.core.names import Names
+
 
 class Labels(NamedTuple):
     """Default name, group and tags of a run in loggers. Options and environment variables of a logger override them.
@@ -32,6 +34,7 @@ class Beginning(NamedTuple):
         labels: Default names of the run.
         round: The last finished round. Later rounds that were logged already will be logged again.
         counts: Number of samples of each client and class, `(clients, C)`; None for more than 1,000 clients.
+        names: The names of the clients and classes.
     """
 
     run_dir: Path
@@ -39,6 +42,7 @@ class Beginning(NamedTuple):
     labels: Labels
     round: int = 0
     counts: Sequence[Sequence[int]] | None = None
+    names: Names = Names()
 
 
 class RoundLogger(Logger):

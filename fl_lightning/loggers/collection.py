@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import Logger
 from fl_lightning.core.digest import Digest
 from fl_lightning.core.errors import CheckpointError, ConfigError, Damaged, blame, one_line
 from fl_lightning.core.files import flush, read_file, replace_atomically, write_atomically
-from fl_lightning.evaluation.summary import Row, lowest_losses, read_rows, summarize
+from fl_lightning.core.names import Names
+from fl_lightning.evaluation.summary import CLIENT_NAME, Row, lowest_losses, read_rows, summarize
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.files import CSVLogger as CSVLogger
 from fl_lightning.loggers.files import MLFlowLogger as MLFlowLogger
@@ -51,6 +52,18 @@ def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
         else:
             shared[key] = value
     return shared, by_client
+
+
+def named_key(key: str, names: Sequence[str]) -> str:
+    """Return the key of a metric in loggers, with the client's name if clients have names: `client_3_north/acc`.
+
+    Characters that a logger may refuse become `_`.
+    """
+    match = CLIENT_SERIES.fullmatch(key)
+    if not match or int(match[1]) >= len(names):
+        return key
+    name = re.sub(r"[^\w.-]+", "_", names[int(match[1])])
+    return f"client_{match[1]}_{name}/{match[2]}"
 
 
 class MetricsCsv:
@@ -174,14 +187,25 @@ class ClientsCsv:
 
     Args:
         path: The file, created with the first line.
-    """
 
-    keys = ("round", "client")
+    Attributes:
+        names: The clients' names, for the column `name`; empty for no such column.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.digest = Digest()
-        self._columns = list(self.keys)
+        self.names: Sequence[str] = ()
+        self._columns = self._keys
+
+    @property
+    def _keys(self) -> list[str]:
+        return ["round", "client", *[CLIENT_NAME] * bool(self.names)]
+
+    def set_names(self, names: Sequence[str]) -> None:
+        """Set the clients' names. A file that was begun without names, by an older version, continues without them."""
+        header = self._header()
+        self.names = () if header and CLIENT_NAME not in header else names
 
     def rows(self, round: int) -> Iterator[dict[str, str]]:
         """Return an iterator over the complete lines up to a round, as mappings from column to cell."""
@@ -191,7 +215,7 @@ class ClientsCsv:
     def rewind(self, round: int) -> None:
         """Remove the lines after a round, and the columns that are then empty."""
         filled = max((i for cells in self._lines(round) for i, cell in enumerate(cells, 1) if cell), default=0)
-        self._columns = self._header()[:filled] or list(self.keys)
+        self._columns = self._header()[:filled] or self._keys
         self.digest = Digest.over(self.rows(round))
         if filled:
             self._copy(round)
@@ -204,9 +228,10 @@ class ClientsCsv:
         if new:
             self._columns += sorted(new, key=_column_order)
             self._copy(round)
-        rows = [{"round": round, "client": k, **row} for k, row in sorted(series.items())]
+        name = {k: {CLIENT_NAME: self.names[k]} if self.names else {} for k in series}
+        rows = [{"round": round, "client": k, **name[k], **row} for k, row in sorted(series.items())]
         if rows:
-            with self.path.open("a", newline="") as file:
+            with self.path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
         for each in rows:
             self.digest.add(each)
@@ -214,14 +239,14 @@ class ClientsCsv:
     def _header(self) -> list[str]:
         if not self.path.exists():
             return []
-        with self.path.open(newline="", errors="replace") as file:
+        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
             return next(csv.reader(file), [])
 
     def _lines(self, round: int) -> Iterator[list[str]]:
         """Yield the cells of each complete line of the file, up to a round."""
         if not self.path.exists():
             return
-        with self.path.open(newline="", errors="replace") as file:
+        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
             whole = csv.reader(line for line in file if line.endswith("\n"))
             next(whole, None)
             for cells in whole:
@@ -231,7 +256,7 @@ class ClientsCsv:
 
     def _copy(self, round: int) -> None:
         """Rewrite the file with the lines up to a round and the current columns."""
-        with replace_atomically(self.path, "w", newline="") as file:
+        with replace_atomically(self.path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
             for cells in self._lines(round):
@@ -356,6 +381,7 @@ class Loggers:
             if isinstance(one, RoundLogger) and type(one) in map(type, self._all[:n]):
                 raise ConfigError(f"logger: {type(one).__name__} is listed twice. List it once.")
         self._begun: list[Logger] = []
+        self._client_names: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -378,7 +404,13 @@ class Loggers:
                 one.check(run_dir)
 
     def begin(
-        self, run_dir: Path, config: dict[str, Any] | None, labels: Labels, counts: np.ndarray, round: int
+        self,
+        run_dir: Path,
+        config: dict[str, Any] | None,
+        labels: Labels,
+        counts: np.ndarray,
+        round: int,
+        names: Names = Names(),
     ) -> None:
         """Begin logging a run in all loggers, or continue logging a resumed run.
 
@@ -388,12 +420,14 @@ class Loggers:
             labels: Default names of the run.
             counts: Number of samples of each client and class, `(clients, C)`.
             round: The last finished round.
+            names: The names of the clients and classes.
 
         Raises:
             ConfigError: A logger fails.
         """
         shown = counts.tolist() if len(counts) <= FEW_CLIENTS else None
-        beginning = Beginning(run_dir, config or {}, labels, round, shown)
+        beginning = Beginning(run_dir, config or {}, labels, round, shown, names)
+        self._client_names = names.clients
         try:
             with blame("logger"):
                 for one in self._all:
@@ -407,9 +441,10 @@ class Loggers:
             raise
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of a round, given as `step`, in all loggers."""
+        """Log metrics of a round, given as `step`, in all loggers. Metrics of a client get its name in their key."""
+        named = {named_key(key, self._client_names): value for key, value in metrics.items()}
         for one in self._all:
-            one.log_metrics(dict(metrics), step)
+            one.log_metrics(dict(named), step)
 
     def log_image(self, key: str, images: Sequence[str], **options: Any) -> None:
         """Log image files in all loggers that support images."""

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
+from fl_lightning.core.names import labels
 from fl_lightning.core.temporary_folders import temporary_files
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
@@ -161,8 +162,10 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
     def begin(self, run: Beginning) -> None:
         """Begin the W&B run and log a table of the partition; for a resumed run, continue its W&B run."""
         if self.attach(run.run_dir, run.config, run.labels) and run.counts is not None:
-            columns = ["client", *(f"class {j}" for j in range(len(run.counts[0])))]
-            rows = [[client, *map(int, row)] for client, row in enumerate(run.counts)]
+            clients, classes = run.names
+            columns = [f"class {name}" for name in labels(classes, range(len(run.counts[0])))]
+            columns = ["client", *["name"] * bool(clients), *columns]
+            rows = [[k, *clients[k : k + 1], *map(int, row)] for k, row in enumerate(run.counts)]
             self.log_table("partition", columns, rows, step=run.round)
             self.save()
 

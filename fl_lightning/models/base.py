@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors
 
 
@@ -40,11 +41,11 @@ class Backbone(nn.Module):
         """The classification layer: the head or its last layer, with a `weight` `(C, ...)`."""
         return self.head[-1] if isinstance(self.head, nn.Sequential) else self.head
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Inputs) -> Tensor:
         """Return the logits `(B, C)` of a batch of inputs."""
         return self.features_and_logits(x)[1]
 
-    def features_and_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def features_and_logits(self, x: Tensor | Inputs) -> tuple[Tensor, Tensor]:
         """Return the features `(B, d)` and the logits `(B, C)` of a batch, from one pass."""
         features = self.encoder(x)
         return cast(Tensor, features), cast(Tensor, self.head(features))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 from torch import nn
 
@@ -18,6 +19,7 @@ class MLP(Backbone):
         num_classes: Number of classes, `C`.
         hidden: Widths of the hidden layers; the last is the feature size.
         head: What comes after the features.
+        norm: `batch` adds BatchNorm before each ReLU.
 
     Raises:
         ValueError: `hidden` is empty or contains a width below 1.
@@ -29,12 +31,13 @@ class MLP(Backbone):
         num_classes: int,
         hidden: tuple[int, ...] = (128, 64),
         head: Head = Head(),
+        norm: Literal["none", "batch"] = "none",
     ) -> None:
         if not hidden or min(hidden) < 1:
             raise ValueError(f"model.hidden needs at least one width, each 1 or more; got {list(hidden)}")
         layers: list[nn.Module] = [nn.Flatten()]
         width = prod(in_shape)
         for size in hidden:
-            layers += [nn.Linear(width, size), nn.ReLU()]
+            layers += [nn.Linear(width, size), *([nn.BatchNorm1d(size)] if norm == "batch" else []), nn.ReLU()]
             width = size
         super().__init__(*head.attach(nn.Sequential(*layers), width, num_classes))

@@ -5,20 +5,25 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.inputs import Inputs, Shapes
 from fl_lightning.core.trusted_imports import find_object, require_trust
 from fl_lightning.models.base import Backbone, tapped
 
 WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}
 """Arguments of torchvision's functions that download weights."""
+
+OURS = "fl_lightning.models."
+"""Package of the networks that take one tensor."""
 
 
 class FromModule(Backbone):
@@ -36,7 +41,7 @@ class FromModule(Backbone):
             head: fc
 
     Args:
-        in_shape: Shape of one input, which the module has to accept.
+        in_shape: Shape of one input, which the module has to accept, or the shapes of several inputs.
         num_classes: Number of classes, `C`, and of the module's outputs.
         module: Import path of a class, or of a function that builds the module.
         module_args: Arguments of the class or function.
@@ -49,13 +54,14 @@ class FromModule(Backbone):
 
     def __init__(
         self,
-        in_shape: tuple[int, ...],
+        in_shape: tuple[int, ...] | Shapes,
         num_classes: int,
         module: str,
         head: str,
         module_args: dict[str, Any] | None = None,
     ) -> None:
         network = build(module, module_args or {}, in_shape, num_classes)
+        accept_inputs(network, in_shape)
         try:
             layer = network.get_submodule(head)
         except AttributeError:
@@ -81,7 +87,7 @@ class FromModule(Backbone):
             )
         return super().__getattr__(name)
 
-    def features_and_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def features_and_logits(self, x: Tensor | Inputs) -> tuple[Tensor, Tensor]:
         """Return the features `(B, d)`, which are the head's input, and the logits `(B, C)` of a batch."""
         if "module" not in self._modules:
             return super().features_and_logits(x)
@@ -89,7 +95,7 @@ class FromModule(Backbone):
             logits = self.module(x)
         return taps[self.cut], logits
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Inputs) -> Tensor:
         """Return the logits `(B, C)` that the module's own `forward` computes."""
         return cast(Tensor, self.module(x)) if "module" in self._modules else super().forward(x)
 
@@ -124,7 +130,7 @@ def original_of(backbone: nn.Module) -> nn.Module:
     return backbone.original() if isinstance(backbone, FromModule) else backbone
 
 
-def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str) -> bool:
+def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...] | Shapes, path: str) -> bool:
     """Return whether a module returns its head's output unchanged, so that it can be split before the head.
 
     It is called with two samples, in train mode and in eval mode. Equal numbers are not enough, because a `clamp` does
@@ -158,42 +164,93 @@ def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str
             return False
 
 
-def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
-    """Return a random batch of two samples that a module accepts: floating-point numbers or token ids.
+def probe(module: nn.Module, in_shape: tuple[int, ...] | Shapes, path: str) -> Tensor | Inputs:
+    """Return a random batch of two samples that a module accepts. Each input is floating-point numbers or token ids.
 
     Raises:
-        ConfigError: The module accepts neither.
+        ConfigError: The module accepts none.
     """
-    numbers = torch.rand(2, *in_shape)
-    try:
-        module(numbers)
-    except Exception as error:
-        ids = torch.zeros(2, *in_shape, dtype=torch.long)
+    several = has_several_inputs(in_shape)
+    shapes: Any = in_shape if several else (in_shape,)
+    sizes = [(2, *shape) for shape in (shapes.values() if isinstance(shapes, dict) else shapes)]
+    first: Exception | None = None
+    kind: Any = torch.rand, partial(torch.zeros, dtype=torch.long)
+    for kinds in product(kind, repeat=len(sizes)):
+        parts = [kind(*size) for kind, size in zip(kinds, sizes, strict=True)]
+        named = dict(zip(shapes, parts, strict=True)) if isinstance(shapes, dict) else tuple(parts)
+        batch = Inputs(named) if several else parts[0]
         try:
-            module(ids)
-        except Exception:
-            shape = tuple(numbers.shape)
-            raise ConfigError(
-                f"model.module: {path} cannot take a batch of shape {shape}: {one_line(error)}. Fix module_args, or "
-                "take another module"
-            ) from error
-        return ids
-    return numbers
+            module(batch)
+            return batch
+        except Exception as error:
+            first = first or error
+    shape = ", ".join(map(str, sizes))
+    raise ConfigError(
+        f"model.module: {path} cannot take a batch of shape {shape}: {one_line(str(first))}. Fix module_args, or "
+        "take another module"
+    ) from first
 
 
-def build_network(factory: Any, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+def has_several_inputs(in_shape: Sequence[Any] | Shapes) -> bool:
+    """Return whether a shape is that of several inputs, a dict or a tuple of shapes."""
+    return isinstance(in_shape, dict) or any(isinstance(size, Sequence) for size in in_shape)
+
+
+def accept_inputs(network: nn.Module, in_shape: tuple[int, ...] | Shapes) -> None:
+    """Let a network be called with `Inputs`, if its data have several inputs. Its `forward` gets the tensors.
+
+    Raises:
+        ConfigError: `forward` does not take them.
+    """
+    if has_several_inputs(in_shape):
+        call_arguments(network, in_shape)
+        network.register_forward_pre_hook(_give_tensors, with_kwargs=True)
+
+
+def _give_tensors(network: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any] | None:
+    return call_arguments(network, args[0].tensors) if args and isinstance(args[0], Inputs) else None
+
+
+def call_arguments(network: nn.Module, tensors: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments with which a network's `forward` takes several inputs.
+
+    A dict becomes keyword arguments and a tuple becomes positional arguments, if `forward` takes these. Otherwise
+    `forward` gets the dict or tuple as its only argument.
+
+    Raises:
+        ConfigError: `forward` takes neither.
+    """
+    signature = inspect.signature(network.forward)
+    separate: tuple[Any, Any] = ((), tensors) if isinstance(tensors, dict) else (tuple(tensors), {})
+    for args, options in (separate, ((tensors,), {})):
+        with suppress(TypeError):
+            signature.bind(*args, **options)
+            return args, options
+    given = ", ".join(tensors) if isinstance(tensors, dict) else f"a tuple of {len(tensors)}"
+    what = f"{type(network).__name__}.forward takes {signature}, and the inputs of a sample are {given}"
+    raise ConfigError(f"model: {what}. Use the same names, or one parameter for all inputs.")
+
+
+def build_network(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes: int) -> nn.Module:
     """Build a network with a factory: a class or function, which need not take `in_shape` and `num_classes`.
 
     Raises:
-        ConfigError: The factory is a module, not its class.
+        ConfigError: The factory is a module, not its class; or the network does not take several inputs.
     """
     if isinstance(factory, nn.Module):
         fix = "Give its class, or a function that builds it, so that the initial weights come from the run's seed."
         raise ConfigError(f"model: got an object of the class {type(factory).__name__}. {fix}")
-    return cast(nn.Module, factory(**arguments_from_data(factory, in_shape, num_classes)))
+    called = constructor_of(factory)
+    if has_several_inputs(in_shape) and called is not FromModule and called.__module__.startswith(OURS):
+        what = f"{called.__name__} takes one tensor, and a sample of this dataset has {len(in_shape)} inputs"
+        raise ConfigError(f"model: {what}. Name a network of your own whose forward takes them.")
+    network = cast(nn.Module, factory(**arguments_from_data(factory, in_shape, num_classes)))
+    if not isinstance(network, FromModule):
+        accept_inputs(network.encoder if isinstance(network, Backbone) else network, in_shape)
+    return network
 
 
-def arguments_from_data(factory: Any, in_shape: tuple[int, ...], num_classes: int) -> dict[str, Any]:
+def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes: int) -> dict[str, Any]:
     """Return the arguments `in_shape` and `num_classes` that a class or function of a network takes."""
     values = {"in_shape": in_shape, "num_classes": num_classes}
     called = constructor_of(factory)
@@ -220,7 +277,7 @@ def outputs_option(factory: Any) -> str | None:
     return next((f"{key}.{name}" for name in parameters if re.search("class|out|label", name)), None)
 
 
-def build(path: str, arguments: dict[str, Any], in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+def build(path: str, arguments: dict[str, Any], in_shape: tuple[int, ...] | Shapes, num_classes: int) -> nn.Module:
     """Import a class or function by its path, and return the `nn.Module` that it builds.
 
     `in_shape` and `num_classes` are passed to it if its signature names them and `arguments` does not.

@@ -6,17 +6,24 @@ import warnings
 from typing import Literal
 
 from fl_lightning.core.errors import TooFewClients
+from fl_lightning.core.names import Names
 from fl_lightning.core.task import Result
 
 
-def has_upload(result: Result, on_client_failure: Literal["raise", "drop"]) -> bool:
+def has_upload(result: Result, on_client_failure: Literal["raise", "drop"], names: Names = Names()) -> bool:
     """Return whether a client succeeded, so that its upload is aggregated. Warn if a failed client is dropped.
+
+    Args:
+        result: The client's result.
+        on_client_failure: What to do if the client failed.
+        names: The clients' names, for the message.
 
     Raises:
         ClientFailure: The client failed and `on_client_failure` is `raise`.
     """
     if not result.failure:
         return True
+    result.failure.label = names.client(result.client)
     if on_client_failure == "raise":
         raise result.failure
     warnings.warn(f"{result.failure}; dropped from this round", stacklevel=2)

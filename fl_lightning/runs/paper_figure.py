@@ -10,10 +10,12 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.names import Names, labels, shorten_name
 from fl_lightning.evaluation.summary import Row, label_of
 from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients
@@ -35,8 +37,8 @@ MOST_MARKERS = 8
 """Maximum number of markers on a curve."""
 STEPS = (1, 2, 5, 10)
 """Distances between the ticks of an x axis, times a power of ten."""
-MOST_LETTERS = 40
-"""Maximum length of a name in a figure."""
+TICK_LETTERS, AXIS_LETTERS = 16, 30
+"""Maximum number of characters of a tick's name, and of all names below an x axis; more are rotated."""
 
 STYLE: Any = {
     "font.size": FONT_SIZE,
@@ -149,12 +151,6 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * rows)
 
 
-def shorten_name(name: str) -> str:
-    """Return a name as one line of at most `MOST_LETTERS` characters."""
-    line = one_line(name)
-    return line if len(line) <= MOST_LETTERS else f"{line[: MOST_LETTERS - 1]}…"
-
-
 def pick(options: Sequence[str], number: int) -> str:
     """Return the colour, line style, marker or hatch of the group with a number; they repeat."""
     return options[number % len(options)]
@@ -206,7 +202,7 @@ def _unit(x: XAxis, largest: float) -> tuple[str, float]:
     return f"{label} ({unit})", units[unit]
 
 
-def draw_partition(axes: Axes, counts: np.ndarray, area: float = 220) -> None:
+def draw_partition(axes: Axes, counts: np.ndarray, area: float = 220, names: Names = Names()) -> None:
     """Draw a partition: a bubble per client and class, with an area proportional to the number of samples.
 
     More than 200 clients are drawn as a heat map: clients are sorted by their largest class and its size, and grouped
@@ -216,28 +212,47 @@ def draw_partition(axes: Axes, counts: np.ndarray, area: float = 220) -> None:
         axes: The axes.
         counts: `(clients, C)` samples.
         area: Area of the largest bubble in square points.
+        names: Names of the clients and classes.
     """
     clients, classes = counts.shape
     if clients > MAX_COLUMNS:
-        heat_map(axes, group_clients(counts), f"mean samples of {clients:,} clients")
+        heat_map(axes, group_clients(counts), f"mean samples of {clients:,} clients", names.classes)
         axes.set(xlabel="clients, sorted", ylabel="class")
         return
     client, label = np.nonzero(counts)
     axes.scatter(client, label, s=area * counts[client, label] / max(counts.max(), 1), alpha=0.7, linewidths=0)
     axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
-    for axis, size in ((axes.xaxis, clients), (axes.yaxis, classes)):
-        axis.set_ticks(range(0, size, max(1, size // 20)))
+    set_ticks(axes.xaxis, clients, names.clients)
+    set_ticks(axes.yaxis, classes, names.classes)
 
 
-def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()) -> None:
-    """Draw a matrix as a heat map; with negative entries, the colour scale is centred at zero."""
+def heat_map(axes: Axes, matrix: np.ndarray, title: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
+    """Draw a matrix as a heat map; with negative entries, the colour scale is centred at zero.
+
+    Args:
+        axes: The axes.
+        matrix: `(n, m)`.
+        title: Title of the axes.
+        rows: Names of the rows. Used if there are `n`.
+        columns: Names of the columns. Used if there are `m`.
+    """
     largest = np.abs(matrix).max() if (matrix < 0).any() else None
     limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
     image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
     axes.set_title(title, fontsize=9)
     axes.grid(visible=False)
-    for axis, size in ((axes.xaxis, matrix.shape[1]), (axes.yaxis, len(matrix))):
-        axis.set_ticks(range(0, size, max(1, size // 10)))
-    if len(ids) == len(matrix):
-        axes.set_yticks(axes.get_yticks(), [str(ids[int(i)]) for i in axes.get_yticks()])
+    set_ticks(axes.xaxis, matrix.shape[1], columns, 10)
+    set_ticks(axes.yaxis, len(matrix), rows, 10)
     axes.figure.colorbar(image, ax=axes)
+
+
+def set_ticks(axis: Axis, size: int, names: Sequence[str] = (), number: int = 20) -> None:
+    """Set about `number` ticks on an axis of clients or classes. Their labels are the names if there are `size` names.
+
+    Without names, the labels are the indices. Many names below an x axis are rotated.
+    """
+    places, named = range(0, size, max(1, size // number)), len(names) == size
+    texts = [shorten_name(text, TICK_LETTERS) for text in labels(names if named else (), places)]
+    axis.set_ticks(places, texts, parse_math=False)
+    if named and axis is axis.axes.xaxis and len(texts) * max(map(len, texts), default=0) > AXIS_LETTERS:
+        axis.set_tick_params(rotation=90)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import open_file, write_atomically
+from fl_lightning.core.names import Names, labels, shown_names
 
 if TYPE_CHECKING:
     from fl_lightning.data import FederatedData
@@ -29,21 +31,39 @@ def group_clients(counts: np.ndarray) -> np.ndarray:
     return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MAX_COLUMNS)], axis=1)
 
 
+class PartitionCounts(NamedTuple):
+    """The content of `partition.csv`: sample counts, and the names of clients and classes.
+
+    Attributes:
+        counts: Number of samples of each client and class in one split, `(clients, C)`.
+        names: The names of the clients and classes.
+    """
+
+    counts: np.ndarray
+    names: Names
+
+
 def write_counts(path: Path, data: FederatedData) -> None:
-    """Write `partition.csv`: for each split and client a row with the number of samples per class, or in total."""
+    """Write `partition.csv`: for each split and client a row with the number of samples per class, or in total.
+
+    The column of a class is `class_<name>`, or `class_<index>` without names. The last column, `name`, contains the
+    clients' names, if they have any. Names are not shortened.
+    """
+    classes = labels(data.data.class_names or (), range(data.data.num_classes))
+    columns = [f"class_{one_line(name)}" for name in classes] if data.objective.classes else ["samples"]
+    ids = data.client_ids if data.names.clients else None
+    names = [[]] * len(data.shards) if ids is None else [[one_line(str(name))] for name in ids]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    names = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]
-    ids = [[]] * len(data.shards) if data.client_ids is None else [[one_line(str(name))] for name in data.client_ids]
-    writer.writerow(["client", "split", *names, *["id"] * (data.client_ids is not None)])
+    writer.writerow(["client", "split", *columns, *["name"] * (ids is not None)])
     for split in ("train", "test"):
-        for client, (row, name) in enumerate(zip(data.class_counts(split).tolist(), ids, strict=True)):
+        for client, (row, name) in enumerate(zip(data.class_counts(split).tolist(), names, strict=True)):
             writer.writerow([client, split, *row, *name])
     write_atomically(path, text.getvalue())
 
 
-def read_counts(path: Path, split: str = "train") -> np.ndarray:
-    """Read `partition.csv`, and return the number of samples of each client and class in one split, `(clients, C)`.
+def read_counts(path: Path, split: str = "train") -> PartitionCounts:
+    """Read the sample counts of one split, and the names of clients and classes, from `partition.csv`.
 
     Raises:
         ValueError: The file has another format.
@@ -53,11 +73,20 @@ def read_counts(path: Path, split: str = "train") -> np.ndarray:
             header, *lines = [*csv.reader(file)] or [[]]
     except csv.Error as error:
         raise ValueError(str(error)) from error
-    if header[-1:] == ["id"]:  # the client's name in the data
-        header, lines = header[:-1], [cells[:-1] for cells in lines]
-    if header[:2] != ["client", "split"] or len(header) < 3:
+    end = len(header) - (header[-1:] in (["name"], ["id"]))  # older files call the column `id`
+    if header[:2] != ["client", "split"] or end < 3:
         raise ValueError("it does not begin with client, split and a column per class")
-    counts = [[int(cell) for cell in cells[2:]] for cells in lines if cells[1:2] == [split]]
-    if not counts or any(len(row) != len(header) - 2 or min(row) < 0 for row in counts):
+    rows = [cells for cells in lines if cells[1:2] == [split]]
+    counts = [[int(cell) for cell in cells[2:end]] for cells in rows]
+    if not rows or any(len(cells) != len(header) for cells in rows) or min(map(min, counts)) < 0:
         raise ValueError(f"it has no complete line for the {split} split of each client")
-    return np.array(counts)
+    clients = [cells[end] for cells in rows] if end < len(header) else ()
+    classes = [column.removeprefix("class_") for column in header[2:end] if column.startswith("class_")]
+    return PartitionCounts(np.array(counts), Names(shown_names(clients), shown_names(classes)))
+
+
+def read_names(run_dir: Path) -> Names:
+    """Return the names of the clients and classes of a run; no names if its `partition.csv` cannot be read."""
+    with suppress(OSError, ValueError):
+        return read_counts(run_dir / "partition.csv").names
+    return Names()

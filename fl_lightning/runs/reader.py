@@ -19,7 +19,15 @@ from fl_lightning.core.config import flatten, load_yaml
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import read_file
 from fl_lightning.core.renamed import update_config
-from fl_lightning.evaluation.summary import MODEL_COLUMNS, Row, model_metrics, read_columns, read_rows, summarize
+from fl_lightning.evaluation.summary import (
+    CLIENT_NAME,
+    Row,
+    main_metrics,
+    read_columns,
+    read_rows,
+    summarize,
+)
+from fl_lightning.runs.partition import read_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,9 +109,7 @@ class Run:
         """
         from fl_lightning.runs.paper_figure import plot_run  # imports matplotlib
 
-        recorded = {name for row in self.rounds for name in row}
-        models = [form.format(metric) for metric in model_metrics(self.rounds)[:1] for form in MODEL_COLUMNS[:2]]
-        chosen = metrics or [name for name in models if name in recorded] or ["global/acc"]
+        chosen = metrics or main_metrics(self.rounds) or ["global/acc"]
         return plot_run(self.rounds, [known_metric(name, [self], "metrics") for name in chosen], x, percent, width)
 
     def __repr__(self) -> str:
@@ -139,7 +145,8 @@ class Tables(NamedTuple):
         runs: A row per run: `run`, `finished`, the settings by full key (lists as JSON) and the summary figures,
             including `rounds`, the number of rounds.
         rounds: A row per run and round: `run`, `round` and the round's metrics.
-        clients: A row per run, round and client with a value: `run`, `round`, `client` and the client's metrics.
+        clients: A row per run, round and client with a value: `run`, `round`, `client`, `name` if clients have names,
+            and the client's metrics.
     """
 
     runs: pd.DataFrame
@@ -369,7 +376,10 @@ def _clients(run: Run) -> pd.DataFrame:
     except DamagedRun as error:
         warnings.warn(f"{error}; its clients are left out", stacklevel=3)
     name = {"run": str(run.run_dir)}
-    return pd.DataFrame({**name, **columns, **name}).astype({"run": "str", "round": "int64", "client": "int64"})
+    table = pd.DataFrame({**name, **columns, **name}).astype({"run": "str", "round": "int64", "client": "int64"})
+    if len(table) and (names := read_names(run.run_dir).clients):
+        table.insert(3, CLIENT_NAME, table["client"].map(dict(enumerate(names))))
+    return table
 
 
 def _client_columns(path: Path) -> dict[str, np.ndarray]:

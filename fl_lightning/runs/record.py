@@ -36,7 +36,7 @@ from fl_lightning.runs.folder import (
 )
 from fl_lightning.runs.partition import write_counts
 from fl_lightning.runs.reader import Figures
-from fl_lightning.runs.trust import sign
+from fl_lightning.runs.trust import DESCRIPTION, sign
 
 FLUSH_SECONDS = 1.0
 """Minimum seconds between flushes of checkpoints to disk. Only a power failure can damage unflushed checkpoints."""
@@ -162,7 +162,7 @@ class Record:
 
     # --- During the run ---
 
-    def begin(self, config: dict[str, Any] | None, labels: Labels) -> None:
+    def begin(self, config: dict[str, Any] | None, labels: Labels, description: dict[str, Any]) -> None:
         """Begin or resume writing: lock the run folder, start the loggers, and write the config and the partition.
 
         Metrics and warnings after the last finished round are removed. For a resumed run, warn of changes since its
@@ -171,6 +171,7 @@ class Record:
         Args:
             config: The resolved config, if there is one. By default that of the resumed run.
             labels: Names of the run for loggers.
+            description: Written in place of the config of a new run if there is none; may be empty.
 
         Raises:
             ConfigError: The folder is in use or cannot be written to, or a logger fails.
@@ -181,9 +182,9 @@ class Record:
             created = self._lock()
             refuse_existing_run(self.run_dir)
         with remove_on_failure(created):
-            self._begin(config, labels)
+            self._begin(config, labels, description)
 
-    def _begin(self, config: dict[str, Any] | None, labels: Labels) -> None:
+    def _begin(self, config: dict[str, Any] | None, labels: Labels, description: dict[str, Any]) -> None:
         round = self.first_round = self.run.round
         if self.log_clients is None:
             self.log_clients = has_few_clients(len(self._data.shards))
@@ -192,16 +193,18 @@ class Record:
             before.warn_of_environment(environment(self._device))
             before.warn_of_edits(self.run_dir / "config.yaml", self._settings)
             self.warned.check(round, before.rows[self.warned.path.name])
-        self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round)
+        self.csv.clients.set_names(self._data.names.clients)
+        names = self._data.names._replace(clients=self.csv.clients.names)
+        self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round, names)
         try:
-            self._write_beginning(round, config)
+            self._write_beginning(round, config, description)
         except BaseException as error:
             self.logger.finalize("failed")
             if isinstance(error, OSError):
                 raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
             raise
 
-    def _write_beginning(self, round: int, config: dict[str, Any] | None) -> None:
+    def _write_beginning(self, round: int, config: dict[str, Any] | None, description: dict[str, Any]) -> None:
         before = self._restored_from
         if not before:
             self.checkpoint()  # from here on the run can be resumed
@@ -212,6 +215,8 @@ class Record:
             content = yaml.safe_dump(config, sort_keys=False)
             sign(self.run_dir, content, config)
             write_atomically(self.run_dir / "config.yaml", content)
+        elif description and not before:
+            write_atomically(self.run_dir / "config.yaml", DESCRIPTION + yaml.safe_dump(description, sort_keys=False))
         self.csv.rewind(round)
         self.warned.rewind(round)
         write_counts(self.run_dir / "partition.csv", self._data)

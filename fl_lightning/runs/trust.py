@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.core.config import config_file, parse_config
-from fl_lightning.core.errors import one_line
+from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import open_file, read_file, write_atomically
 from fl_lightning.core.renamed import update_config
 from fl_lightning.core.trusted_imports import Untrusted, begin, is_untrusted
@@ -31,6 +31,9 @@ from fl_lightning.runs.folder import SIGNATURE
 TO_TRUST = "If you trust its author, use --trust (in Python trust=True)"
 NO_PATH = f"#{' ' * 256}\n"
 """Prefix of text that jsonargparse must not read as a file path: file names cannot be that long."""
+
+DESCRIPTION = "# Describes a run that was started from Python without `config`.\n"
+"""First line of a `config.yaml` from which the experiment cannot be rebuilt."""
 
 KEY_BYTES = 32
 PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
@@ -60,10 +63,13 @@ def run_config(
         without: Keys to leave out.
 
     Raises:
-        ConfigError: The config is missing or cannot be read.
+        ConfigError: The config is missing or cannot be read, or only describes a run from Python.
     """
     path = Path(config_file(run_dir))
     content = read_file(path)
+    if content.startswith(DESCRIPTION.encode()):
+        fix = "Build its FederatedOrchestrator in Python with this run_dir, and call load() or fit(resume=True)."
+        raise ConfigError(f"{run_dir}: started from Python without `config`, so it cannot be rebuilt here. {fix}")
     config = parse_config(content, str(path))
     rest = {key: value for key, value in update_config(config).items() if key not in without}
     if trust or not (reason := _reason_not_own(run_dir, content, config)):

@@ -5,6 +5,7 @@ import re
 import pytest
 from experiments import ONE_EPOCH, digits, finished
 from methods import CLASSES, METHODS
+from torch import nn
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.weights import buffer_names
@@ -19,6 +20,11 @@ def formulas(kind: type[Algorithm]) -> tuple[str, str, bool]:
     return found[2], found[3], bool(found[1])
 
 
+def norm_layers(backbone: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorm layers of a network."""
+    return [layer for layer in backbone.modules() if isinstance(layer, nn.BatchNorm1d)]
+
+
 def variables(run) -> dict[str, int]:
     """Return the variables of the formulas, in addition to the method's attributes."""
     backbone = run.worker.template.backbone
@@ -28,6 +34,7 @@ def variables(run) -> dict[str, int]:
         "encoder": sum(size for name, size in entries.items() if name.startswith("encoder.")),
         "head": sum(size for name, size in entries.items() if name.startswith("head.")),
         "buffers": sum(entries[name] for name in buffer_names(backbone)),
+        "norm": sum(v.nbytes for layer in norm_layers(backbone) for v in layer.state_dict().values()),
         "P": sum(p.numel() for p in backbone.parameters()),
         "T": len(list(backbone.parameters())),
         "C": run.data.data.num_classes,

@@ -25,11 +25,16 @@ def tiers(names):
 NEEDS_PREDICTOR = ("FedSiamDA",)
 MEASURED = "MeasuredModule (it has a configure_gradient_clipping of its own)"
 NOT_STACKED = {
+    "APFL": "MixedModels (it has a training_step of its own)",
     "APPLE": "MixedModule (it has a losses of its own)",
     "CriticalFL": MEASURED,
     "DisPFL": "MaskedModule (it has a on_before_optimizer_step of its own)",
     "Ditto": "TwoModels (it has a training_step of its own)",
+    "FedROD": "TwoHeads (it has a losses of its own)",
+    "FedSAM": "SharpnessAware (it has a training_step of its own)",
     "FedSiamDA": "loss term 'siamese'",
+    "MoFedSAM": "SharpnessAware (it has a training_step of its own)",
+    "PFedMe": "MoreauEnvelope (it has a training_step of its own)",
     "PeerCriticalFL": MEASURED,
     "PerFedAvg": "MetaStep (it has a training_step of its own)",
 }

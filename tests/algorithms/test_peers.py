@@ -65,7 +65,7 @@ def publications(clients, seed=0):
 
 def plain_worker(run, model=MODEL):
     """Return FedAvg's worker, which trains from the weights that it receives."""
-    return Worker(run.seed, FedAvg(), model, run.data, 32, {"accelerator": "cpu", "max_epochs": 1}, SGD)
+    return Worker(run.seed, FedAvg(), model, run.data, 32, {"accelerator": "cpu", "max_epochs": 1}, optimizer=SGD)
 
 
 # --- Mixing ---

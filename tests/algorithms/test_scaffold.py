@@ -200,8 +200,8 @@ def test_another_aggregator_averages_the_weights_only(tmp_path):
     ("options", "message"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "optimizer: SCAFFOLD needs plain SGD"),
-        ({"optimizer": partial(torch.optim.SGD, lr=0.1, maximize=True)}, "optimizer: SCAFFOLD needs plain SGD"),
-        ({"optimizer": torch.optim.Adam}, "optimizer: SCAFFOLD needs plain SGD with one learning rate. Set momentum 0"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1, maximize=True)}, "optimizer: SCAFFOLD needs SGD, and"),
+        ({"optimizer": torch.optim.Adam}, "optimizer: SCAFFOLD needs SGD, and this is Adam"),
         ({"lr_scheduler": partial(ExponentialLR, gamma=0.5)}, "lr_scheduler: .* Use round_lr_scheduler"),
         ({"trainer": CPU | {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches: .*larger batch_size"),
         ({"trainer": CPU | {"gradient_clip_val": 1.0}}, "trainer.gradient_clip_val: .* Remove it"),

@@ -457,6 +457,22 @@ def test_across_shows_the_values_of_a_setting_as_columns(study):
     assert by_method.splitlines()[0] == "alpha,algorithm=FedAvg,algorithm=FedDW,algorithm=FedSKC"
 
 
+def test_across_adds_its_key_to_by(tmp_path):
+    """Also an argument of a method, which `--by algorithm` shows in the column of the algorithm otherwise."""
+    write(tmp_path, accs=[0.5])
+    for mu, acc in ((0.1, 0.25), (1, 0.75)):
+        write(tmp_path, "FedDW", arguments={"mu": mu}, accs=[acc])
+    for by in ("algorithm", "algorithm,mu"):
+        out = run("compare", tmp_path, "--by", by, "--across", "mu").out
+        header, _, first, second = (re.split("  +", line) for line in out.splitlines()[:4])
+        assert header == ["algorithm", "no mu", "mu=0.1", "mu=1"]
+        assert (first, second) == (["FedAvg", "0.5000", "missing", "missing"], ["FedDW", "missing", "0.2500", "0.7500"])
+    error = "fl-lightning: error: --across: {}"
+    unknown = run("compare", tmp_path, "--by", "algorithm", "--across", "lamb")
+    assert unknown.err == error.format("no run has a setting 'lamb'\n")
+    assert "--across: seed cannot group runs" in run("compare", tmp_path, "--by", "mu", "--across", "seed").err
+
+
 def test_columns_are_sorted_and_keys_shortened(tmp_path):
     for algorithm, alpha in (("FedAvg", 0.5), ("FedDW", 0.1), ("FedDW", 0.5)):
         write(tmp_path, algorithm, alpha=alpha)

@@ -286,8 +286,9 @@ def test_equal_partitions_are_stored_once(tmp_path):
     for name, its in (("a", counts), ("b", counts + 1), ("c", counts)):
         write_counts(write_run(tmp_path / name, CONFIG, METRICS), its)
     first, second = contents(tmp_path)["partitions"]
-    assert first == {"runs": [0, 2], "clients": 6, "counts": counts.tolist()}
-    assert second == {"runs": [1], "clients": 6, "counts": (counts + 1).tolist()}
+    unnamed = {"clients": (), "classes": ()}
+    assert first == {"runs": [0, 2], "clients": 6, "counts": counts.tolist(), "names": unnamed}
+    assert second == {"runs": [1], "clients": 6, "counts": (counts + 1).tolist(), "names": unnamed}
 
 
 def test_a_partition_over_many_clients_is_binned(tmp_path):

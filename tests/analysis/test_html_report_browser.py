@@ -376,7 +376,8 @@ def test_a_phone_needs_no_scrolling_sideways(browser, report):
 
 
 def test_the_summary_shows_the_rounds_to_an_accuracy_without_scrolling(browser, tmp_path):
-    metrics = {"global/acc": [0.2, 0.9], "client/acc_mean": [0.3, 0.9], "client/acc_weighted": [0.3, 0.9]}
+    names = ("client/acc_mean", "client/acc_weighted", "personal_on_global/acc_mean")
+    metrics = {name: [0.3, 0.9] for name in names}
     for i in range(6):
         config = {"algorithm": f"Method{i % 2}", "seed": i, "evaluation": {"target_accuracies": [0.5, 0.8, 0.85]}}
         write_run(tmp_path / str(i), config, metrics | {"global/acc": [0.2, 0.9 + 0.0123 * i]})

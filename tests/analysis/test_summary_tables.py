@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.analysis import summary_tables as tables
+from fl_lightning.core.names import Names
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.runs.partition import write_counts
@@ -77,8 +78,12 @@ def test_table_of_a_test() -> None:
 def test_partition_table() -> None:
     counts = np.array([[8, 0, 1], [2, 4, 6]])
     table = tables.partition_table(counts, np.array([[3, 0, 0], [1, 2, 2]]))
-    assert [column.header for column in table.columns] == ["client", "0", "1", "2", " train", " test"]
+    assert [str(column.header) for column in table.columns] == ["client", "0", "1", "2", " train", " test"]
     assert cells(table) == [["0", "8█", " ", "1░", "9", "3"], ["1", "2░", "4▒", "6▓", "12", "5"]]
+    named = tables.partition_table(counts, counts, Names(["north", "[b]south"], ["ill", "x" * 13, "[i]ok"]))
+    headers = ["client", "ill", "x" * 11 + "…", "[i]ok", " train", " test", " name"]
+    assert [str(column.header) for column in named.columns] == headers
+    assert [str(cell) for cell in named.columns[-1].cells] == [" north", " [b]south"]
 
 
 def test_shades_are_quarters_of_the_largest_cell_rounded_up() -> None:
@@ -93,7 +98,7 @@ def test_many_classes_are_shown_as_shades_only(classes: int, wide: bool) -> None
     table = tables.partition_table(counts, counts)
     (first, _) = cells(table)
     assert [bool(cell.strip("░▒▓█ ")) for cell in first[2:-2]] == [not wide] * (classes - 1)
-    assert [column.header for column in table.columns][1:-2] == ["" if wide else str(j) for j in range(classes)]
+    assert [str(column.header) for column in table.columns][1:-2] == ["" if wide else str(j) for j in range(classes)]
     assert first[-2:] == [str(sum(range(classes)))] * 2
     assert first[classes].endswith("█")
 
@@ -171,6 +176,15 @@ def test_the_area_of_a_bubble_is_proportional_to_its_samples(figures: list[Figur
     assert axes.get_title() == "34 training samples; the largest bubble is 16"
     assert axes.get_xlim() == pytest.approx((-0.7, 2.7))
     assert axes.get_ylim() == pytest.approx((-0.7, 3.7))
+
+
+def test_named_ticks_of_a_partition(figures: list[Figure], tmp_path: Path) -> None:
+    names = Names(["$a$ north", "_b"], ["c" * 20, "yes"])
+    partition_figure(np.ones((2, 2), int), tmp_path / "partition.png", names)
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["$a$ north", "_b"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["c" * 15 + "…", "yes"]
+    assert not any(text.get_parse_math() for text in axes.get_xticklabels())
 
 
 def test_many_clients_are_drawn_as_a_heat_map(figures: list[Figure], tmp_path: Path) -> None:

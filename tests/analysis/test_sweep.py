@@ -171,10 +171,47 @@ def test_settings_and_environment_variables_are_in_the_command_line(monkeypatch)
     sweep = parsed(
         command=[*command, "${args}", "--seed", 3], parameters={"k": {"value": 1e-5}}, settings=["rounds=2", "a=b=c"]
     )
-    assert sweep.command({"k": "1e-05"}) == (
+    assert sweep.command({"k": 1e-05}) == (
         *("--config", "a b.yaml", "--logger.offline=true", "--rounds", "4", "--rounds=2", "--a=b=c"),
         *("--k=1e-05", "--seed", "3"),
     )
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [
+        ([0, 0.5, "1e-3"], [0.0, 0.5, 0.001]),
+        ([1, 10], [1, 10]),
+        ([True, "FedAvg", 2], [True, "FedAvg", 2]),
+        ([[1, 2], {"k": None}, 3], ["[1, 2]", '{"k": null}', "3"]),  # Optuna's databases have no lists
+        ([1, True], ["1", "true"]),  # equal to Optuna
+    ],
+)
+def test_optuna_stores_listed_values_with_their_types(values, stored, tmp_path, monkeypatch):
+    sweep = parsed(parameters={"k": {"values": values}})
+    run_faked(monkeypatch, tmp_path, sweep, fake := FakeRuns(lambda _: [0.5]))
+    assert [words[-1] for words in fake.ran] == [f"--k={sweeps_word(value)}" for value in values]
+    found = [trial.params["k"] for trial in study_of(tmp_path).trials]
+    assert found == stored
+    assert [type(value) for value in found] == [type(value) for value in stored]
+
+
+def sweeps_word(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def study_of(folder):
+    return optuna.load_study(study_name="sweep", storage=sweeps.storage_at(folder / "study.db"))
+
+
+def test_optuna_stores_the_numbers_of_the_runs(tmp_path, monkeypatch):
+    parameters = {"q": {"distribution": "q_uniform", "min": 0.1, "max": 0.9, "q": 0.2}, "n": {"min": 1, "max": 9}}
+    run_faked(monkeypatch, tmp_path, parsed("random", parameters), fake := FakeRuns(lambda _: [0.5]), count=4)
+    params = [trial.params for trial in study_of(tmp_path).trials]
+    assert params == [numbers(words) for words in fake.ran]
+    assert {type(each["n"]) for each in params} == {int}
+    assert study_of(tmp_path).metric_names == ["global/acc"]
 
 
 def continuous(name, low, high):
@@ -251,6 +288,10 @@ BAD = {
     },
     "parameters: name at least one key": {"parameters": []},
     "evaluation.clients: renamed to evaluation.client_model": {"parameters": {"evaluation.clients": {"values": [1]}}},
+    "seeds: 3 is not a list of different numbers from 0. Write seeds: ": {"seeds": 3},
+    r"seeds: \[1, 1\] is not a list of different numbers from 0": {"seeds": [1, 1]},
+    r"seeds: \[-1\] is not": {"seeds": [-1]},
+    "seeds: the parameters, the command or --set have seed, too. Leave one of them out": {"seeds": [0, 1]},
     "parameters: run_dir is set by the sweep": {"parameters": {"run_dir": {"values": ["a"]}}},
 }
 BAD_COMMANDS = {
@@ -382,7 +423,7 @@ def test_a_killed_sweep_loses_and_repeats_no_trial(method, tmp_path, monkeypatch
         results = run_faked(monkeypatch, folder, sweep, rest, count=count)
         assert without_folders(results) == without_folders(whole)
         assert len(killed.ran) + len(rest.ran) == count
-        assert len(list((folder / "points").iterdir())) == count
+        assert len(list((folder / "trials").iterdir())) == count
 
 
 # --- Results of trials ---
@@ -465,8 +506,14 @@ def test_a_goal_in_the_wrong_direction_gives_a_warning(metric, goal, better):
 @pytest.mark.parametrize(
     ("metric", "method", "parameters", "fix"),
     [
-        ("global/acc", "grid", {"algorithm": {"value": "Local"}}, " with algorithm Local. Use client/acc_mean."),
-        ("global/ac", "random", {"optimizer.lr": {"min": 0.1, "max": 0.2}}, ". Use global/acc."),
+        (
+            "global/acc",
+            "grid",
+            {"algorithm": {"value": "Local"}},
+            " with algorithm Local. Use one of client/acc_mean, ",
+        ),
+        ("global/ac", "random", {"optimizer.lr": {"min": 0.1, "max": 0.2}}, ". Use one of global/acc, global/loss, "),
+        ("R_0.7", "grid", {"seed": {"value": 1}}, ". Use one of R_0.9, "),
     ],
 )
 def test_an_unknown_metric_is_refused_before_the_first_run(metric, method, parameters, fix, tmp_path, monkeypatch):
@@ -474,10 +521,12 @@ def test_an_unknown_metric_is_refused_before_the_first_run(metric, method, param
     monkeypatch.setattr(sweep_command, "check_metric", check_metric)
     Path("tiny.yaml").write_text(TINY)
     command = ["${program}", "fit", "--config", "tiny.yaml", "${args}"]
-    goal = {"name": metric, "goal": "maximize"}
+    goal = {"name": metric, "goal": "minimize" if metric.startswith("R_") else "maximize"}
     Path("some.yaml").write_text(yaml.safe_dump(content(method, parameters, command=command, metric=goal, run_cap=2)))
     outcome = run("sweep", "some.yaml")
-    assert (outcome.code, outcome.err) == (2, f"fl-lightning: error: metric: no round has {metric}{fix}\n")
+    assert outcome.err.startswith(f"fl-lightning: error: metric: no run has {metric}{fix}")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert ("global/acc" in outcome.err.partition("Use one of")[2]) == ("algorithm" not in parameters)
     assert not Path("runs").exists()
 
 
@@ -562,12 +611,91 @@ def test_early_termination_needs_a_metric_of_each_round(tmp_path, monkeypatch):
         run_faked(monkeypatch, tmp_path, parsed(parameters={"x": {"value": 1}}, **more), fake)
 
 
+# --- Seeds ---
+
+SEEDS = {"seeds": [0, 1, 2], "parameters": {"x": {"values": [1, 2, 3]}}}
+
+
+def test_a_trial_is_run_with_each_seed_and_its_value_is_the_mean(tmp_path, monkeypatch):
+    """The best setting is not that of the best run. If a seed fails, the trial fails and its other seeds do not run."""
+    monkeypatch.chdir(tmp_path)
+    values = {(1, 0): 0.9, (1, 1): 0.3, (1, 2): 0.3, (2, 0): 0.6, (2, 1): 0.6, (2, 2): 0.7, (3, 0): 0.1, (3, 1): "NaN"}
+    write_sweep(tmp_path, **SEEDS)
+    fake = FakeRuns(lambda v: one if isinstance(one := values[v["x"], v["seed"]], str) else [0.0, one])
+    monkeypatch.setattr(sweeps, "run_jobs", fake)
+    outcome = run("sweep", "small.yaml")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert [(numbers(words)["x"], numbers(words)["seed"]) for words in fake.ran] == list(values)
+    lines = [line for line in outcome.out.splitlines() if line.startswith("trial")]
+    assert lines == [
+        f"trial {i} of 3, x={i}: {end}" for i, end in enumerate(["0.5000", "0.6333", "failed: seed 1: NaN"], 1)
+    ]
+    printed = table(outcome.out)
+    assert printed["2"] == [f"0.6333 ± {stdev([0.6, 0.6, 0.7]):.4f}", "3 of 3"]
+    assert printed["3"] == ["", "0 of 3", "failed: seed 1: NaN"]
+    folder = tmp_path / "runs/sweeps/small"
+    first, second, third = read_trials(folder)
+    assert [second[f"global/acc seed {seed}"] for seed in range(3)] == ["0.6", "0.6", "0.7"]
+    assert (float(first["global/acc"]), third["state"]) == (0.5, "failed")
+    assert sorted(path.name for path in next((folder / "trials").glob("0001-*")).iterdir()) == [
+        "seed_0",
+        "seed_1",
+        "seed_2",
+    ]
+    best = (folder / "best.yaml").read_text()
+    assert best.startswith("# The best of the sweep small: x=2, mean over the seeds 0, 1, 2.\nrounds: 2\n")
+    assert run("sweep", "small.yaml").code == 0
+    assert len(fake.ran) == len(values)
+    next(folder.glob("trials/0002-*/seed_1/failed.txt")).unlink()
+    values.update({(3, 1): 0.1, (3, 2): 0.1})
+    assert run("sweep", "small.yaml").code == 0
+    assert [line["state"] for line in read_trials(folder)] == ["complete"] * 3
+    assert "--set: seed" not in (refused := run("sweep", "small.yaml", "--set", "seed=1")).err
+    assert "seeds: the parameters, the command or --set have seed, too" in refused.err
+
+
+def by_seed(values):
+    """Return two rounds of a metric. A setting's mean over two seeds is x / 10, and its runs differ by more."""
+    return [values["x"] / 10 + values["seed"] - 0.5] * 2
+
+
+def test_trials_are_pruned_by_the_mean_over_seeds(tmp_path, monkeypatch):
+    """A killed sweep makes the same decisions."""
+    early = {"type": "hyperband", "min_iter": 1, "eta": 2}
+    sweep = parsed(parameters={"x": {"values": [2, 1, 3]}}, seeds=[0, 1], early_terminate=early)
+    whole = run_faked(monkeypatch, tmp_path / "whole", sweep, FakeRuns(by_seed))
+    states = [(one.state, round(one.value, 9), one.rounds) for one in whole]
+    assert states == [("complete", 0.2, 2), ("ended early", 0.1, 2), ("complete", 0.3, 2)]
+    assert list(study_of(tmp_path / "whole").trials[1].intermediate_values) == [1]
+    folder = tmp_path / "killed"
+    with pytest.raises(Killed):
+        run_faked(monkeypatch, folder, sweep, FakeRuns(by_seed, kill=7))  # before the second seed of the second trial
+    assert without_folders(run_faked(monkeypatch, folder, sweep, FakeRuns(by_seed))) == without_folders(whole)
+
+
+def test_all_runs_of_a_trial_end_when_the_trial_ends(tmp_path, monkeypatch):
+    sweep = parsed(parameters={"x": {"values": [1]}}, seeds=[0, 1])
+    stopped = []
+
+    def run_jobs(jobs, program, workers, threads, should_stop):
+        first, second = jobs
+        assert not should_stop(first)
+        yield JobResult(second, 1, "diverged")
+        stopped.append(should_stop(first))
+        yield JobResult(first, 143, "stopped by SIGTERM")
+
+    shown = []
+    (result,) = run_faked(monkeypatch, tmp_path, sweep, run_jobs, show=lambda result, most: shown.append(result.state))
+    assert (stopped, shown, result.reason) == ([True], ["failed"], "seed 1: diverged")
+
+
 # --- Ranking ---
 
 
 def result(number, value, state="complete", **settings):
-    words = {key: str(word) for key, word in settings.items()}
-    return TrialResult(number, Path(f"points/{number}"), words, state, value, 3, "" if state == "complete" else "why")
+    words, complete = {key: str(word) for key, word in settings.items()}, state == "complete"
+    values = [value] if complete else ()
+    return TrialResult(number, Path(f"trials/{number}"), words, state, value, 3, "" if complete else "why", values)
 
 
 def test_settings_are_ranked_by_their_mean_with_incomplete_ones_last():
@@ -629,7 +757,7 @@ def test_the_table_and_the_files_of_a_sweep(tmp_path, monkeypatch):
     best = (folder / "best.yaml").read_text()
     assert best.startswith("# The best of the sweep small: optimizer.lr=0.5 seed=0.\nrounds: 2\n")
 
-    before = contents(folder / "points")
+    before = contents(folder / "trials")
     repeated = run("sweep", file)
     assert table_of(repeated) == table_of(outcome)
     assert len(fake.ran) == 6
@@ -641,7 +769,7 @@ def test_the_table_and_the_files_of_a_sweep(tmp_path, monkeypatch):
     assert "runs/sweeps/small holds another sweep: command (fit --config" in refused.err
     assert "parameters.optimizer.lr.values ([1e+30, 0.5, 1e-05] -> [1e+30, 0.5])" in refused.err
     assert refused.err.endswith(". Undo the change, or give another --out\n")
-    assert contents(folder / "points") == before
+    assert contents(folder / "trials") == before
 
 
 def test_a_sweep_whose_trials_all_fail_has_exit_code_1_and_no_best_config(tmp_path, monkeypatch):
@@ -723,7 +851,7 @@ def test_a_lost_file_of_a_sweep_is_reported(swept):
     for name in ("study.db", "sweep.yaml"):
         (swept / name).unlink()
         outcome = run("sweep", "small.yaml", "--count", "3")
-        message = f"runs/sweeps/small: {name} not found, but points of a sweep. Put it back, or choose another folder"
+        message = f"runs/sweeps/small: {name} not found, but trials of a sweep. Put it back, or choose another folder"
         assert (outcome.code, outcome.err) == (2, f"fl-lightning: error: {message} with --out.\n")
 
 
@@ -751,6 +879,25 @@ def test_a_sweep_begun_under_old_option_names_continues(tmp_path, monkeypatch):
     assert [line["evaluation.client_model"] for line in read_trials(folder)] == ["trained"] * 2 + ["received"] * 2
     assert len(fake.ran) == 4
     assert (folder / "sweep.yaml").read_text() == now
+
+
+def test_a_sweep_of_an_older_version_continues(tmp_path, monkeypatch):
+    """Its trials were in the folder `points`, and Optuna's choices were text."""
+    monkeypatch.chdir(tmp_path)
+    write_sweep(tmp_path, {"x": {"values": [1, 0.5]}, "y": {"min": 0, "max": 1}})
+    monkeypatch.setattr(sweeps, "run_jobs", fake := FakeRuns(lambda values: [values["x"]]))
+    folder = tmp_path / "runs/sweeps/small"
+    assert run("sweep", "small.yaml", "--count", "3").code == 0
+    old = [trial.params for trial in study_of(folder).trials]
+    (folder / "trials").rename(folder / "points")
+    execute(folder / "study.db", "UPDATE trial_user_attributes SET key = 'point' WHERE key = 'number'")
+    choices = '\'{"name": "CategoricalDistribution", "attributes": {"choices": ["1", "0.5"]}}\''
+    execute(folder / "study.db", f"UPDATE trial_params SET distribution_json = {choices} WHERE param_name = 'x'")
+    assert [trial.params["x"] for trial in study_of(folder).trials] == ["1", "1", "0.5"]
+    outcome = run("sweep", "small.yaml")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert (len(fake.ran), len(list((folder / "trials").iterdir())), (folder / "points").exists()) == (4, 4, False)
+    assert [trial.params for trial in study_of(folder).trials] == [*old, {"x": 0.5, "y": 1}]
 
 
 # --- A full disk ---
@@ -804,7 +951,7 @@ def kill_sweep(words, folder, delay):
     """Kill the main process of a sweep a while after its first trial began."""
     command = [sys.executable, "-m", "fl_lightning", "sweep", *map(str, words), "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not any(folder.glob("points/*/config.yaml")):
+    while not any(folder.glob("trials/*/config.yaml")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
     time.sleep(delay)

@@ -123,6 +123,15 @@ def test_wandbs_client_accepts_a_sweep_file(sweep):
         assert None not in parameter["values"]  # W&B would write the word None
 
 
+def test_the_documented_file_with_seeds_is_valid_here_and_passes_wandbs_client():
+    """W&B's server warns of `seeds`, a key that its schema does not have."""
+    given = yaml.safe_load(
+        re.findall(r'```yaml title="lr.yaml"\n(.*?)```', (ROOT / "docs/sweeps.md").read_text(), re.S)[0]
+    )
+    assert parse_sweep(given, Path("lr.yaml")).seeds == (0, 1, 2)
+    assert checked_by_wandb(given) == given
+
+
 def test_the_first_line_of_a_sweep_file_describes_it(sweep):
     assert re.fullmatch(r"# \S.{20,117}[.]", sweep.read_text().splitlines()[0])
 

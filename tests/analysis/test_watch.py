@@ -35,6 +35,7 @@ from run_folders import write_csv
 from fl_lightning.analysis import run_status
 from fl_lightning.analysis.run_screen import RunScreen, Terminal, format_duration, legend, rows_of_plots
 from fl_lightning.analysis.run_status import RunMonitor, RunStatus, last_lines, last_measured
+from fl_lightning.core.names import Names
 from fl_lightning.evaluation.summary import read_rows
 from fl_lightning.runs.reader import Run
 
@@ -73,6 +74,7 @@ def status_of(
     rows: Sequence[dict[str, float]],
     config: Mapping[str, Any] = CONFIG,
     clients: Sequence[dict[str, float]] = (),
+    names: Names = Names(),
     warnings: Sequence[str] = (),
     ended: bool = False,
     silence: float = 0.0,
@@ -80,7 +82,7 @@ def status_of(
     folder: str = "runs/one",
 ) -> RunStatus:
     return RunStatus(
-        Run(Path(folder), dict(config), list(rows)), list(clients), list(warnings), ended, silence, since_round
+        Run(Path(folder), dict(config), list(rows)), list(clients), names, list(warnings), ended, silence, since_round
     )
 
 
@@ -250,6 +252,8 @@ def test_parts_of_the_screen():
     spread = f"median {statistics.median(ACC.values()):.4f}, deviation {statistics.pstdev(ACC.values()):.4f}"
     assert f"5 clients in round 11: acc 0.1250 to 1.0000, {spread}" in text
     assert "the worst: 14 (0.1250), 2 (0.2500), 8 (0.2500)" in lines
+    named = shown(status_of(rounds(12), clients=CLIENTS, names=Names(["site"] * 14))).splitlines()
+    assert "the worst: 14 (0.1250), site (0.2500), site (0.2500)" in named
     assert lines[-2:] == ["last warnings:", "round 9: low"]
 
 

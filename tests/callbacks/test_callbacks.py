@@ -136,13 +136,13 @@ def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width, monkey
     screen = io.StringIO()
     progress = RoundProgress(Console(file=screen, force_terminal=True, color_system=None, width=width))
     monkeypatch.setattr("fl_lightning.callbacks.progress.summarize_run", lambda run: [])
-    run = SimpleNamespace(round=7, rounds=2000, engine=SimpleNamespace(note=""))
+    run = SimpleNamespace(round=7, rounds=2000, is_over=False, engine=SimpleNamespace(note=""))
     progress.on_fit_start(run)
     progress.on_round_start(run, range(12))
     progress.on_client_end(run, None)
     run.round = 1234
     progress.on_round_end(run, {"global/acc": 0.5, "client/acc_mean": 0.25, "client/train_loss": 0.125})
-    progress._bars.refresh()
+    progress._live.refresh()
     drawn = screen.getvalue().rpartition("\x1b[2K")[2].split("\n")
     progress.on_fit_end(run)
     assert "\x1b[?25h" in screen.getvalue()  # the cursor is visible again

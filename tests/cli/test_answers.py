@@ -118,7 +118,7 @@ def test_help_of_fit_has_one_line_per_key_with_its_default(actions, monkeypatch)
         elif isinstance(default, bool | int | float | str | list):
             assert yaml.safe_load(value) == default
         elif key not in {f"trainer.{name}" for name, one in TRAINER.items() if "default" in one}:
-            assert re.fullmatch(r"[A-Z]+|[a-z]+(\|[a-z]+)+|([A-Z]+ )?\[[A-Z=,]+ \.\.\.\]", value), key
+            assert re.fullmatch(r"[A-Z]+|[a-z]+(\|[a-z]+|\|[A-Z]+)+|([A-Z]+ )?\[[A-Z=,]+ \.\.\.\]", value), key
         assert words
         assert "required" not in words
         assert ("(needed)" in words) is (key in ("scenario.dataset", "scenario.partition", "model", "algorithm"))

@@ -86,7 +86,7 @@ def here(tmp_path, monkeypatch):
     """An empty working folder, and a `fit` that runs no round."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: SimpleNamespace(summary={}))
-    monkeypatch.setattr(fit, "summary_table", lambda *args: "fitted")
+    monkeypatch.setattr(fit, "print_results", lambda *args: print("fitted"))
 
 
 def fit_with(place, name):

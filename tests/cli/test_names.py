@@ -31,7 +31,7 @@ def here(tmp_path, monkeypatch):
     """A working folder with a config and a run's folder, and a `fit` that runs no round."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: SimpleNamespace(summary={}))
-    monkeypatch.setattr(fit, "summary_table", lambda *args: "fitted")
+    monkeypatch.setattr(fit, "print_results", lambda *args: print("fitted"))
     Path("tiny.yaml").write_text(TINY)
     Path("runs/old").mkdir(parents=True)
     Path("runs/old/config.yaml").write_text(TINY)

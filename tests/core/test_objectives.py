@@ -13,7 +13,7 @@ from experiments import experiment, in_float64, same_bytes, untimed, weights_aft
 from fl_lightning.callbacks import ClassRelations, EarlyStopping
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC, FedUV
+from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSKC, FedUV
 from fl_lightning.cli.catalogue import classes
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification, MultiLabel, Objective, Regression, objective_of
@@ -271,6 +271,7 @@ def test_a_method_of_classes_refuses_other_labels(tmp_path, algorithm):
 PLAIN = {
     *("APPLE", "CFL", "CriticalFL", "DFedAvgM", "DisPFL", "Ditto", "FedALA", "FedAMP", "FedAdagrad"),
     *("FedAdam", "FedAvg", "FedAvgM", "FedBABU", "FedFomo", "FedPer", "FedProx", "FedRep", "FedSiamDA", "FedYogi"),
+    *("APFL", "FedACG", "FedBN", "FedCM", "FedDC", "FedDyn", "FedNova", "FedSAM", "LGFedAvg", "MoFedSAM", "PFedMe"),
     *("HeurFedAMP", "IFCA", "Local", "MOON", "PeerAlgorithm", "PeerCriticalFL", "PeerFedPer", "PerFedAvg", "SCAFFOLD"),
 }
 """Methods that take every objective: each is run on numbers below."""
@@ -285,7 +286,8 @@ def test_every_method_is_known_to_need_classes_or_not():
     "cls", [cls for cls in classes("algorithms") if cls.__name__ in PLAIN], ids=lambda cls: cls.__name__
 )
 def test_methods_without_classes_learn_numbers(tmp_path, cls):
-    model = partial(MLP, hidden=(16,), head=Head(prediction=8)) if cls is FedSiamDA else partial(MLP, hidden=(16,))
+    parts = {"FedSiamDA": {"head": Head(prediction=8)}, "FedBN": {"norm": "batch"}}
+    model = partial(MLP, hidden=(16,), **parts.get(cls.__name__, {}))
     slow = partial(torch.optim.SGD, lr=0.05)
     run = experiment(tmp_path, cls(), scenario=made("one number"), model=model, rounds=2, optimizer=slow)
     run.fit()

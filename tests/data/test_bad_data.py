@@ -272,7 +272,9 @@ def test_files_of_another_dataset_are_refused(tmp_path: Path, monkeypatch: pytes
     write_cifar(tmp_path, 100, monkeypatch)
     write_cifar(tmp_path / "ten", 10, monkeypatch)
     (tmp_path / "ten" / "cifar-10-batches-py" / "test_batch").replace(tmp_path / "cifar-100-python" / "test")
-    assert "cifar-100-python/test: is damaged, or another file: its MD5" in refusal(CIFAR100(str(tmp_path)))
+    message = refusal(CIFAR100(str(tmp_path)))
+    assert "cifar-100-python/test: is damaged, or another file: its MD5" in message
+    assert "(to read arrays of your own, use the dataset Arrays). Replace the file" in message
 
 
 @pytest.mark.parametrize(

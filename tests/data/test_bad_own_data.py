@@ -27,7 +27,7 @@ from PIL import Image
 from refusals import NO_FILES, empty, halve, refusal, replace_by, time_limit  # noqa: F401
 
 from fl_lightning.core import files
-from fl_lightning.data import Arrays, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_folder
+from fl_lightning.data import Arrays, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_files
 from fl_lightning.data.files import CHECKSUM_BYTES
 
 # --- Image folders ---
@@ -73,7 +73,7 @@ def test_images_of_different_sizes_are_refused_with_the_fix(tmp_path: Path) -> N
 
 def test_more_images_than_memory_are_refused_before_decoding(tmp_path: Path, monkeypatch: Any) -> None:
     write_image_folder(tmp_path)
-    monkeypatch.setattr(image_folder, "decode", None)
+    monkeypatch.setattr(image_files, "decode", None)
     message = refusal(lambda: ImageFolder(str(tmp_path), size=10**6))
     assert message.startswith("scenario.dataset.size: 40 images of 1000000x1000000 need 111,758.7 GiB, and this mach")
 
@@ -319,10 +319,42 @@ def test_a_column_of_too_many_categories_is_refused(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"name": [f"name {i}" for i in range(3000)], "label": [0, 1] * 1500})
     make = partial(Table, str(tmp_path / "t.csv"), "label")
     assert refusal(make) == (
-        "scenario.dataset.features: column 'name' holds 2,400 categories, too many for one_hot. Leave it out of the "
-        "features, or set scenario.dataset.encoding codes"
+        "scenario.dataset.features: column 'name' holds 2,400 categories, too many for one_hot. Name it in "
+        "scenario.dataset.exclude, or set scenario.dataset.encoding codes"
     )
-    assert make(encoding="codes").checked().in_shape == (1,)
+    assert make(["name"], encoding="codes").checked().in_shape == (1,)
+
+
+def test_features_that_look_like_ids_give_one_warning_with_the_fix(tmp_path: Path) -> None:
+    n = 100
+    columns = {
+        "label": [0, 1] * 50,
+        "row": [7 * i for i in range(n)],
+        "the name": [f"name {i}" for i in range(n)],
+        "patient_id": [min(i, 70) for i in range(n)],
+        "covid": [min(i, 70) for i in range(n)],
+        "siteID": [i % 3 for i in range(n)],
+        "weight": [50 + i / 7 for i in range(n)],
+    }
+    write_csv(tmp_path / "t.csv", columns)
+    make = partial(Table, str(tmp_path / "t.csv"), "label")
+    with pytest.warns(UserWarning, match="a column of ids") as caught:
+        make().checked()
+    assert [str(one.message) for one in caught] == [
+        "scenario.dataset.features: almost all values differ, as in a column of ids (row, the name, patient_id). "
+        """To leave it out, add --scenario.dataset.exclude '["row", "the name", "patient_id"]'"""
+    ]
+    data = make(exclude=["row", "the name", "patient_id"]).checked()
+    assert [column.name for column in data.schema.columns] == ["covid", "siteID", "weight"]
+    with pytest.warns(UserWarning, match=r"""exclude '\["row", "the name", "patient_id"\]'$"""):
+        make(exclude=["row"]).checked()
+    make(["row", "patient_id"]).checked()  # chosen, so without a warning, which would be an error
+    make(exclude=["the name", "patient_id"], categorical=["row"]).checked()
+    write_csv(tmp_path / "t.csv", {name: values[:99] for name, values in columns.items()})
+    make().checked()  # too few rows to tell
+    expected = "scenario.dataset.exclude: column 'rows' not found. Did you mean 'row'?"
+    assert refusal(lambda: make(exclude=["rows"])) == expected
+    assert "column 'row': features names it too" in refusal(lambda: make(["row"], exclude=["row"]))
 
 
 def test_a_table_without_features_is_refused(tmp_path: Path) -> None:
@@ -658,6 +690,22 @@ TORCH = {
         Pairs(x=lambda i: torch.zeros(5 if i == 7 else 4)),
         "Pairs: x is float32 of shape (4,) in item 0 and float32 of shape (5,) in item 7. All need the same sha",
     ),
+    "different inputs": (
+        Pairs(x=lambda i: {"ids": torch.ones(2)} if i < 7 else {"id": torch.ones(2)}),
+        "Pairs: the inputs are ['ids'] in item 0 and ['id'] in item 7. All items need the same inputs, in the same or",
+    ),
+    "one input more": (
+        Pairs(x=lambda i: torch.ones(2) if i < 7 else (torch.ones(2), torch.ones(2))),
+        "Pairs: the inputs are one tensor in item 0 and [0, 1] in item 7. All items need the same inputs",
+    ),
+    "several inputs of different shapes": (
+        Pairs(x=lambda i: {"ids": torch.ones(2 if i < 7 else 3)}),
+        "Pairs: x['ids'] is float32 of shape (2,) in item 0 and float32 of shape (3,) in item 7. All need the same",
+    ),
+    "text among several inputs": (
+        Pairs(x=lambda i: {"ids": [1, 2]}),
+        "Pairs: x of item 0, 'ids', is a list of 2, not an image, tensor, array or number. A transform can",
+    ),
     "different labels": (
         Pairs(y=lambda i: 0.5 if i == 7 else 0),
         "Pairs: y is int64 of shape () in item 0 and float32 of shape () in item 7. All need the same shape and dtype",
@@ -668,7 +716,7 @@ TORCH = {
 @pytest.mark.parametrize("case", TORCH)
 def test_a_bad_torch_dataset_is_refused_by_its_key(case: str) -> None:
     data, message = TORCH[case]
-    key = "train" if case == "text" else "test"
+    key = "train" if case.startswith("text") else "test"
     both = {"train": Pairs(), "test": Pairs(), key: data}
     assert refusal(lambda: TorchDataset(**both)).startswith(f"scenario.dataset.{key}: {message}")
 

@@ -64,6 +64,7 @@ def test_fc100_trains_on_one_part_and_is_tested_on_another(
         assert np.array_equal(images.numpy(), x[kept])
         assert np.array_equal(classes[labels.numpy()], y[kept])
     assert data.num_classes == 60 == len(data.y_train.unique())
+    assert data.class_names == [f"class {j}" for j in fc100_classes("train")]
     assert data.cut.__self__ == data.evaluate.__self__ == FewShot(ways=5, shots=1, queries=15, episodes=600)
 
 

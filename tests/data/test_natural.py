@@ -386,7 +386,7 @@ def test_other_partitions_need_no_classes(partition: Partition, local_test: Any,
     assert held.sum() == (42 if local_test == "official" else 30)
     write_counts(tmp_path / "partition.csv", data)
     assert (tmp_path / "partition.csv").read_text().startswith("client,split,samples")
-    assert read_counts(tmp_path / "partition.csv").tolist() == data.class_counts().tolist()
+    assert read_counts(tmp_path / "partition.csv").counts.tolist() == data.class_counts().tolist()
 
 
 # --- Runs ---
@@ -489,9 +489,9 @@ def test_client_names_are_in_partition_csv_and_printed(here: Path) -> None:
     assert run(*FIT, "--run_dir", "run", "--rounds=1").code == 0
     lines = rows(Path("run"), "partition.csv")
     ids = sorted(f"f{7 * k:04}_{k:02}" for k in range(6))
-    assert [line["id"] for line in lines] == ids * 2
+    assert [line["name"] for line in lines] == ids * 2
     assert [line["client"] for line in lines] == list("012345") * 2
-    assert read_counts(Path("run/partition.csv")).sum(axis=1).tolist() == [int(0.8 * (15 + k)) for k in range(6)]
+    assert read_counts(Path("run/partition.csv")).counts.sum(axis=1).tolist() == [int(0.8 * (15 + k)) for k in range(6)]
     code, out, err = run("partition", "--config", "one.yaml")
     assert (code, err) == (0, "")
     for k, name in enumerate(ids):
@@ -508,8 +508,8 @@ def test_names_with_markup_and_control_characters_are_escaped(here: Path, tmp_pa
     assert "[red]a[/red]" in out
     assert "\x1b" not in out
     lines = rows(Path("out"), "partition.csv")
-    assert [line["id"] for line in lines[:3]] == ["[red]a[/red]", "b 9,train,\ufffd[31m", "\ufffd"]
-    assert read_counts(Path("out/partition.csv")).shape == (3, 10)
+    assert [line["name"] for line in lines[:3]] == ["[red]a[/red]", "b 9,train,\ufffd[31m", "\ufffd"]
+    assert read_counts(Path("out/partition.csv")).counts.shape == (3, 10)
 
 
 def test_partition_accepts_the_config_that_fit_prints(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -542,6 +542,20 @@ def test_inputs_of_torch_datasets_can_be_images_arrays_and_tensors(x: Any, dtype
     assert data.x_train[3].max() == 3
 
 
+def test_items_of_torch_datasets_can_have_several_inputs_by_name_or_in_order() -> None:
+    def x(i: int) -> dict[str, Any]:
+        return {"ids": torch.full((5,), i), "mask": np.array([True, False]), "age": i / 2}
+
+    named = TorchDataset(Pairs(x=x), Pairs(5, x=x)).checked()
+    in_order = TorchDataset(Pairs(x=lambda i: tuple(x(i).values())), Pairs(x=lambda i: tuple(x(i).values()))).checked()
+    assert named.in_shape == {"ids": (5,), "mask": (2,), "age": ()}
+    assert in_order.in_shape == ((5,), (2,), ())
+    for tensors in (named.x_train.tensors.values(), in_order.x_train.tensors):
+        ids, mask, age = tensors
+        assert (ids.dtype, mask.dtype, age.dtype) == (torch.int64, torch.bool, torch.float32)
+        assert (ids[3].tolist(), mask[3].tolist(), age[3].item()) == ([3] * 5, [True, False], 1.5)
+
+
 @pytest.mark.parametrize(
     ("y", "dtype", "shape", "outputs"),
     [

@@ -136,7 +136,7 @@ def test_fit_and_partition_name_the_features():
 
 
 def test_the_summary_names_the_first_of_many_features(tmp_path):
-    frame = pd.DataFrame({f"x{i}": range(20) for i in range(30)} | {"label": [0, 1] * 10})
+    frame = pd.DataFrame({f"x{i}": [*range(10)] * 2 for i in range(30)} | {"label": [0, 1] * 10})
     frame.to_csv(tmp_path / "wide.csv", index=False)
     schema = Table(str(tmp_path / "wide.csv"), "label").checked().schema
     assert schema.summary() == "features: x0, x1, x2, x3, x4, x5, x6, x7 and 22 more; label: label"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import rows, run
-from layouts import table, write_csv, write_image_folder, write_text_table
+from layouts import table, write_csv, write_image_folder, write_image_table, write_sites, write_text_table
 
 from fl_lightning.cli.catalogue import descriptions
 from fl_lightning.data import Table, TorchDataset
@@ -27,6 +27,8 @@ def write_files_of_the_page() -> None:
     names = shown | {"flu": "flu", "cold": "cold"}
     write_csv(Path("patients.csv"), {names[name]: columns[name] for name in names})
     write_text_table(Path("reviews.csv"))
+    write_sites(Path("xray"), n=120)
+    write_image_table(Path("images.csv"))
 
 
 @pytest.mark.thorough
@@ -49,7 +51,7 @@ def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch
                 assert code == 0, f"{command}\n{err}"
                 assert len(rows(Path(f"run{commands}"))) == 1
                 commands += 1
-    assert commands == 8
+    assert commands == 10
 
 
 @pytest.mark.thorough
@@ -68,7 +70,7 @@ def test_the_configs_of_the_page_load(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_page_lists_the_datasets_and_the_fields_of_loaded_data() -> None:
-    own = ["ImageFolder", "Table", "TextTable", "HuggingFace", "TorchDataset", "Arrays"]
+    own = ["ImageFolder", "ImageTable", "Table", "TextTable", "HuggingFace", "TorchDataset", "Arrays"]
     assert re.findall(r"\| \[`(\w+)`\]\(#", PAGE) == own
     assert set(own) <= set(descriptions("datasets"))
     fields = " ".join(re.findall(r"^\| (`[xynpacs][a-z_`, ]+) \|", PAGE.partition("field of `LoadedData`")[2], re.M))

@@ -26,6 +26,7 @@ from fl_lightning.core.config import with_config_paths
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 FENCE = re.compile(r"^ *```(\w*)(?: title=\"(.+?)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 REDUCED = ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
 
@@ -47,7 +48,7 @@ def work_dir(tmp_path, monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
 def test_links_and_anchors_are_valid(page):
     for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
         assert not re.search(r"\.(md|py|yaml)$", text), f"a title in place of {text}"
@@ -149,7 +150,7 @@ def test_your_model_page_runs(work_dir, monkeypatch, capsys):
         run("fl-lightning fit --config digits_fedavg.yaml --config net.yaml --rounds 1")
     commands = [line for _, _, text in blocks for line in text.replace("\\\n", " ").splitlines()]
     commands = [line for line in commands if line.startswith("fl-lightning fit")]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for line in commands:
         run(line)
     runpy.run_path("script.py", run_name="__main__")
@@ -303,6 +304,9 @@ def hooks():
         ("index.md", "docs/design.md#words", "design.md#words"),
         ("index.md", "examples/plain_trainer.py", "examples/plain_trainer.py.md"),
         ("running.md", "../CONTRIBUTING.md", "contributing.md"),
+        ("index.md", "docs/tutorials/own-data.ipynb", "tutorials/own-data.md"),
+        ("tutorials/own-data.md", "own-method.ipynb", "own-method.md"),
+        ("tutorials/own-data.md", "../your-data.md", "../your-data.md"),
         ("running.md", "images/a.png", "images/a.png"),
         ("papers/fedskc.md", "../algorithms.md#fedskc", "../algorithms.md#fedskc"),
         ("running.md", "#metrics", "#metrics"),
@@ -331,6 +335,21 @@ def test_the_page_of_an_example_has_its_whole_file(site):
         html = (site / "examples" / path.name / "index.html").read_text()
         shown = Read(re.search(r"<code>.*?</code>", html, re.DOTALL)[0]).text
         assert shown == re.sub(r"\s+", " ", path.read_text()).strip()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_the_page_of_a_tutorial_has_its_cells_and_outputs(site, path):
+    html = (site / "tutorials" / path.stem / "index.html").read_text()
+    page, cells = Read(html, within="article"), json.loads(path.read_text())["cells"]
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert re.sub(r"\s+", " ", "".join(cell["source"])).strip() in page.text
+    outputs = [json.dumps(output.get("data", {})) for cell in cells for output in cell.get("outputs", [])]
+    assert page.counts["table"] == sum("<table" in output for output in outputs) > 1
+    assert page.counts["img"] == sum("image/png" in output for output in outputs) > 1
+    assert f'href="../{path.name}"' in html
+    assert (site / "tutorials" / path.name).is_file()
 
 
 @pytest.mark.thorough

@@ -1,13 +1,18 @@
-"""The snippets of docs/notebook.md run in one namespace, like the cells of a notebook."""
+"""The tutorials run, and so do the snippets of docs/notebook.md: in one namespace, like the cells of a notebook."""
 
 import ast
+import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "notebook.md"
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.ipynb"))
 
 
 def run_cell(cell, namespace):
@@ -45,3 +50,28 @@ def test_the_cells_run_in_order(tmp_path, monkeypatch):
     assert line.get_ydata().tolist() == pytest.approx(fedavg.tolist())
     weights = torch.load("client-3.pt", weights_only=True)
     assert weights.keys() == namespace["module"].backbone.state_dict().keys()
+
+
+def code_cells(path):
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_has_the_outputs_of_one_run(path):
+    cells = code_cells(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "run docs/run_tutorials.py"
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert any("<progress" in "".join(output.get("data", {}).get("text/html", "")) for output in outputs)
+    assert path.stat().st_size < 300_000
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("tutorial")  # the classes of a notebook are in a module, too
+    monkeypatch.setitem(sys.modules, "tutorial", module)
+    for cell in code_cells(path):
+        run_cell("".join(cell["source"]), vars(module))

@@ -12,7 +12,6 @@ from fl_lightning.algorithms import FedAvg, FedPer, WeightedMean
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.flat_tensors import as_flat
 from fl_lightning.engines import SequentialEngine
-from fl_lightning.models import MLP
 
 WITH_SLOT = (
     "FedAvg",
@@ -172,16 +171,14 @@ class TwoTypes(nn.Module):
         {"algorithm": FedAvg(loss_terms=[Counting()])},
         {"model": Shared},
         {"model": TwoTypes},
-        {"channels_last": True, "model": MLP},
     ],
-    ids=["an object", "tied weights", "two types", "channels last"],
+    ids=["an object", "tied weights", "two types"],
 )
 def test_modules_that_no_slot_can_hold_are_built_for_each_client(tmp_path, options):
     worker = built(run := experiment(tmp_path, **options))
     tasks = [task_of_round(run, 1, client) for client in (0, 1, 2)]
     together, alone = run_tasks(SequentialEngine(), worker, tasks), [worker.run(task) for task in tasks]
-    if "channels_last" not in options:  # without convolutions there is nothing to move
-        assert worker.modules._slot is None
+    assert worker.modules._slot is None
     for one, other in zip(together, alone, strict=True):
         assert same_bytes(one.upload.section("model"), other.upload.section("model"))
 

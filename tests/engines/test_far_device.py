@@ -1,6 +1,7 @@
 """Runs on a simulated device: the same bytes as on the CPU, and no needless transfers."""
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from fl_lightning.algorithms import (
     WeightedMean,
 )
 from fl_lightning.core.state_dicts import RunningMean, first_non_finite
-from fl_lightning.engines import SequentialEngine, StackedEngine, device
+from fl_lightning.data import loaders
+from fl_lightning.engines import SequentialEngine, StackedEngine, device, unread_result
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.serialization import SerializedValue, deserialize
 from fl_lightning.engines.task_server import Request, run_task
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 
@@ -196,7 +199,7 @@ def test_weights_are_copied_once_a_round_for_any_number_of_clients(tmp_path: Pat
         assert 0 <= there.fetched["state_dicts.mean"] - 2 * size <= GAPS  # the mean
         assert 0 <= there.sent["device.there"] - 2 * size <= GAPS  # what all are sent
         assert there.sent["weights.load_weights"] == 2 * size  # the model that is scored, and the final one
-        del there.sent["loaders._order"]  # which samples are in each batch
+        del there.sent["loaders.send"]  # which samples are in each batch
         crossed.append(there.fetched.total() + there.sent.total())
     assert crossed[1] - crossed[0] < size / 2  # losses and knowledge of three more clients, in two rounds
 
@@ -208,10 +211,57 @@ def test_a_step_copies_nothing(tmp_path: Path, engine: str) -> None:
     for epochs in (1, 3):
         options = {"trainer": {"max_epochs": epochs}, "engine": ENGINES[engine], "rounds": 1}
         _, there = transfers(tmp_path / str(epochs), FedDW, **options)
-        losses = there.fetched.pop("loss_record.settle")  # all of an epoch's at its end
-        assert there.sent.pop("loaders._order")  # the order of an epoch
-        counts.append((losses / epochs, there.fetched, there.sent))
+        losses = there.fetched.pop("loss_record.settle")  # those of a fit at its end
+        assert there.sent.pop("loaders.send")  # the order of an epoch
+        counts.append((losses / epochs, there.fetched, there.sent, +there.waits))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("engine", ["shared fits", "stacked"])
+@pytest.mark.fast_cases(2)
+def test_a_round_waits_as_often_for_any_number_of_clients(tmp_path: Path, engine: str) -> None:
+    waits = []
+    for clients in (2, 5):
+        evaluation = Evaluation(client_model="received")  # trained models are evaluated one by one
+        options = {"evaluation": evaluation, "trainer": {"max_epochs": 2}, "engine": ENGINES[engine]}
+        _, there = transfers(tmp_path / str(clients), FedAvg, clients_per_round=clients, **options)
+        assert there.waits["state_dicts.read_numbers"] == 2  # losses and checks of a round
+        waits.append(+there.waits)
+    assert waits[0] == waits[1]
+
+
+@pytest.mark.parametrize("held", [1, 1 << 28])
+def test_failures_are_the_same_when_results_are_read_together(tmp_path: Path, monkeypatch: Any, held: int) -> None:
+    monkeypatch.setattr(unread_result, "HELD", held)
+    outcomes = []
+    for far in (False, True):
+        run = prepared(tmp_path / str(far), FedAvg(), far, trainer={"max_epochs": 2})
+        with FarDevice() as there:
+            run._build()
+            tasks = [task_of_round(run, 1, client) for client in range(3)]
+            spoilt = {name: value * torch.nan for name, value in tasks[1].download.section("model").items()}
+            tasks[1] = replace(tasks[1], download=device.Message.pack({"model": spoilt}))
+            results = run.engine.in_one_fit(run.worker, partial(many, run, tasks))
+        outcomes.append([(one.client, one.losses, str(one.failure)) for one in results])
+        if far:
+            assert there.waits["state_dicts.read_numbers"] == (3 if held == 1 else 1)
+    assert outcomes[0] == outcomes[1]
+    assert [bool(losses) for _, losses, _ in outcomes[1]] == [True, False, True]
+    assert "loss term 'ce' is NaN or Inf" in outcomes[1][1][2]
+
+
+def many(run: Any, tasks: list[Any]) -> list[Any]:
+    return list(run.engine.run(run.worker, tasks))
+
+
+def test_a_copy_to_a_gpu_is_pinned_and_does_not_block(monkeypatch: Any) -> None:
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda own: calls.append("pinned") or own)
+    monkeypatch.setattr(torch.Tensor, "to", lambda own, *args, **options: calls.append((args, options)))
+    loaders.send(torch.ones(2), torch.device("cuda"))
+    loaders.send(torch.ones(2), torch.device("cpu"))
+    gpu, cpu = ((torch.device(kind),) for kind in ("cuda", "cpu"))
+    assert calls == ["pinned", (gpu, {"non_blocking": True}), (cpu, {"non_blocking": True})]
 
 
 # --- Devices of what overridden methods get ---
@@ -358,8 +408,8 @@ def test_the_search_for_nan_waits_once():
     with FarDevice() as there:
         moved = {name: value if name == "near" else value.to(FAR) for name, value in fine.items()}
         assert first_non_finite(moved) is None
-        assert there.fetched == {"state_dicts.first_non_finite": 2}  # one number for each tensor
-        assert there.waits == 1
+        assert there.fetched == {"state_dicts.read_numbers": 2}  # one number for each tensor
+        assert there.waits["state_dicts.read_numbers"] == 1
         moved["b"][1, 1] = torch.inf
         assert first_non_finite(moved) == "b"
         moved["a"][0] = torch.nan

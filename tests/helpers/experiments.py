@@ -1,5 +1,6 @@
 """Small experiments, their data and comparisons, for all tests."""
 
+import copy
 import csv
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
@@ -40,7 +41,7 @@ class Silent(RoundProgress):
     """A progress callback that shows nothing."""
 
     def __init__(self) -> None:
-        self._bars = None
+        self._live = None
 
     def on_fit_start(self, run):
         pass
@@ -178,6 +179,35 @@ def untested(data: FederatedData, clients: Collection[int]) -> list[Shard]:
 def publish(run: FederatedOrchestrator) -> None:
     """Let every client publish its untrained model, as at the start of a run without a server."""
     run.server.aggregate(0, run.evaluator.without_training(0, range(run.clients), repeat(Message()), upload=True))
+
+
+def local_batches(run: FederatedOrchestrator, round: int, client: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the batches of each epoch of a client's fit, in the order in which the run trains on them."""
+    batches = run.worker.client_data.batches(Task(round, client, Message(), {}))
+    return [list(batches) for _ in range(run.training.trainer["max_epochs"])]
+
+
+def rounds_by_hand(run: FederatedOrchestrator, train: Callable[..., None], rounds: int = 3) -> dict[str, torch.Tensor]:
+    """Return the global weights after some rounds of a federated loop that is written by hand.
+
+    Args:
+        run: The experiment. It gives the initial model, the participants and the batches.
+        train: Trains a copy of the global model in place. Its arguments are the copy, the client and its epochs of
+            batches `(x, y)`.
+        rounds: Number of rounds.
+    """
+    run.load()
+    model = copy.deepcopy(run.worker.template.backbone)
+    for round in range(1, rounds + 1):
+        ends, sizes = [], []
+        for client in run.server.participants(round):
+            local = copy.deepcopy(model)
+            train(local, client, local_batches(run, round, client))
+            ends.append(local.state_dict())
+            sizes.append(len(run.data.shards[client].train))
+        mean = {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ends[0]}
+        model.load_state_dict(mean)
+    return model.state_dict()
 
 
 def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:

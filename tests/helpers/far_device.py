@@ -89,15 +89,15 @@ class FarDevice(TorchDispatchMode):
 
     Attributes:
         fetched: The number of elements copied from the device, by calling function.
-        waits: The number of such copies.
         sent: The number of elements copied to the device, by calling function.
+        waits: The number of copies for which a GPU would be waited for, in either direction, by calling function.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fetched: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
-        self.waits = 0
+        self.waits: Counter[str] = Counter()
 
     def __enter__(self) -> FarDevice:
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes its tensor on the CPU, then sends it
@@ -112,12 +112,13 @@ class FarDevice(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         far = [tensor for tensor in tensors if isinstance(tensor, FarTensor)]
         there = self._there(name, tensors, far, kwargs)
+        blocks = not (kwargs.get("non_blocking") or (name == "copy_" and True in args[2:]))
         if there and "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         known = {id(tensor.near): tensor for tensor in far}
         args, kwargs = tree_map_only(FarTensor, lambda tensor: tensor.near, (args, kwargs))
         out = func(*args, **kwargs)
-        self._note(name, far, there, out)
+        self._note(name, far, there, out, blocks)
         if not there:
             return out
         return tree_map_only(Tensor, lambda own: known[id(own)] if id(own) in known else FarTensor(own), out)
@@ -136,12 +137,13 @@ class FarDevice(TorchDispatchMode):
             return torch.device(device).type == FAR.type
         return bool(far) and name not in ("_local_scalar_dense", "equal")
 
-    def _note(self, name: str, far: list[FarTensor], there: bool, out: Any) -> None:
+    def _note(self, name: str, far: list[FarTensor], there: bool, out: Any, blocks: bool) -> None:
         if far and (name in WAITING or (name in ("_to_copy", "copy_") and not there)):
             self.fetched[caller()] += out.numel() if isinstance(out, Tensor) and not there else 1
-            self.waits += 1
+            self.waits[caller()] += 1
         elif there and ((name == "_to_copy" and not far) or (name == "copy_" and len(far) == 1)):
             self.sent[caller()] += out.numel()
+            self.waits[caller()] += blocks
 
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(sys.modules["lightning"].__file__ or "").parent), __file__)

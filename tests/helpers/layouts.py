@@ -282,6 +282,37 @@ def write_image_folder(
     return written
 
 
+SITES = ("east", "north", "west")
+
+
+def write_image(path: Path, number: int) -> None:
+    """Write an image of 6x8 pixels, all of which are the number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (6, 8), number).save(path)
+
+
+def write_sites(root: Path, form: str = "{site}/{kind}/{i:03}.png", n: int = 60, split: bool = False) -> None:
+    """Write n images of the value i under paths of the form, with the sites and the classes `cat` and `dog` in turn."""
+    for i in range(n):
+        part = ("train", "train", "test")[i // 6 % 3] if split else ""
+        write_image(root / form.format(site=SITES[i % 3], kind=("cat", "dog")[i // 3 % 2], i=i, split=part), i)
+
+
+def write_image_table(path: Path, n: int = 36) -> dict[str, list[Any]]:
+    """Write a table of images, and the images beside it; image i has the value i."""
+    columns: dict[str, list[Any]] = {
+        "path": [f"scans/{i:03}.png" for i in range(n)],
+        "label": [("ill", "well")[i // 3 % 2] for i in range(n)],
+        "site": [SITES[i % 3] for i in range(n)],
+        "split": [("train", "train", "test")[i // 6 % 3] for i in range(n)],
+        "flu": [i % 2 for i in range(n)],
+    }
+    write_csv(path, columns)
+    for i, name in enumerate(columns["path"]):
+        write_image(path.parent / name, i)
+    return columns
+
+
 def table(n: int = 40, seed: int = 0) -> dict[str, list[Any]]:
     """Return columns: numbers, a category, a client and three kinds of labels."""
     rng = np.random.default_rng(seed)

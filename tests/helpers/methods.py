@@ -46,7 +46,10 @@ CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issub
     "PeerCriticalFL": partial(PeerCriticalFL, n_com=2),
     "UAPDFL": partial(UAPDFL, n_com=2),
 }
-OPTIONS = {"SCAFFOLD": {"optimizer": partial(torch.optim.SGD, lr=0.1)}}  # required by the method
+OPTIONS = {  # required by the method
+    "FedBN": {"model": NormMLP},
+    **{name: {"optimizer": partial(torch.optim.SGD, lr=0.1)} for name in ("SCAFFOLD", "FedCM", "FedDC", "MoFedSAM")},
+}
 EPISODES = Scenario(Episodes(), Dirichlet(1.0, min_samples=60), 6)
 
 # The method and the options of its experiment.

@@ -17,6 +17,7 @@ from wandb_files import Logged, of_kind, summary_of, values
 import fl_lightning
 from fl_lightning.algorithms import Local
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.names import Names
 from fl_lightning.loggers.collection import Loggers, WandbRoundLogger
 from fl_lightning.loggers.wandb import Labels, group_config
 
@@ -326,6 +327,16 @@ def test_partition_of_many_clients_is_not_logged(tmp_path, monkeypatch):
         counts = torch.ones(clients, 2).int().numpy()
         Loggers(WandbRoundLogger()).begin(tmp_path / str(clients), {}, LABELS, counts, 0)
         assert len(online.rows) == tables
+
+
+def test_the_table_of_the_partition_has_the_names_of_clients_and_classes(tmp_path, monkeypatch):
+    online = Online(monkeypatch)
+    counts = torch.arange(4).reshape(2, 2).numpy()
+    names = Names(["north", "south"], ["no", "yes"])
+    Loggers(WandbRoundLogger()).begin(tmp_path, {}, LABELS, counts, 0, names)
+    ((_, row),) = online.rows
+    assert row["partition"].columns == ["client", "name", "class no", "class yes"]
+    assert row["partition"].data == [[0, "north", 0, 1], [1, "south", 2, 3]]
 
 
 # --- Options and defaults ---

@@ -48,6 +48,16 @@ def test_mlp_alternates_linear_layers_and_relu(hidden: tuple[int, ...]) -> None:
     assert size(model) == sum((n + 1) * m for n, m in pairwise(widths))
 
 
+def test_mlp_with_batchnorm_normalizes_the_input_of_each_relu() -> None:
+    model = MLP((2, 3), 4, (5, 3), norm="batch")
+    linear, norm, relu, *others = model.encoder[1:]
+    x = inputs(2, 3)
+    before = linear(x.flatten(1))
+    expected = ((before - before.mean(0)) / (before.var(0, unbiased=False) + 1e-5).sqrt()).clamp(min=0)
+    torch.testing.assert_close(relu(norm(before)), expected)
+    assert [type(layer).__name__ for layer in others] == ["Linear", "BatchNorm1d", "ReLU"]
+
+
 @pytest.mark.parametrize("hidden", [(), (0,), (8, -1)])
 def test_mlp_refuses_layers_without_units(hidden: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^model.hidden needs at least one width, each 1 or more; got \["):

@@ -11,15 +11,17 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from commands import rows, tiny
+from commands import run as command
 from experiments import experiment
 
 import fl_lightning
-from fl_lightning import HOMES
+from fl_lightning import HOMES, open_run
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedProx
+from fl_lightning.analysis.comparison import comparable_runs, compare
 from fl_lightning.cli.catalogue import BASES, base, classes
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.runs.reader import Run, open_run_folder
+from fl_lightning.runs.reader import Run, open_run_folder, open_runs
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("algorithms", "callbacks", "data", "engines", "models")
@@ -162,6 +164,27 @@ def test_fit_and_resume_return_the_whole_run(tmp_path):
     run = experiment(tmp_path / "run", rounds=2).fit(resume=True)
     assert run.history.index.tolist() == [1, 2]
     assert run.run_dir == tmp_path / "run"
+
+
+def test_a_run_without_a_config_is_described_by_its_objects(tmp_path):
+    """So `compare` separates runs by method and arguments. The experiment cannot be rebuilt from the description."""
+    for seed, algorithm in enumerate([FedAvg(), FedProx(mu=0.1), FedProx(mu=1.0)]):
+        run = experiment(tmp_path / f"run{seed}", algorithm, rounds=1, seed=seed).fit()
+        assert run.config == open_run_folder(run.run_dir).config
+    assert (run.setting("seed"), run.setting("algorithm"), run.setting("mu")) == (2, "FedProx", 1.0)
+    assert (run.setting("batch_size"), run.setting("scenario.dataset")) == (32, "Digits")
+    found = compare(comparable_runs(open_runs(tmp_path)), by=["algorithm", "mu"])
+    assert [group.names["algorithm"] for group in found.groups] == ["FedAvg", "FedProx mu=0.1", "FedProx mu=1"]
+    before = (run.run_dir / "config.yaml").read_bytes()
+    error = f"{run.run_dir}: started from Python without `config`, so it cannot be rebuilt here. Build its Federated"
+    with pytest.raises(ConfigError, match=f"^{error}"):
+        open_run(run.run_dir)
+    outcome = command("fit", "--resume", run.run_dir)
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert outcome.err.startswith(f"fl-lightning: error: {error}")
+    resumed = experiment(run.run_dir, FedProx(mu=1.0), rounds=2, seed=2).fit(resume=True)
+    assert (resumed.setting("mu"), len(resumed.rounds)) == (1.0, 2)
+    assert (run.run_dir / "config.yaml").read_bytes() == before
 
 
 def test_without_a_folder_each_run_has_a_new_one(tmp_path, monkeypatch):

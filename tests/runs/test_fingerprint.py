@@ -130,7 +130,7 @@ def test_refused_resume_leaves_the_config_unchanged(part):
 
 def test_another_version_is_warned_of_and_may_have_other_keys(part, monkeypatch):
     monkeypatch.setattr(fl_lightning, "__version__", "9.0")
-    edit(part / "config.yaml", "channels_last: false\n", "")
+    edit(part / "config.yaml", "channels_last: null\n", "")
     code, _, err = resume(part)
     assert code == 0
     message = r"the run is resumed with fl-lightning \S+ -> 9.0: the partition stays .*"

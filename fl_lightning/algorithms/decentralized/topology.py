@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.files import read_file
 
 
-class Graph:
+class Graph(ArgumentsMixin):
     """A directed graph over clients, in which edges point to the peers that a client collects from."""
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,11 +34,11 @@ Divergence = Literal["jensen_shannon", "symmetric_kl"]
 # --- Section 3.2: unit representation ----------------------------------------------------------------------------
 
 
-def unit_input(inputs: Tensor, value: float = 1.0) -> Tensor:
+def unit_input(inputs: Any, value: float = 1.0) -> Any:
     """Return the unit input `X_unit` (Eq. 4), a constant tensor in the shape of one input, as a batch of one.
 
     Args:
-        inputs: Any batch `(B, ...)`.
+        inputs: Any batch `(B, ...)`, a tensor or `Inputs`.
         value: The constant.
     """
     return torch.full_like(inputs[:1], value)

@@ -24,6 +24,7 @@ from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import descend
 from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 from fl_lightning.models import Backbone, frozen_encoder, with_encoder
@@ -106,7 +107,7 @@ class SiameseAlignment(LossTerm):
         assert predictor is not None
         return self.mu * stop_gradient_half(predictor(step.features), representation)
 
-    def _update(self, received: Backbone, inputs: Tensor, features: Tensor) -> None:
+    def _update(self, received: Backbone, inputs: Tensor | Inputs, features: Tensor) -> None:
         """Train the copy of the global model for one step on its half of the siamese loss (Eq. 8)."""
         assert received.predictor is not None
         assert self._optimizer is not None

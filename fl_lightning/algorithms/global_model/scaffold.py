@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.client.weights import to_cpu
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import RunningMean, State
 
@@ -64,7 +64,7 @@ class ControlVariates(LossTerm):
     `c`.
 
     Raises:
-        ConfigError: A fit begins that is not plain SGD with one learning rate; see `learning_rate`.
+        ConfigError: A fit begins that is not plain SGD with one learning rate; see `plain_sgd_rate`.
     """
 
     name = "control"
@@ -87,7 +87,7 @@ class ControlVariates(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the received weights `x`, and compute the correction `c - c_i`."""
-        self.lr = learning_rate(module)
+        self.lr = plain_sgd_rate(module, "SCAFFOLD")
         parameters = dict(trainable_parameters(module.backbone))
         server, self._own = (complete_control(control, parameters) for control in (self._server, self._own))
         self._starts = {name: p.detach().clone() for name, p in parameters.items()}
@@ -133,35 +133,6 @@ def complete_control(control: Tensors, parameters: dict[str, nn.Parameter]) -> T
         return control[name].to(p.device, dtype) if name in control else torch.zeros_like(p, dtype=dtype)
 
     return {name: value(name, p.detach()) for name, p in parameters.items()}
-
-
-def learning_rate(module: ClientModule) -> float:
-    """Return the learning rate η that every step of a fit uses.
-
-    Raises:
-        ConfigError: The fit is not plain SGD with one learning rate. The message names the key.
-    """
-    optimizer, trainer = module.optimizer_for(module.backbone.parameters()), module.trainer
-    groups = optimizer.param_groups
-    rates = {float(group["lr"]) for group in groups}
-    is_plain = type(optimizer) is torch.optim.SGD and not any(g["momentum"] or g["maximize"] for g in groups)
-    wrong = {
-        "optimizer: SCAFFOLD needs plain SGD with one learning rate. Set momentum 0.": not is_plain or len(rates) > 1,
-        "lr_scheduler: SCAFFOLD needs one learning rate per fit. Use round_lr_scheduler.": module.scheduler_factory,
-        "trainer.accumulate_grad_batches: SCAFFOLD needs one step per batch. Use a larger batch_size.": (
-            trainer.accumulate_grad_batches > 1
-        ),
-        "trainer.gradient_clip_val: it would clip SCAFFOLD's correction with the gradient. Remove it.": (
-            trainer.gradient_clip_val
-        ),
-        "trainer.precision: 16-mixed skips steps that SCAFFOLD counts. Use bf16-mixed.": (
-            trainer.precision == "16-mixed"
-        ),
-    }
-    for message, is_wrong in wrong.items():
-        if is_wrong:
-            raise ConfigError(message)
-    return rates.pop()
 
 
 # --- The method -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,11 @@
     runs: data.runs.filter((run) => run.group === i),
   }));
   const shown = () => groups.filter((group) => group.shown);
+  const names = data.runs.map((_, i) => data.partitions.find(({ runs }) => runs.includes(i))?.names);
+  const describeClient = (run, client) => {
+    const name = names[data.runs.indexOf(run)]?.clients[client];
+    return name === undefined ? `client ${client}` : `client ${client} (${name})`;
+  };
   const redraws = []; // functions that redraw a part of the page; called when a control changes
 
   // --- elements: text from a run is inserted as text, never as markup ---
@@ -225,7 +230,7 @@
       const traces = measured.map((group, i) => {
         const last = group.runs.filter((run) => measure.value in run.clients).flatMap((run) => {
           const { round, client, value } = run.clients[measure.value].last;
-          return value.map((x, k) => ({ x, text: plain(`client ${client[k]}, round ${round}, ${run.name}`) }));
+          return value.map((x, k) => ({ x, text: plain(`${describeClient(run, client[k])}, round ${round}, ${run.name}`) }));
         });
         return {
           type: "box", orientation: "h", boxpoints: "all", jitter: 0.7, pointpos: 0, hoveron: "points",
@@ -262,14 +267,23 @@
     const select = choice(place, "of", names, () => show());
     const plot = place.appendChild(make("div", { className: "plot" }));
 
-    function bubbles(counts) {
+    // The axis of clients or classes, with the given names at about 40 ticks.
+    function axis(title, labels) {
+      const ticks = labels.map((_, i) => i).filter((i) => i % Math.ceil(labels.length / 40) === 0);
+      const named = { tickvals: ticks, ticktext: ticks.map((i) => plain(cut(labels[i], 16))) };
+      return { title: { text: title }, zeroline: false, ...(labels.length ? named : {}) };
+    }
+
+    function bubbles(counts, { clients, classes }) {
       const cells = counts.flatMap((row, client) => row.map((count, label) => ({ client, label, count })))
         .filter((cell) => cell.count > 0);
       const largest = Math.max(...cells.map((cell) => cell.count));
       const widest = Math.max(6, Math.min(26, 1.6 * plot.clientWidth / counts.length));
       return {
-        x: cells.map((cell) => cell.client), y: cells.map((cell) => cell.label), text: cells.map((cell) => cell.count),
-        mode: "markers", hovertemplate: "client %{x}, class %{y}<br>%{text} training samples<extra></extra>",
+        x: cells.map((cell) => cell.client), y: cells.map((cell) => cell.label),
+        text: cells.map(({ client, label, count }) =>
+          plain(`client ${clients[client] ?? client}, class ${classes[label] ?? label}: ${count} training samples`)),
+        mode: "markers", hovertemplate: "%{text}<extra></extra>",
         marker: {
           size: cells.map((cell) => cell.count), sizemode: "area", sizeref: 2 * largest / widest ** 2, sizemin: 1,
           color: COLOURS[0], opacity: 0.7, line: { width: 0 },
@@ -278,16 +292,16 @@
     }
 
     function show() {
-      const { counts, clients } = data.partitions[select.selectedIndex];
+      const { counts, clients, names } = data.partitions[select.selectedIndex];
       const grouped = counts.length < clients;
       const heat = {
         type: "heatmap", z: counts[0].map((_, label) => counts.map((row) => row[label])), colorscale: "Blues",
         reversescale: false, hovertemplate: "class %{y}: %{z} training samples<extra></extra>",
       };
-      draw(plot, [grouped ? heat : bubbles(counts)], {
+      draw(plot, [grouped ? heat : bubbles(counts, names)], {
         height: Math.min(700, 130 + 22 * counts[0].length),
-        x: { title: { text: grouped ? `${clients} clients, sorted by the class they hold most of` : "client" }, zeroline: false },
-        y: { title: { text: "class" }, zeroline: false },
+        x: grouped ? axis(`${clients} clients, sorted by the class they hold most of`, []) : axis("client", names.clients),
+        y: axis("class", names.classes),
       });
     }
     redraws.push(show);

@@ -302,15 +302,16 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return each distinct partition with its runs and sample counts. Over 200 clients are averaged in groups."""
-    found: dict[tuple[int, bytes], dict[str, Any]] = {}
+    """Return each distinct partition: its runs, sample counts and names. Over 200 clients are averaged in groups."""
+    found: dict[Any, dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
         path = f"{names[i]}/partition.csv"
-        counts = _read_or_skip(left_out, path, lambda run: read_counts(own_file(run, "partition.csv")), run)
-        if counts is None:
+        partition = _read_or_skip(left_out, path, lambda run: read_counts(own_file(run, "partition.csv")), run)
+        if partition is None:
             continue
-        if known := found.get(key := (len(counts), counts.tobytes())):
+        counts, names_of = partition
+        if known := found.get(key := (counts.shape, counts.tobytes(), *map(tuple, names_of))):
             known["runs"].append(i)
             continue
         drawn = group_clients(counts).T if len(counts) > MAX_COLUMNS else counts
@@ -319,7 +320,8 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
             left_out.append(f"{path}: earlier partitions fill the page")
             continue
         rows = [[round_number(count) for count in row] for row in drawn.tolist()]
-        found[key] = {"runs": [i], "clients": len(counts), "counts": rows}
+        shown = {"clients": names_of.clients if len(counts) <= MOST_POINTS else [], "classes": names_of.classes}
+        found[key] = {"runs": [i], "clients": len(counts), "counts": rows, "names": shown}
     return list(found.values())
 
 

@@ -33,8 +33,9 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         lower=None if given.mode is None else given.mode == "min",
         reference=reference_settings(given.reference),
         targets=given.target,
+        across=given.across,
     )
-    print_comparison(found, given.format, given.percent, given.across)
+    print_comparison(found, given.format, given.percent)
     return 0
 
 
@@ -43,18 +44,17 @@ def reference_settings(words: Sequence[str] | None) -> dict[str, Any] | None:
     return conditions([word if "=" in word else f"algorithm={word}" for word in words]) if words else None
 
 
-def print_comparison(found: Comparison, form: str, percent: bool = False, across: str | None = None) -> None:
+def print_comparison(found: Comparison, form: str, percent: bool = False) -> None:
     """Print a comparison as a table.
 
     Args:
         found: The comparison.
         form: The format: `table`, `csv`, `latex` or `markdown`.
         percent: Show the metric in percent.
-        across: The setting whose values become columns.
     """
     found = found.in_percent() if percent else found
     csv = form == "csv"
-    result = pivot_table(found, across) if across else data_table(found) if csv else group_table(found)
+    result = pivot_table(found) if found.across else data_table(found) if csv else group_table(found)
     writers = {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}
     print(writers[form]())
     if csv:
@@ -82,9 +82,9 @@ def group_table(found: Comparison) -> ResultTable:
     )
 
 
-def pivot_table(found: Comparison, across: str) -> ResultTable:
+def pivot_table(found: Comparison) -> ResultTable:
     """Return a comparison as a pivot table of the last round's metric: one column per value of the key `across`."""
-    key, columns = across_values(found, across)
+    key, columns = found.across, across_values(found)
     others = [other for other in found.columns if other != key]
     cells = {(tuple(group.names[other] for other in others), group.names[key]): group for group in found.groups}
     lines = list(dict.fromkeys(line for line, _ in cells))
@@ -97,7 +97,8 @@ def pivot_table(found: Comparison, across: str) -> ResultTable:
         for line, row in zip(lines, table, strict=True)
     ]
     head = shorten_keys([key])[0]
-    header = [*(shorten_keys(others) or ["group"]), *(f"{head}={column}" for column in columns)]
+    titles = [f"{head}={column}" if column else f"no {head}" for column in columns]
+    header = [*(shorten_keys(others) or ["group"]), *titles]
     return ResultTable(header, rows, width, bold, notes(found, "in the last evaluated round", []))
 
 

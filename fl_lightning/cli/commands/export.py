@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
-from torch import Tensor
 
 from fl_lightning.analysis.export import FORMATS, WEIGHTS_ONLY, network_of, refuse_target, schema_path, write_network
 from fl_lightning.cli.experiment import load_run
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.inputs import describe_inputs
 from fl_lightning.runs.reader import read_config
 
 
@@ -25,17 +25,13 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     has_rows = run.data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
     network = network_of(run, described, given.client, given.prepare or has_rows)
     write_network(network, path)
-    whose = "the global model" if given.client is None else f"client {given.client}'s model"
+    whose = "the global model" if given.client is None else f"the model of {run.data.names.client(given.client)}"
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
     print(f"wrote {path} ({about}): {whose} after round {run.round}")
     taken = "samples as they are stored" if given.prepare else "samples as scenario.dataset prepares them"
     if network.schema:
         where = schema_path(path) if path.suffix == ".pt" else "the file"
         taken = f"{'raw rows' if has_rows else 'rows that TableSchema.encode returns'} (the schema is in {where})"
-    print(f"it takes {taken}, {_shape(network.samples)}, and gives {_shape(network.outputs)}")
+    inputs, outputs = (describe_inputs(x, batch=True) for x in (network.samples, network.outputs))
+    print(f"it takes {taken}, {inputs}, and gives {outputs}")
     return 0
-
-
-def _shape(batch: Tensor) -> str:
-    sizes = ", ".join(map(str, batch.shape[1:]))
-    return f"{str(batch.dtype).removeprefix('torch.')} (batch, {sizes})"

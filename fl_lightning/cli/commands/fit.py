@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.analysis.baselines import option_values as values
-from fl_lightning.analysis.summary_tables import summary_table
+from fl_lightning.analysis.summary_tables import clients_table, last_metrics, summary_table
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.class_names import correct_case
 from fl_lightning.cli.errors import readable_errors
@@ -27,6 +27,7 @@ from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.fingerprint import MAY_CHANGE
 from fl_lightning.runs.folder import new_run_dir
+from fl_lightning.runs.reader import Run, read_clients
 from fl_lightning.runs.trust import allow_local_modules, run_config
 
 
@@ -57,10 +58,18 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     run = orchestrator.fit(bool(given.resume), config, name, group)
-    Console().print(summary_table(run.summary, orchestrator.evaluation.client_model))
+    print_results(orchestrator, run)
     print(f"ended: {orchestrator.ending}")
     print(f"run: {run_dir}")
     return 0
+
+
+def print_results(orchestrator: FederatedOrchestrator, run: Run) -> None:
+    """Print the table of a finished run, and that of its clients if they have names."""
+    console = Console()
+    console.print(summary_table(run.summary, orchestrator.evaluation.client_model))
+    if table := clients_table(orchestrator.data, last_metrics(run.rounds, read_clients(run.run_dir))):
+        console.print(table)
 
 
 def with_engine_class(words: Sequence[str]) -> list[str]:

@@ -32,11 +32,11 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if not console.is_terminal:  # do not wrap lines in a file
         console = Console(width=1000)
     print("training samples by client and class")
-    console.print(partition_table(counts, test_counts, data.client_ids), no_wrap=True)
+    console.print(partition_table(counts, test_counts, data.names), no_wrap=True)
     if given.out:
         out = Path(given.out)
         try:
-            partition_figure(counts, out / "partition.png")
+            partition_figure(counts, out / "partition.png", data.names)
             write_counts(out / "partition.csv", data)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise ConfigError(f"--out: {out} cannot be written to: {error}") from error

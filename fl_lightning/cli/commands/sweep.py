@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from fl_lightning.analysis.sweep import (
+    OLD_TRIALS,
     TRIALS,
     TrialResult,
     describe_sweep,
@@ -39,7 +40,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
         print(f"trial {result.number + 1} of {count}, {settings}: {result.describe()}", flush=True)
 
-    if not (folder / TRIALS).exists():
+    if not any((folder / name).exists() for name in (TRIALS, OLD_TRIALS)):
         check_metric(sweep)
     with lock_run_dir(folder):
         describe_sweep(folder, sweep, content, given.seed)

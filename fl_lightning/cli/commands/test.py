@@ -7,12 +7,17 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.summary_tables import test_table
+from fl_lightning.analysis.summary_tables import clients_table, test_table
 from fl_lightning.cli.experiment import load_run
+from fl_lightning.loggers.collection import split_series
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Evaluate a checkpoint of a finished or unfinished run, and print a table of the metrics."""
-    run = load_run(Path(given.run), given.checkpoint, given.trust)
-    Console().print(test_table(run.test(), run.algorithm.server))
+    """Evaluate a checkpoint of a finished or unfinished run, and print tables of its metrics and of its clients."""
+    run, console = load_run(Path(given.run), given.checkpoint, given.trust), Console()
+    metrics = run.test()
+    console.print(test_table(metrics, run.algorithm.server))
+    rows = {client: {"round": metrics["round"], **row} for client, row in split_series(metrics)[1].items()}
+    if table := clients_table(run.data, rows):
+        console.print(table)
     return 0

@@ -1,0 +1,97 @@
+"""Live view of a run in a Jupyter notebook. Imported only there, because pandas takes a second."""
+
+from __future__ import annotations
+
+import time
+from base64 import b64encode
+from html import escape
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from fl_lightning.evaluation.summary import best_and_last, is_lower_better, label_of, main_metrics
+from fl_lightning.runs.reader import Run
+
+if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
+LONGEST_PAUSE = 2.0
+"""Longest time in seconds without updates after an update."""
+
+
+class NotebookView:
+    """The progress, main metrics and curves of a run, in one output of a notebook that is updated during the run.
+
+    After an update, there is none for nine times as long as it took, so that updates take little of the run's time.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: FederatedRun) -> None:
+        from IPython.display import display  # not a dependency: where a notebook runs, it is installed
+
+        self.run, self._status, self._note = run, "", ""
+        self._clients, self._trained = 0, 0
+        self._curves, self._drawn_round = "", 0
+        self._next_update = 0.0
+        self._handle = display(self, display_id=True)
+
+    def begin_round(self, clients: int) -> None:
+        """Show that no client of the round has finished its fit."""
+        self._clients, self._trained = clients, 0
+
+    def end_client(self) -> None:
+        """Show that one more client of the round has finished its fit."""
+        self._trained += 1
+        self._update()
+
+    def end_round(self, note: str, left: float) -> None:
+        """Show the metrics of the round, and the remaining seconds."""
+        self._note, self._status = note, f"left {left:.0f} s"
+        self._clients = 0
+        self._update()
+
+    def end(self, reason: str) -> None:
+        """Show the final metrics and why the run ended."""
+        self._clients, self._status, self._next_update = 0, reason, 0.0
+        self._update()
+
+    def _update(self) -> None:
+        started = time.monotonic()
+        if started >= self._next_update:
+            self._handle.update(self)
+            now = time.monotonic()
+            self._next_update = now + min(9 * (now - started), LONGEST_PAUSE)
+
+    def __repr__(self) -> str:
+        """Return the progress and the last metrics as a line of text, for frontends without HTML."""
+        return "  ".join([*self._progress(), *filter(None, [self._note])])
+
+    def _repr_html_(self) -> str:
+        done = self.run.round + (self._trained / self._clients if self._clients else 0)
+        bar = f'<progress value="{done:.3f}" max="{self.run.rounds}"></progress>'
+        return f"<div>{bar} {escape(', '.join(self._progress()))}{self._table()}{self._draw()}</div>"
+
+    def _progress(self) -> list[str]:
+        clients = [f"client {self._trained}/{self._clients}"] * bool(self._clients)
+        return [f"round {self.run.round}/{self.run.rounds}", *clients, *filter(None, [self._status])]
+
+    def _table(self) -> str:
+        """Return the last and best values of the main metrics and of the training loss as an HTML table."""
+        rows = self.run.csv.rows
+        names = [*main_metrics(rows), "client/train_loss"]
+        figures = {label_of(name): best_and_last(rows, name, is_lower_better(name)) for name in names}
+        table = pd.DataFrame.from_dict({label: each for label, each in figures.items() if each}, orient="index")
+        if table.empty:
+            return ""
+        table = table[["last", "best", "best_round"]].rename(columns={"best_round": "best round"})
+        return table.to_html(float_format="{:.4f}".format)
+
+    def _draw(self) -> str:
+        """Return the curves of the main metrics as an HTML image. It is drawn once per round."""
+        rows = self.run.csv.rows
+        if self._drawn_round < self.run.round and main_metrics(rows):
+            image = b64encode(Run(self.run.run_dir, {}, rows).plot()._repr_png_()).decode()
+            self._curves, self._drawn_round = f'<img src="data:image/png;base64,{image}">', self.run.round
+        return self._curves

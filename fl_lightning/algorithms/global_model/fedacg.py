@@ -1,0 +1,85 @@
+"""FedACG: clients start from a look-ahead along the server's momentum, and stay near it.
+
+Kim, Kim, Han: "Communication-Efficient Federated Learning with Accelerated Client Gradient", CVPR 2024, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from fl_lightning.algorithms.aggregators import WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.global_model.fedprox import Proximal
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
+
+MOMENTUM = "momentum"
+"""The section of the state with the server's momentum `m`."""
+
+
+class LookAhead(WeightedMean):
+    """Send the look-ahead `x + λ m`, and average the clients' models. The momentum `m` is the server's last step.
+
+    With `Δ` the clients' mean change, Algorithm 1 sets `m ← λ m + Δ` and `x ← x + m`. Clients start at `x + λ m`, so
+    the new `x` is their mean, and `m` is its distance from the old one. BatchNorm's statistics have no momentum.
+
+    Args:
+        lam: λ, in [0, 1).
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+
+    Raises:
+        ConfigError: λ is out of range.
+    """
+
+    def __init__(self, lam: float = 0.85, weighting: Weighting = "uniform") -> None:
+        super().__init__(weighting)
+        check_number("algorithm.lam", lam, "[0, 1)", "the paper uses 0.85")
+        self.lam = lam
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Return a momentum of zero."""
+        return {MOMENTUM: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+
+    def model_for(self, state: State, client: int) -> Tensors:
+        """Return the look-ahead `x + λ m`."""
+        moved = {name: state["model"][name] + self.lam * value for name, value in state[MOMENTUM].items()}
+        return state["model"] | moved if self.lam else state["model"]
+
+    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+        """Return the mean as the next model, and its change as the next momentum."""
+        model = folded.value()
+        return {"model": model, MOMENTUM: {name: model[name] - before["model"][name] for name in before[MOMENTUM]}}
+
+
+class FedACG(Algorithm):
+    """FedAvg with server momentum, from whose next position clients start and near which they stay.
+
+    With `lam` and `beta` 0 this is FedAvg with `weighting: uniform`, bit for bit.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        lam: λ, the server's momentum, in [0, 1).
+        beta: β, the weight of the proximal term `β/2 · ||w - w_received||²`.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+    """
+
+    search_space: ClassVar = {  # around the values of Kim et al.
+        "lam": {"values": [0.5, 0.8, 0.85, 0.9, 0.95]},
+        "beta": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
+    }
+
+    def __init__(
+        self,
+        lam: float = 0.85,
+        beta: float = 0.01,
+        weighting: Weighting = "uniform",
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        check_number("algorithm.beta", beta, "[0, inf)", "the paper uses 0.01")
+        super().__init__([Proximal(beta), *(loss_terms or [])], LookAhead(lam, weighting), buffers)

@@ -1,0 +1,163 @@
+"""FedCM: every local step mixes the batch's gradient with the server's last descent direction.
+
+Xu, Wang, Wang, Yao: "FedCM: Federated Learning with Client-level Momentum", 2021, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.aggregators import ServerStep
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.sgd import plain_sgd_rate
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
+
+DIRECTION = "direction"
+"""The section of the state with the descent direction `Δ`."""
+LENGTH = "length"
+"""The number of an upload with `K η`, the length of a client's path."""
+
+
+class ClientMomentum(LossTerm):
+    """`(1 - α) <Δ, w>`, together with a factor `α` on the objective's loss: steps along `α g + (1 - α) Δ`.
+
+    `Δ` is the server's last descent direction. The term is part of `FedCM`, which sends it. `α` does not scale other
+    loss terms and weight decay.
+
+    Args:
+        alpha: α, in (0, 1]; 1 switches the term off.
+
+    Raises:
+        ConfigError: α is out of range, or a fit begins that is not plain SGD with one learning rate.
+    """
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        super().__init__()
+        check_number("algorithm.alpha", alpha, "(0, 1]", "the paper uses 0.1")
+        self.alpha, self.active = alpha, alpha < 1
+        self.objective_weight = alpha
+        self.lr = 0.0
+        self._direction: Tensors = {}
+
+    def load(self, direction: Tensors) -> None:
+        """Store the received descent direction `Δ`."""
+        self._direction = direction
+
+    def begin(self, module: ClientModule) -> None:
+        """Keep the learning rate, and move `Δ` to the device of the parameters."""
+        self.lr = plain_sgd_rate(module, "FedCM")
+        parameters = dict(module.backbone.named_parameters())
+        self._direction = {name: value.to(parameters[name]) for name, value in self._direction.items()}
+
+    def forward(self, step: Step) -> Tensor:
+        """Return `(1 - α) <Δ, w>` at the current weights, or zero without a direction."""
+        if not self._direction or step.backbone is None:
+            return step.logits.new_zeros(())
+        now = dict(step.backbone.named_parameters())
+        parts = [(value * now[name]).sum() for name, value in self._direction.items()]
+        return (1 - self.alpha) * sum(parts[1:], start=parts[0])
+
+
+class PathMeans(NamedTuple):
+    """Means of a round's uploaded models.
+
+    Attributes:
+        models: The plain mean.
+        by_path: The mean with weights `1 / (K η)`.
+        inverse: Mean of `1 / (K η)` over the participants.
+    """
+
+    models: RunningMean
+    by_path: Tensors
+    inverse: float
+
+
+class DirectionServer(ServerStep):
+    """A server step along the clients' mean change, which also gives the next descent direction.
+
+    `Δ` is the mean of `(x - y_k) / (K_k η)` over the participants: of client `k` with `K_k` steps, the mean of the
+    vectors along which it went.
+
+    Args:
+        server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
+    """
+
+    only_averages = False
+
+    def __init__(self, server_lr: float = 1.0) -> None:
+        super().__init__(server_lr, "uniform")
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Return a direction of zero."""
+        return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+
+    def fold(self, uploads: Iterable[Upload]) -> PathMeans:  # type: ignore[override]
+        """Return the means of the uploaded models. A client without steps has no direction."""
+        plain, by_path, inverses = RunningMean(), RunningMean(), 0.0
+        for upload in uploads:
+            model, length = upload.message.section("model"), upload.message.numbers[LENGTH]
+            inverse = 1 / length if length else 0.0
+            plain.add(model, 1)
+            by_path.add(model, inverse)
+            inverses += inverse
+        return PathMeans(plain, by_path.value(), inverses / plain.count)
+
+    def finish(self, folded: PathMeans, before: State, knowledge: State) -> State:  # type: ignore[override]
+        """Return the model after the server's step, and the next descent direction."""
+        direction = {
+            name: (folded.inverse * (before["model"][name].double() - folded.by_path[name].double())).to(value.dtype)
+            for name, value in before[DIRECTION].items()
+        }
+        return super().finish(folded.models, before, knowledge) | {DIRECTION: direction}
+
+
+class FedCM(Algorithm):
+    """FedAvg whose clients step along a mix of their gradient and the server's last descent direction.
+
+    With `alpha` 1 this is FedAvg with `weighting: uniform`, but for rounding. It needs plain SGD.
+
+    Bytes a round, each participant: down `model + 4 * P`, up `model + 16`.
+
+    Args:
+        alpha: α, the share of the client's own gradient, in (0, 1].
+        server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
+    """
+
+    search_space: ClassVar = {"alpha": {"values": [0.03, 0.05, 0.1, 0.3, 0.5]}}  # around the paper's 0.1
+
+    def __init__(
+        self,
+        alpha: float = 0.1,
+        server_lr: float = 1.0,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        self.momentum = ClientMomentum(alpha)
+        super().__init__([self.momentum, *(loss_terms or [])], DirectionServer(server_lr), buffers)
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """Return the message to a client: the weights and the descent direction `Δ`."""
+        return super().download(state, client, rng).plus({DIRECTION: state[DIRECTION]})
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Load the weights and the descent direction `Δ`."""
+        super().receive(module, download, memory)
+        momentum_term(module).load(download.section(DIRECTION))
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """Return the trained weights and `K η`, the number of steps times the learning rate."""
+        message = super().upload(module, batches, n_samples, num_classes)
+        return Message(message.tensors, message.numbers | {LENGTH: module.steps * momentum_term(module).lr})
+
+
+def momentum_term(module: ClientModule) -> ClientMomentum:
+    """Return the loss term of a client's module that holds the descent direction."""
+    return next(term for term in module.terms() if isinstance(term, ClientMomentum))

@@ -1,0 +1,111 @@
+"""FedDC: each client keeps track of its drift from the global model, and corrects its weights by it.
+
+Gao, Fu, Li, Chen, Xu, Xu: "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction", CVPR
+2022, Eq. 2-7 and Algorithm 1.
+
+The gradient correction of Eq. 5 has the control variates of SCAFFOLD, which this method extends.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.aggregators import WeightedMean
+from fl_lightning.algorithms.base import Buffers
+from fl_lightning.algorithms.global_model.fedprox import proximal_distance
+from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
+
+DRIFT = "drift"
+"""The section of the state with the mean of all clients' drifts."""
+
+
+class DriftPenalty(LossTerm):
+    """The penalty `α/2 · ||h_k + θ - w||²` (Eq. 3) on the distance between the drift `h_k` and its correction `w - θ`.
+
+    `w` are the received weights and `θ` the weights in training. A client keeps `h_k` from round to round; it is zero
+    at first, and never sent. After a fit, `h_k` grows by `θ - w`.
+
+    Args:
+        alpha: α, 0 or more; with 0 the drift does not change the training.
+    """
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        super().__init__()
+        check_number("algorithm.alpha", alpha, "[0, inf)", "the paper uses 0.005 to 0.1")
+        self.alpha, self.active = alpha, alpha > 0
+        self._drift: Tensors = {}
+        self._start: Tensors = {}
+        self._corrected: list[Tensor] = []
+
+    def recall(self, kept: Tensors) -> None:
+        """Restore the client's drift `h_k`."""
+        self._drift = kept
+
+    def begin(self, module: ClientModule) -> None:
+        """Keep the received weights `w` and the corrected ones `w - h_k`."""
+        self._start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
+        zero = {name: torch.zeros_like(p) for name, p in self._start.items()}
+        self._drift = zero | {name: value.to(zero[name]) for name, value in self._drift.items()}
+        self._corrected = [start - self._drift[name] for name, start in self._start.items()]
+
+    def forward(self, step: Step) -> Tensor:
+        """Return the penalty at the current weights, or zero outside a fit."""
+        if not self._corrected or step.backbone is None:
+            return step.logits.new_zeros(())
+        return self.alpha / 2 * proximal_distance(list(step.backbone.parameters()), self._corrected)
+
+    def remember(self, module: ClientModule) -> Tensors:
+        """Return the client's next drift, `h_k + θ_k - w` (Eq. 6)."""
+        now = module.backbone.named_parameters()
+        return {name: self._drift[name] + p.detach() - self._start[name] for name, p in now}
+
+
+class DriftCorrection(WeightedMean):
+    """The participants' mean plus the mean drift of all clients (Eq. 7).
+
+    The server computes the mean drift itself, because each participant's drift grows by its change of weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("uniform")
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Return a mean drift of zero."""
+        return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+
+    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+        """Return the next model and the next mean drift."""
+        model, share, drifts = folded.value(), folded.count / self.clients, before[DRIFT]
+        for name in drifts:
+            mean, start = model[name].double(), before["model"][name].double()
+            drift = drifts[name].double() + share * (mean - start)
+            drifts = drifts | {name: drift.to(model[name].dtype)}
+            model[name] = (mean + drift).to(model[name].dtype)
+        return {"model": model, DRIFT: drifts}
+
+
+class FedDC(SCAFFOLD):
+    """SCAFFOLD whose clients and server also correct for the drift of each client from the global model.
+
+    It needs plain SGD. BatchNorm's statistics are averaged.
+
+    Bytes a round, each participant: down `model + 4 * P`, up `model + 4 * P + 8`.
+
+    Args:
+        alpha: α, the weight of the penalty on the drift, 0 or more.
+    """
+
+    search_space: ClassVar = {"alpha": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.5}}  # Gao et al.
+
+    def __init__(
+        self, alpha: float = 0.1, loss_terms: list[LossTerm] | None = None, buffers: Buffers = "average"
+    ) -> None:
+        terms = [DriftPenalty(alpha), *(loss_terms or [])]
+        super().__init__(loss_terms=terms, aggregator=DriftCorrection(), buffers=buffers)

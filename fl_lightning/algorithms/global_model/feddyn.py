@@ -1,0 +1,122 @@
+"""FedDyn: a dynamic regularizer moves the minima of the clients' losses to a minimum of the global loss.
+
+Acar, Zhao, Matas, Mattina, Whatmough, Saligrama: "Federated Learning Based on Dynamic Regularization", ICLR 2021,
+Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.aggregators import WeightedMean
+from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
+
+SUM = "gradient_sum"
+"""The section of the state with the server's `h`."""
+
+
+def next_gradient(gradient: Tensor, start: Tensor, end: Tensor, alpha: float) -> Tensor:
+    """Return a client's next gradient, `g_k - α (θ_k - θ)`: that of its loss at `θ_k`, if `θ_k` is a minimum (Eq. 1).
+
+    Args:
+        gradient: `g_k`, a parameter's gradient after the client's last round.
+        start: `θ`, the received parameter.
+        end: `θ_k`, the parameter after the fit.
+        alpha: α.
+    """
+    return gradient - alpha * (end - start)
+
+
+class DynamicRegularizer(LossTerm):
+    """The term `-<g_k, θ> + α/2 · ||θ - θ_received||²`, with the client's gradient `g_k` from its last round.
+
+    A client keeps `g_k` from round to round; it is zero at first, and never sent. The term trains all parameters.
+
+    Args:
+        alpha: α, above 0.
+    """
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        super().__init__()
+        check_number("algorithm.alpha", alpha, "(0, inf)", "the paper uses 0.001 to 0.1")
+        self.alpha = alpha
+        self._gradient: Tensors = {}
+        self._start: Tensors = {}
+
+    def recall(self, kept: Tensors) -> None:
+        """Restore the client's gradient `g_k`."""
+        self._gradient = kept
+
+    def begin(self, module: ClientModule) -> None:
+        """Keep the received weights, and move `g_k` to their device."""
+        self._start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
+        zero = {name: torch.zeros_like(p) for name, p in self._start.items()}
+        self._gradient = zero | {name: value.to(zero[name]) for name, value in self._gradient.items()}
+
+    def forward(self, step: Step) -> Tensor:
+        """Return the regularizer at the current weights, or zero outside a fit."""
+        if not self._start or step.backbone is None:
+            return step.logits.new_zeros(())
+        parts = [
+            self.alpha / 2 * (p - self._start[name]).square().sum() - (self._gradient[name] * p).sum()
+            for name, p in step.backbone.named_parameters()
+        ]
+        return sum(parts[1:], start=parts[0])
+
+    def remember(self, module: ClientModule) -> Tensors:
+        """Return the client's next gradient `g_k`."""
+        now = module.backbone.named_parameters()
+        return {name: next_gradient(self._gradient[name], self._start[name], p.detach(), self.alpha) for name, p in now}
+
+
+class DynamicServer(WeightedMean):
+    """The mean of the participants' models, minus `h / α`, where `h` is the mean of all clients' gradients.
+
+    Args:
+        alpha: α of the clients' term.
+    """
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        super().__init__("uniform")
+        check_number("algorithm.alpha", alpha, "(0, inf)", "the paper uses 0.001 to 0.1")
+        self.alpha = alpha
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Return a zero `h`."""
+        return {SUM: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+
+    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+        """Return the next model and the next `h ← h - α / m · Σ (θ_k - θ)`, for `m` clients."""
+        model, share, sums = folded.value(), folded.count / self.clients, before[SUM]
+        for name in sums:
+            mean, start = model[name].double(), before["model"][name].double()
+            total = sums[name].double() - self.alpha * share * (mean - start)
+            sums = sums | {name: total.to(model[name].dtype)}
+            model[name] = (mean - total / self.alpha).to(model[name].dtype)
+        return {"model": model, SUM: sums}
+
+
+class FedDyn(Algorithm):
+    """FedAvg with a regularizer for which all clients' minima agree at a minimum of the global loss.
+
+    BatchNorm's statistics are averaged.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        alpha: α, the weight of the regularizer, above 0. The paper uses 0.1 for CIFAR-10 and 0.01 for others.
+    """
+
+    search_space: ClassVar = {"alpha": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}}  # Acar et al.
+
+    def __init__(
+        self, alpha: float = 0.1, loss_terms: list[LossTerm] | None = None, buffers: Buffers = "average"
+    ) -> None:
+        super().__init__([DynamicRegularizer(alpha), *(loss_terms or [])], DynamicServer(alpha), buffers)

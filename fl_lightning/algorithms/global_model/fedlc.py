@@ -1,0 +1,98 @@
+"""FedLC: a calibrated cross-entropy, in which a client's rare classes need a larger margin.
+
+Zhang, Li, Li, Xu, Wu, Ding, Wu: "Federated Learning with Label Distribution Skew via Logits Calibration", ICML 2022,
+Section 4.
+
+The term, `CalibratedLoss`, also works in any other method's `loss_terms`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.state_dicts import at_least_float32
+
+
+def calibrated_logits(logits: Tensor, counts: Tensor, tau: float) -> Tensor:
+    """Return the logits minus `τ n_c^(-1/4)`, `(B, C)`; minus infinity for classes without samples.
+
+    Args:
+        logits: `(B, C)`.
+        counts: `n_c`, the client's training samples of each class, `(C,)`.
+        tau: τ, the scale of the margins.
+    """
+    return logits - tau * counts.to(logits).pow(-0.25)  # 0 ** -0.25 is infinite
+
+
+class CalibratedLoss(LossTerm):
+    """The calibrated cross-entropy, which replaces the objective's loss.
+
+    It is the cross-entropy of `calibrated_logits`. The client's class counts come from the module's `class_counts`.
+
+    Args:
+        tau: τ, 0 or more; 0 switches the term off, and the objective's loss is used.
+
+    Raises:
+        ConfigError: A fit begins in a module without `class_counts`.
+
+    Example:
+        >>> import torch
+        >>> term = CalibratedLoss(tau=1.0)
+        >>> term.counts = torch.tensor([16.0, 1.0])
+        >>> round(float(term(Step(torch.zeros(1, 2), torch.tensor([1])))), 4)  # margins 0.5 and 1
+        0.9741
+    """
+
+    needs_classes = True
+    objective_weight = 0.0  # replaces the objective's loss
+
+    def __init__(self, tau: float = 1.0) -> None:
+        super().__init__()
+        check_number("algorithm.tau", tau, "[0, inf)", "the paper uses 0.1 to 2")
+        self.tau, self.active = tau, tau > 0
+        self.counts: Tensor | None = None
+
+    def begin(self, module: ClientModule) -> None:
+        """Keep the client's class counts `n_c` for the fit."""
+        if module.class_counts is None:
+            raise ConfigError(
+                "CalibratedLoss: module.class_counts is missing. Set it to the client's training samples per class."
+            )
+        self.counts = module.class_counts.to(module.device)
+
+    def forward(self, step: Step) -> Tensor:
+        """Return the calibrated cross-entropy of a batch; outside a fit, the plain one."""
+        logits = at_least_float32(step.logits)
+        if self.counts is not None:
+            logits = calibrated_logits(logits, self.counts, self.tau)
+        return F.cross_entropy(logits, step.targets)
+
+
+class FedLC(Algorithm):
+    """FedAvg with a cross-entropy in which the rare classes of a client need a larger margin.
+
+    With `tau` 0 this is FedAvg, bit for bit.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        tau: τ, the scale of the margins `τ n_c^(-1/4)`.
+    """
+
+    search_space: ClassVar = {"tau": {"distribution": "log_uniform_values", "min": 0.1, "max": 5.0}}  # Zhang et al.
+
+    def __init__(
+        self,
+        tau: float = 1.0,
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__([CalibratedLoss(tau), *(loss_terms or [])], aggregator, buffers)

@@ -1,0 +1,124 @@
+"""FedNova: clients' changes are divided by their number of effective steps before they are averaged.
+
+Wang, Liu, Liang, Joshi, Poor: "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
+NeurIPS 2020, Eq. 8 and Section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
+
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.global_model.fedprox import Proximal
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.sgd import check_equal_steps, sgd_groups
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
+
+EFFECTIVE = "effective_steps"
+"""The number of an upload with `||a_k||₁`."""
+
+
+def effective_steps(
+    steps: int, lr: float, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, mu: float = 0.0
+) -> float:
+    """Return `||a_k||₁`, the factor from a constant gradient to a client's change of weights, divided by `-η`.
+
+    A client's change is `-η Σ_i a_i g_i` for its gradients `g_i`. This is the sum of the `a_i`: the number of steps
+    for plain SGD, and `[τ - ρ (1 - ρ^τ) / (1 - ρ)] / (1 - ρ)` with momentum `ρ`.
+
+    Args:
+        steps: τ, the number of local steps.
+        lr: η, the learning rate.
+        momentum: ρ of SGD.
+        dampening: SGD's dampening.
+        nesterov: Whether the momentum is Nesterov's.
+        mu: μ of a proximal term.
+    """
+    position = velocity = 0.0  # of SGD on a gradient of 1, in units of the learning rate
+    for step in range(steps):
+        gradient = 1 + mu * lr * position
+        velocity = momentum * velocity + (1 - dampening if step else 1) * gradient
+        position -= gradient + momentum * velocity if nesterov else velocity
+    return -position
+
+
+class NormalizedMeans(NamedTuple):
+    """What `NormalizedAveraging` keeps of a round's uploads. `p_k` are the clients' shares of the samples.
+
+    Attributes:
+        parameters: Mean of the parameters with weights `p_k / ||a_k||₁`.
+        others: Mean of all other entries with weights `p_k`.
+        scale: `τ_eff Σ p_k / ||a_k||₁`, the factor on the distance from the old parameters to their mean.
+    """
+
+    parameters: Tensors
+    others: Tensors
+    scale: float
+
+
+class NormalizedAveraging(Aggregator):
+    """The step `x - τ_eff Σ p_k d_k` (Eq. 8) with normalized changes `d_k = (x - y_k) / ||a_k||₁`.
+
+    `τ_eff = Σ p_k ||a_k||₁`. BatchNorm's statistics are averaged as in FedAvg.
+    """
+
+    def fold(self, uploads: Iterable[Upload]) -> NormalizedMeans:
+        """Return the means of the uploaded models, as they arrive."""
+        parameters, others, samples, steps, inverse = RunningMean(), RunningMean(), 0.0, 0.0, 0.0
+        for upload in uploads:
+            model, n, length = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]
+            names = set(parameter_names(model))
+            weight = n / length if length else 0.0  # a client without steps does not move the model
+            parameters.add({name: value for name, value in model.items() if name in names}, weight)
+            others.add({name: value for name, value in model.items() if name not in names}, n)
+            samples, steps, inverse = samples + n, steps + n * length, inverse + weight
+        return NormalizedMeans(parameters.value(), others.value(), steps / samples * inverse / samples)
+
+    def finish(self, folded: NormalizedMeans, before: State, knowledge: State) -> State:
+        """Return the model after the normalized step."""
+        model = {}
+        for name, mean in folded.parameters.items():
+            start = before["model"][name].double()
+            model[name] = (start + folded.scale * (mean.double() - start)).to(mean.dtype)
+        return {"model": {name: (model | folded.others)[name] for name in before["model"]}}
+
+
+class EqualSteps(ClientModule):
+    """A client's module for fits by SGD whose steps are alike."""
+
+    def check_fit(self) -> None:
+        """Raise an error if the number of effective steps of the fit is not known."""
+        check_equal_steps(self, "FedNova")
+        if len({(group["lr"], group["momentum"]) for group in sgd_groups(self, "FedNova")}) > 1:
+            raise ConfigError("optimizer: FedNova needs one learning rate and one momentum for all parameters.")
+
+
+class FedNova(Algorithm):
+    """FedAvg for clients with unequal numbers of steps: their changes are normalized before they are averaged.
+
+    If all participants take equally many steps, this is FedAvg but for rounding. It needs SGD, and knows momentum.
+
+    Bytes a round, each participant: down `model`, up `model + 16`.
+
+    Args:
+        mu: μ of FedProx's term, 0 or more, which the normalization takes into account.
+    """
+
+    module_class = EqualSteps
+    search_space: ClassVar = {"mu": {"values": [0.0, 0.001, 0.01, 0.1]}}
+
+    def __init__(self, mu: float = 0.0, loss_terms: list[LossTerm] | None = None, buffers: Buffers = "average") -> None:
+        super().__init__([Proximal(mu), *(loss_terms or [])], NormalizedAveraging(), buffers)
+        self.mu = mu
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """Return the trained weights and the number of effective steps, `||a_k||₁`."""
+        message = super().upload(module, batches, n_samples, num_classes)
+        group, *_ = sgd_groups(module, "FedNova")
+        options = {name: group[name] for name in ("lr", "momentum", "dampening", "nesterov")}
+        length = effective_steps(module.steps, mu=self.mu, **options)
+        return Message(message.tensors, message.numbers | {EFFECTIVE: length})

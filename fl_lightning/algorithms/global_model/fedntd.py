@@ -1,0 +1,104 @@
+"""FedNTD: clients keep what the global model knows about the classes that are not a sample's own.
+
+Lee, Jeong, Shin, Bae, Yun: "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning",
+NeurIPS 2022, Eq. 3-5.
+
+The term, `NotTrueDistillation`, also works in any other method's `loss_terms`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.state_dicts import at_least_float32
+
+
+def not_true(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the logits of all classes except each sample's own, `(B, C - 1)`, in ascending order of the classes."""
+    others = torch.arange(logits.shape[1] - 1, device=logits.device)
+    others = others + (others >= targets[:, None]).long()  # skips the true class
+    return logits.gather(1, others)
+
+
+def not_true_distillation(logits: Tensor, teacher: Tensor, targets: Tensor, tau: float) -> Tensor:
+    """Return the batch's mean `τ² KL(q̃_g || q̃)` between the not-true softmax outputs (Eq. 4).
+
+    Args:
+        logits: `(B, C)`.
+        teacher: The received model's logits, `(B, C)`.
+        targets: `(B,)`.
+        tau: τ, the temperature.
+    """
+    log_q, log_q_g = ((not_true(values, targets) / tau).log_softmax(dim=1) for values in (logits, teacher))
+    return tau**2 * (log_q_g.exp() * (log_q_g - log_q)).sum(dim=1).mean()  # vmap slows F.kl_div down
+
+
+class NotTrueDistillation(LossTerm):
+    """`β` times the distillation of the received model's predictions for the classes that are not a sample's own.
+
+    The received model is the teacher. It is in eval mode.
+
+    Args:
+        beta: β, 0 or more; 0 switches the term off.
+        tau: τ, the temperature, above 0.
+    """
+
+    needs_classes = True
+
+    def __init__(self, beta: float = 1.0, tau: float = 1.0) -> None:
+        super().__init__()
+        check_number("algorithm.beta", beta, "[0, inf)", "the paper uses 1")
+        check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 1")
+        self.beta, self.tau, self.active = beta, tau, beta > 0
+        self._teacher: list[nn.Module] = []  # a list keeps it out of the client's module
+
+    def begin(self, module: ClientModule) -> None:
+        """Copy the received model as the teacher."""
+        if self.active:
+            self._teacher = [copy.deepcopy(module.backbone).eval().requires_grad_(False)]
+
+    def forward(self, step: Step) -> Tensor:
+        """Return `β` times the not-true distillation loss on a batch, or zero outside a fit."""
+        if not self._teacher or step.inputs is None:
+            return step.logits.new_zeros(())
+        with torch.no_grad():
+            teacher = at_least_float32(self._teacher[0](step.inputs))
+        with torch.autocast(step.logits.device.type, enabled=False):
+            logits = at_least_float32(step.logits)
+            return self.beta * not_true_distillation(logits, teacher, step.targets, self.tau)
+
+
+class FedNTD(Algorithm):
+    """FedAvg in which clients distil the received model's predictions for the classes that are not a sample's own.
+
+    With `beta` 0 this is FedAvg, bit for bit.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        beta: β, the weight of the term.
+        tau: τ, the temperature.
+    """
+
+    search_space: ClassVar = {  # the ranges of Lee et al., Appendix
+        "beta": {"distribution": "log_uniform_values", "min": 0.1, "max": 5.0},
+        "tau": {"values": [0.5, 1.0, 2.0, 3.0]},
+    }
+
+    def __init__(
+        self,
+        beta: float = 1.0,
+        tau: float = 1.0,
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__([NotTrueDistillation(beta, tau), *(loss_terms or [])], aggregator, buffers)

@@ -1,0 +1,146 @@
+"""FedSAM and MoFedSAM: clients take sharpness-aware local steps, MoFedSAM with the server's direction in each.
+
+Qu, Li, Duan, Liu, Tang, Lu: "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, Algorithms 1
+and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.global_model.fedcm import ClientMomentum, FedCM
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import ConfigError, check_number
+
+
+def ascent(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
+    """Return the perturbation `ρ g / ||g||` of each parameter, with the norm over all parameters; zero for `g = 0`."""
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    scale = torch.where(norm > 0, rho / norm, torch.zeros_like(norm))
+    return [scale * gradient for gradient in gradients]
+
+
+class SharpnessAware(ClientModule):
+    """A client's module whose steps take the gradient at `w + ρ g / ||g||`, where `g` is the gradient at `w`.
+
+    Recorded losses and BatchNorm's statistics are those at `w`.
+
+    Args:
+        parts: The arguments of `ClientModule`.
+        rho: ρ, the radius.
+    """
+
+    def __init__(self, *parts: Any, rho: float) -> None:
+        super().__init__(*parts)
+        self.rho = rho
+
+    def check_fit(self) -> None:
+        """Raise an error if gradients would be computed without the scale that half precision needs."""
+        if self.rho and self.trainer.precision == "16-mixed":
+            raise ConfigError("trainer.precision: FedSAM's first gradient is not scaled in 16-mixed. Use bf16-mixed.")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss at `w`, with the gradient of the loss at `w + ρ g / ||g||`."""
+        if not self.rho:
+            return super().training_step(batch, batch_idx)
+        step = self.step(batch, batch_idx)
+        losses = self.losses(step)
+        self.note(step, losses)
+        parameters = [p for p in self.backbone.parameters() if p.requires_grad]
+        own = [loss for name, loss in losses.items() if name != ClientMomentum.name]
+        buffers = [buffer.clone() for buffer in self.backbone.buffers()]
+        moves = ascent(gradients_of(sum(own[1:], start=own[0]), parameters), self.rho)
+        gradients = self._gradients_at(moves, parameters, batch, batch_idx)
+        for buffer, value in zip(self.backbone.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+        linear = sum((g * p).sum() for g, p in zip(gradients, parameters, strict=True))
+        return sum(loss.detach() for loss in losses.values()) + linear - linear.detach()  # type: ignore[union-attr]
+
+    def _gradients_at(
+        self, moves: list[Tensor], parameters: list[nn.Parameter], batch: tuple[Tensor, Tensor], batch_idx: int
+    ) -> list[Tensor]:
+        """Return the gradients of the batch's loss at the perturbed weights. The weights are restored."""
+        starts = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p, move in zip(parameters, moves, strict=True):
+                p.add_(move)
+        torch.clear_autocast_cache()  # it holds the weights before the move
+        losses = self.losses(self.step(batch, batch_idx))
+        gradients = gradients_of(reduce(torch.add, losses.values()), parameters)
+        with torch.no_grad():
+            for p, start in zip(parameters, starts, strict=True):
+                p.copy_(start)
+        torch.clear_autocast_cache()
+        return gradients
+
+
+def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the gradient of a loss for each parameter; zero for a parameter that the loss does not depend on."""
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+
+
+def check_rho(rho: float) -> float:
+    """Return the radius ρ if it is 0 or more; otherwise raise a `ConfigError`."""
+    check_number("algorithm.rho", rho, "[0, inf)", "the paper uses 0.01 to 0.5")
+    return rho
+
+
+class FedSAM(Algorithm):
+    """FedAvg whose clients look for flat minima, with sharpness-aware minimization (SAM) as local optimizer.
+
+    With `rho` 0 and `weighting: samples` this is FedAvg, bit for bit. Each step computes two gradients.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        rho: ρ, the radius of the perturbation, 0 or more.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+    """
+
+    search_space: ClassVar = {"rho": {"values": [0.01, 0.02, 0.05, 0.1, 0.5]}}  # Qu et al.
+
+    def __init__(
+        self,
+        rho: float = 0.05,
+        weighting: Weighting = "uniform",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
+        self.module_class = partial(SharpnessAware, rho=check_rho(rho))
+
+
+class MoFedSAM(FedCM):
+    """FedSAM whose clients step along a mix of their sharpness-aware gradient and the server's last direction.
+
+    With `rho` 0 this is FedCM, bit for bit. It needs plain SGD. Each step computes two gradients.
+
+    Bytes a round, each participant: down `model + 4 * P`, up `model + 16`.
+
+    Args:
+        rho: ρ, the radius of the perturbation, 0 or more.
+        alpha: The share of the client's own gradient, β in the paper, in (0, 1].
+        server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
+    """
+
+    search_space: ClassVar = FedCM.search_space | FedSAM.search_space
+
+    def __init__(
+        self,
+        rho: float = 0.05,
+        alpha: float = 0.1,
+        server_lr: float = 1.0,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(alpha, server_lr, loss_terms, buffers)
+        self.module_class = partial(SharpnessAware, rho=check_rho(rho))

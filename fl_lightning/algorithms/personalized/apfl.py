@@ -1,0 +1,156 @@
+"""APFL: each client mixes its own model with the shared one, and learns how much of each.
+
+Deng, Kamani, Mahdavi: "Adaptive Personalized Federated Learning", 2020, Algorithm 1 and Eq. 10.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.weights import load_weights, to_cpu
+from fl_lightning.core.errors import NonFiniteError, check_number
+from fl_lightning.core.message import Message, Tensors
+from fl_lightning.core.seeding import RandomStates
+from fl_lightning.core.state_dicts import State, first_non_finite
+
+OWN_MODEL = "own_model"
+"""The section of the client state with the client's own model `v`."""
+MIXING = "mixing"
+"""The section of the client state with the share of the own model, `alpha`."""
+
+
+class MixedModels(ClientModule):
+    """A client's module that trains the shared model `w`, and its own model `v` for the mixture `α v + (1 - α) w`.
+
+    Both take a step on each batch. The step of `v` follows the gradient of the mixture's loss, and does not affect `w`.
+    Its optimizer, scheduler and gradient clipping are like those of the shared model.
+
+    Args:
+        parts: The arguments of `ClientModule`.
+        alpha: α before the client's first round.
+        adaptive: Whether α takes a gradient step in each round.
+    """
+
+    def __init__(self, *parts: Any, alpha: float, adaptive: bool) -> None:
+        super().__init__(*parts)
+        self.own, self.adaptive = copy.deepcopy(self.backbone), adaptive
+        self.register_buffer("alpha", torch.tensor(alpha, dtype=torch.float64), persistent=False)
+        self.alpha: Tensor
+
+    def on_fit_start(self) -> None:
+        """Build the optimizer of the client's own model."""
+        super().on_fit_start()
+        self.own_optimizer = self.optimizer_for(self.own.parameters())
+        self.own_schedule = self.scheduler_factory(self.own_optimizer) if self.scheduler_factory else None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Train the client's own model for one step, then return the shared model's loss."""
+        draws = RandomStates(self.device)
+        self._train_own(*batch)
+        with draws.drawing():
+            return super().training_step(batch, batch_idx)
+
+    def mixture(self) -> Tensors:
+        """Return the trainable parameters of `v̄ = α v + (1 - α) w`, which depend on `v` and not on `w`."""
+        share, shared = float(self.alpha), dict(self.backbone.named_parameters())
+        own = {name: v for name, v in self.own.named_parameters() if v.requires_grad}
+        return {name: share * v + (1 - share) * shared[name].detach() for name, v in own.items()}
+
+    def _train_own(self, x: Tensor, y: Tensor) -> None:
+        mixed, own = self.mixture(), dict(self.own.named_parameters())
+        loss = self.objective.loss(functional_call(self.own, mixed, (x,)), y)
+        found = torch.autograd.grad(loss, list(mixed.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(mixed, found, strict=True) if g is not None}
+        share = float(self.alpha)
+        if self.adaptive and not self.steps:
+            self._adapt(gradients)
+        self.own_optimizer.zero_grad()
+        for name, gradient in gradients.items():
+            own[name].grad = share * gradient
+        self.clip_gradients(self.own_optimizer)
+        self.own_optimizer.step()
+        torch.clear_autocast_cache()  # it may contain weights from before the step
+
+    def _adapt(self, gradients: Tensors) -> None:
+        """Take a gradient step on α: `α - η <v - w, ∇f(v̄)>` (Eq. 10), clipped to [0, 1]."""
+        own, shared = dict(self.own.named_parameters()), dict(self.backbone.named_parameters())
+        slope = sum(((own[name] - shared[name]) * g).detach().double().sum() for name, g in gradients.items())
+        lr = self.own_optimizer.param_groups[0]["lr"]
+        self.alpha.copy_((self.alpha - lr * slope).clamp(0, 1))
+
+    def on_train_epoch_end(self) -> None:
+        """Step the learning-rate schedulers of both models."""
+        super().on_train_epoch_end()
+        if self.own_schedule:
+            self.own_schedule.step()
+
+
+def mixed_models(module: ClientModule) -> MixedModels:
+    """Return a client's module as `MixedModels`."""
+    assert isinstance(module, MixedModels)
+    return module
+
+
+class APFL(Algorithm):
+    """FedAvg, plus an own model of each client. The client's model is a mixture of both, with a learnt share.
+
+    The shared model is that of FedAvg with the same weighting, bit for bit.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        alpha: α, the share of the client's own model, in [0, 1].
+        adaptive: Let each client learn its α, by one gradient step in each of its rounds.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+    """
+
+    search_space: ClassVar = {"alpha": {"values": [0.1, 0.25, 0.5, 0.75, 0.9]}}
+
+    def __init__(
+        self,
+        alpha: float = 0.5,
+        adaptive: bool = True,
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
+        check_number("algorithm.alpha", alpha, "[0, 1]")
+        self.module_class = partial(MixedModels, alpha=alpha, adaptive=adaptive)
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Load the shared model, the client's own model, which starts as the initial model, and its α."""
+        super().receive(module, download, memory)
+        if OWN_MODEL in memory:
+            mixed = mixed_models(module)
+            load_weights(mixed.own, memory[OWN_MODEL])
+            mixed.alpha.copy_(memory[MIXING]["alpha"])
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """Return the client state, with the client's own model and its α.
+
+        Raises:
+            NonFiniteError: The own model contains NaN or Inf.
+        """
+        mixed = mixed_models(module)
+        weights = {name: value for name, value in mixed.own.state_dict().items() if name not in self.fixed}
+        kept = to_cpu({OWN_MODEL: weights, MIXING: {"alpha": mixed.alpha}})
+        if bad := first_non_finite(kept[OWN_MODEL]):
+            raise NonFiniteError(f"the client's own model has NaN or Inf in {bad!r}. Lower the learning rate.")
+        return super().remember(module, upload) | kept
+
+    def personalize(self, module: ClientModule, batches: Batches) -> None:
+        """Load the mixture of the client's own and the shared model, for evaluation."""
+        mixed = mixed_models(module)
+        statistics = {name: value for name, value in mixed.own.state_dict().items() if name not in self.fixed}
+        load_weights(module.backbone, statistics | {name: p.detach() for name, p in mixed.mixture().items()})

@@ -1,0 +1,57 @@
+"""FedBN: BatchNorm layers stay on their client, everything else is averaged.
+
+Li, Jiang, Zhang, Kamp, Dou: "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021,
+Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.client.weights import beginnings
+from fl_lightning.core.errors import ConfigError
+
+
+class FedBN(Algorithm):
+    """FedAvg without BatchNorm layers. Their scales, shifts and statistics stay on their client.
+
+    `buffers: local` of other methods keeps only the statistics on the client.
+
+    Bytes a round, each participant: down `model - norm`, up `model - norm + 8`.
+
+    Args:
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+
+    Raises:
+        ConfigError: The model has no BatchNorm layer.
+    """
+
+    one_model = False
+
+    def __init__(
+        self,
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+    ) -> None:
+        super().__init__(loss_terms, aggregator or WeightedMean(weighting))
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> ClientModule:
+        """Return a client's LightningModule around a backbone, of which the BatchNorm layers are personal."""
+        self.personal = beginnings(name for name, layer in backbone.named_modules() if isinstance(layer, _BatchNorm))
+        if not self.personal:
+            raise ConfigError(
+                f"model: FedBN keeps BatchNorm layers on their client, and {type(backbone).__name__} has none. "
+                "Use a model with BatchNorm, such as ResNet18"
+            )
+        return super().client_module(backbone, optimizer, lr_scheduler)

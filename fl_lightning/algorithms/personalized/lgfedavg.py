@@ -1,0 +1,37 @@
+"""LG-FedAvg: each client keeps its own representation, and all clients share the head.
+
+Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: "Think Locally, Act Globally: Federated Learning with
+Local and Global Representations", 2020, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
+from fl_lightning.algorithms.base import Buffers
+from fl_lightning.algorithms.personalized.fedper import FedPer
+from fl_lightning.client.module import LossTerm
+
+
+class LGFedAvg(FedPer):
+    """FedAvg of the head alone. The encoder stays on its client. This is FedPer with the parts exchanged.
+
+    With no personal part this is FedAvg, bit for bit.
+
+    Bytes a round, each participant: down `model - encoder`, up `model - encoder + 8`.
+
+    Args:
+        personal: Parts of the model that stay on their client. The rest, by default the head, is shared.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+    """
+
+    def __init__(
+        self,
+        personal: Sequence[str] = ("encoder",),
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(personal, weighting, loss_terms, aggregator, buffers)

@@ -1,0 +1,154 @@
+"""pFedMe: personalised models near a client's local model, which the server averages.
+
+T. Dinh, Tran, Nguyen: "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial, reduce
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.aggregators import Aggregator, ServerStep, Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.global_model.fedprox import proximal_distance
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.weights import load_weights, to_cpu
+from fl_lightning.core.errors import NonFiniteError, check_number
+from fl_lightning.core.message import Message
+from fl_lightning.core.state_dicts import State, first_non_finite
+
+PERSONAL_MODEL = "personal_model"
+"""The section of the client state with the personalised model `θ`."""
+
+
+class MoreauEnvelope(ClientModule):
+    """A client's module with a local model `w`, the backbone, and a personalised model `θ` near it.
+
+    On each batch, `θ` takes steps on `f(θ) + λ/2 ||θ - w||²`. Then `w` takes a step of the fit's optimizer on
+    `λ/2 ||w - θ||²`. Loss terms, recorded losses and BatchNorm's statistics are those of `θ`.
+
+    Args:
+        parts: The arguments of `ClientModule`.
+        lam: λ.
+        inner_steps: K, the number of steps of `θ` per batch.
+        personal_lr: Learning rate of these steps.
+    """
+
+    def __init__(self, *parts: Any, lam: float, inner_steps: int, personal_lr: float) -> None:
+        super().__init__(*parts)
+        self.lam, self.inner_steps, self.personal_lr = lam, inner_steps, personal_lr
+        self.own = copy.deepcopy(self.backbone)
+
+    def on_fit_start(self) -> None:
+        """Start the personalised model from the received one."""
+        self.own.load_state_dict(self.backbone.state_dict())
+        super().on_fit_start()
+
+    @contextmanager
+    def personalised(self) -> Iterator[None]:
+        """Context in which the module's backbone is the personalised model."""
+        local, self.backbone = self.backbone, self.own
+        try:
+            yield
+        finally:
+            self.backbone = local
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Train the personalised model, and return the distance of the local model from it, `λ/2 ||w - θ||²`."""
+        own = [p for p in self.own.parameters() if p.requires_grad]
+        local = [p for p in self.backbone.parameters() if p.requires_grad]
+        for inner in range(self.inner_steps):
+            with self.personalised():
+                step = self.step(batch, batch_idx)
+                losses = self.losses(step)
+            if not inner:
+                self.note(step, losses)
+            gradients = torch.autograd.grad(reduce(torch.add, losses.values()), own, allow_unused=True)
+            with torch.no_grad():
+                for theta, w, g in zip(own, local, gradients, strict=True):
+                    theta.sub_(self.personal_lr * (self.lam * (theta - w) + (0 if g is None else g)))
+            torch.clear_autocast_cache()  # it may contain weights from before the step
+        return self.lam / 2 * proximal_distance(local, [theta.detach() for theta in own])
+
+
+def own_model(module: ClientModule) -> nn.Module:
+    """Return the personalised model `θ` of a client's module."""
+    assert isinstance(module, MoreauEnvelope)
+    return module.own
+
+
+class PFedMe(Algorithm):
+    """pFedMe: clients train a personalised model, and pull a local model, which is averaged, towards it.
+
+    The optimizer trains the local model: `w - η λ (w - θ)`. BatchNorm's statistics are those of the personalised
+    models.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        lam: λ, the weight of the distance between both models, above 0.
+        inner_steps: K, the number of steps of the personalised model per batch, 1 or more.
+        personal_lr: Learning rate of these steps, above 0.
+        beta: β, the server's step towards the clients' mean. With 1, it is their mean.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+    """
+
+    search_space: ClassVar = {  # T. Dinh et al., Section 5
+        "lam": {"values": [5.0, 10.0, 15.0, 20.0, 30.0]},
+        "personal_lr": {"distribution": "log_uniform_values", "min": 0.005, "max": 0.1},
+        "beta": {"values": [1.0, 2.0]},
+    }
+
+    def __init__(
+        self,
+        lam: float = 15.0,
+        inner_steps: int = 5,
+        personal_lr: float = 0.01,
+        beta: float = 1.0,
+        weighting: Weighting = "uniform",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        check_number("algorithm.lam", lam, "(0, inf)", "the paper uses 15 to 30")
+        check_number("algorithm.inner_steps", inner_steps, "[1, inf)", "the paper uses 5")
+        check_number("algorithm.personal_lr", personal_lr, "(0, inf)", "the paper uses 0.01 to 0.1")
+        check_number("algorithm.beta", beta, "(0, inf)", "1 goes all the way to the mean")
+        super().__init__(loss_terms, aggregator or ServerStep(beta, weighting), buffers)
+        self.module_class = partial(MoreauEnvelope, lam=lam, inner_steps=inner_steps, personal_lr=personal_lr)
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Load the server's model, and the client's last personalised model, which starts as the initial model."""
+        super().receive(module, download, memory)
+        if PERSONAL_MODEL in memory:
+            load_weights(own_model(module), memory[PERSONAL_MODEL])
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """Return the local model, with the BatchNorm statistics of the personalised model."""
+        statistics = dict(own_model(module).named_buffers())
+        load_weights(module.backbone, {n: v for n, v in statistics.items() if n in module.backbone.state_dict()})
+        return super().upload(module, batches, n_samples, num_classes)
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """Return the client state, with the personalised model.
+
+        Raises:
+            NonFiniteError: The personalised model contains NaN or Inf.
+        """
+        weights = own_model(module).state_dict()
+        kept = to_cpu({PERSONAL_MODEL: {name: value for name, value in weights.items() if name not in self.fixed}})
+        if bad := first_non_finite(kept[PERSONAL_MODEL]):
+            raise NonFiniteError(
+                f"the personalised model's {bad!r} is NaN or Inf. Lower algorithm.personal_lr or algorithm.lam."
+            )
+        return super().remember(module, upload) | kept
+
+    def personalize(self, module: ClientModule, batches: Batches) -> None:
+        """Load the client's personalised model in place of the local model, for evaluation."""
+        load_weights(module.backbone, own_model(module).state_dict())

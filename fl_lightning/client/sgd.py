@@ -1,0 +1,75 @@
+"""Checks and figures of a fit for methods that infer gradients from how far the weights moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ConfigError
+
+
+def check_equal_steps(module: ClientModule, method: str) -> None:
+    """Check that all steps of a fit are alike: one optimizer step per batch, at one learning rate.
+
+    Args:
+        module: The client's module.
+        method: The method's name, for error messages.
+
+    Raises:
+        ConfigError: They are not. The message names the key.
+    """
+    trainer = module.trainer
+    wrong = {
+        f"lr_scheduler: {method} needs one learning rate per fit. Use round_lr_scheduler.": module.scheduler_factory,
+        f"trainer.accumulate_grad_batches: {method} needs one step per batch. Use a larger batch_size.": (
+            trainer.accumulate_grad_batches > 1
+        ),
+        f"trainer.precision: 16-mixed skips steps that {method} counts. Use bf16-mixed.": (
+            trainer.precision == "16-mixed"
+        ),
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(message)
+
+
+def plain_sgd_rate(module: ClientModule, method: str) -> float:
+    """Return the learning rate η of every step of a fit, which must be plain SGD.
+
+    Args:
+        module: The client's module.
+        method: The method's name, for error messages.
+
+    Raises:
+        ConfigError: The fit is not plain SGD with one learning rate. The message names the key.
+    """
+    groups = sgd_groups(module, method)
+    rates = {float(group["lr"]) for group in groups}
+    if len(rates) > 1 or any(group["momentum"] for group in groups):
+        raise ConfigError(f"optimizer: {method} needs plain SGD with one learning rate. Set momentum 0.")
+    check_equal_steps(module, method)
+    if module.trainer.gradient_clip_val:
+        raise ConfigError(
+            f"trainer.gradient_clip_val: it would clip {method}'s correction with the gradient. Remove it."
+        )
+    return rates.pop()
+
+
+def sgd_groups(module: ClientModule, method: str) -> list[dict[str, Any]]:
+    """Return the parameter groups of a client's optimizer, which must be SGD.
+
+    Args:
+        module: The client's module.
+        method: The method's name, for error messages.
+
+    Raises:
+        ConfigError: The optimizer is not SGD, or it maximises.
+    """
+    optimizer = module.optimizer_for(module.backbone.parameters())
+    groups = optimizer.param_groups
+    if type(optimizer) is not torch.optim.SGD or any(group["maximize"] for group in groups):
+        kind = type(optimizer).__name__
+        raise ConfigError(f"optimizer: {method} needs SGD, and this is {kind} or maximizes. Set optimizer SGD.")
+    return groups

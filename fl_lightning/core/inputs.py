@@ -1,0 +1,115 @@
+"""Several input tensors of the same samples, for networks whose `forward` takes more than one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+Batch = tuple[Any, Tensor]
+"""The inputs of a batch, which are a tensor or `Inputs`, and its labels."""
+
+Shapes = dict[str, tuple[int, ...]] | tuple[tuple[int, ...], ...]
+"""The shape of each input of one sample."""
+
+
+@dataclass(eq=False)  # Lightning converts the tensors in a dataclass
+class Inputs:
+    """Several input tensors of the same samples, such as the token ids and the mask of texts.
+
+    It is used like one tensor: indices, `to`, `split` and functions such as `torch.cat` apply to each of the tensors.
+
+    Args:
+        tensors: The tensors `(n, ...)`: a dict, whose names are parameters of the network's `forward`, or a tuple.
+
+    Example:
+        >>> batch = Inputs({"ids": torch.arange(6).view(3, 2), "mask": torch.ones(3, 2)})[:2]
+        >>> len(batch), batch.tensors["ids"].tolist()
+        (2, [[0, 1], [2, 3]])
+    """
+
+    tensors: dict[str, Tensor] | tuple[Tensor, ...]
+
+    def items(self) -> ItemsView[Any, Tensor]:
+        """Return pairs of the name, or position, of each tensor and the tensor."""
+        tensors = self.tensors if isinstance(self.tensors, dict) else dict(enumerate(self.tensors))
+        return tensors.items()
+
+    def like(self, values: Iterable[Any]) -> Any:
+        """Return values, one for each tensor, in a dict with the same names or in a tuple."""
+        return dict(zip(self.tensors, values, strict=True)) if isinstance(self.tensors, dict) else tuple(values)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
+        """Return the results of a function for each tensor."""
+        return Inputs(self.like(function(value) for _, value in self.items()))
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shape of each input of one sample."""
+        return self.like(tuple(value.shape[1:]) for _, value in self.items())
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return next(value.device for _, value in self.items())
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of all tensors."""
+        return sum(value.nbytes for _, value in self.items())
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return min(len(value) for _, value in self.items())
+
+    def __getitem__(self, index: Any) -> Inputs:
+        """Return the samples at an index: a slice, or a tensor of indices."""
+        return self.map(lambda value: value[index])
+
+    def index_select(self, dim: int, index: Tensor) -> Inputs:
+        """Return the samples at these indices, as `Tensor.index_select` does."""
+        return self.map(lambda value: value.index_select(dim, index))
+
+    def to(self, *args: Any, **options: Any) -> Inputs:
+        """Return the inputs on another device or with another dtype, as `Tensor.to` does."""
+        return self.map(lambda value: value.to(*args, **options))
+
+    def split(self, size: int) -> list[Inputs]:
+        """Return parts of `size` samples. The last part may be smaller."""
+        return [self[start : start + size] for start in range(0, len(self), size)]
+
+    def tensor_split(self, parts: int) -> list[Inputs]:
+        """Return parts whose sizes differ by at most one sample."""
+        return [self[rows] for rows in torch.arange(len(self)).tensor_split(parts)]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Inputs:
+        """Call a torch function, such as `torch.cat` or `torch.zeros_like`, on each of the tensors."""
+        first = args[0] if isinstance(args[0], cls) else args[0][0]
+        return cls(
+            first.like(
+                function(*apply_to_collection(args, cls, lambda one, key=key: one.tensors[key]), **(kwargs or {}))
+                for key, _ in first.items()
+            )
+        )
+
+
+def map_inputs(function: Callable[[Tensor], Tensor], x: Tensor | Inputs) -> Any:
+    """Return the result of a function for a tensor, or for each tensor of several inputs."""
+    return x.map(function) if isinstance(x, Inputs) else function(x)
+
+
+def describe_inputs(x: Tensor | Inputs, batch: bool = False) -> str:
+    """Describe the type and shape of a sample's inputs, as in `ids int64 (64,), age float32 ()`."""
+
+    def described(tensor: Tensor) -> str:
+        shape = ("batch", *tensor.shape[1:]) if batch else tuple(tensor.shape[1:])
+        return f"{str(tensor.dtype).removeprefix('torch.')} {shape}".replace("'", "")
+
+    if not isinstance(x, Inputs):
+        return described(x)
+    return ", ".join(f"{key} {described(tensor)}" for key, tensor in x.items())

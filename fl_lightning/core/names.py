@@ -1,0 +1,55 @@
+"""Names of clients and classes from the data, as tables, figures and messages show them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fl_lightning.core.errors import one_line
+
+MOST_LETTERS = 40
+"""Maximum length of a name in tables and figures."""
+
+
+class Names(NamedTuple):
+    """The names of a run's clients and classes to show, each empty if the data have none.
+
+    Attributes:
+        clients: A name per client.
+        classes: A name per class.
+    """
+
+    clients: Sequence[str] = ()
+    classes: Sequence[str] = ()
+
+    def client(self, index: int) -> str:
+        """Return the text for a client in messages: `client 3 (north)`, or `client 3` without names."""
+        return f"client {index} ({self.clients[index]})" if index < len(self.clients) else f"client {index}"
+
+
+def shown_names(values: Iterable[object] | None) -> Sequence[str]:
+    """Return names from the data in the form to show: one short line each, all different.
+
+    Two names of the same form get their index. Names that only repeat the indices, such as 0, 1, 2, are left out.
+
+    Example:
+        >>> shown_names(["north", "a b", "a  b"]), shown_names([0, 1])
+        (['north', 'a b #1', 'a b #2'], ())
+    """
+    names = [shorten_name(str(value)) for value in values or ()]
+    count = Counter(names)
+    if names == [str(index) for index in range(len(names))]:
+        return ()
+    return [name if count[name] == 1 else f"{name} #{index}" for index, name in enumerate(names)]
+
+
+def labels(names: Sequence[str], indices: Iterable[int]) -> list[str]:
+    """Return the labels of some clients or classes: their names or, without names, their indices."""
+    return [names[index] if index < len(names) else str(index) for index in indices]
+
+
+def shorten_name(name: str, most: int = MOST_LETTERS) -> str:
+    """Return a name as one line with a maximum number of characters."""
+    line = one_line(name)
+    return line if len(line) <= most else f"{line[: most - 1]}…"

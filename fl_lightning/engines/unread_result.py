@@ -1,0 +1,100 @@
+"""Results whose losses and checks are still on the training device, so that several clients' are read together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client.loss_record import LossRecord
+from fl_lightning.core.errors import NonFiniteError
+from fl_lightning.core.state_dicts import first_non_finite, read_numbers, sums_of
+from fl_lightning.core.task import Result, Task, failed_result
+
+HELD = 1 << 28
+"""Bytes of uploads and losses on a GPU that wait to be read together."""
+
+NUMBER = 512
+"""Bytes that torch allocates on a GPU for a number."""
+
+
+class UnreadResult(NamedTuple):
+    """The result of a task before its losses, and whether its upload is finite, are read from the device.
+
+    Attributes:
+        task: The task.
+        result: The result, without losses.
+        losses: The losses of the fit; None without a fit.
+        sums: For each section of the upload, sums that show whether it is finite.
+    """
+
+    task: Task
+    result: Result
+    losses: LossRecord | None
+    sums: dict[str, list[Tensor]]
+
+    @property
+    def size(self) -> int:
+        """Bytes that the result takes on the device."""
+        losses = NUMBER * len(self.losses.pending) if self.losses else 0
+        return losses + (self.result.upload.nbytes if self.result.upload else 0)
+
+    @property
+    def parts(self) -> list[list[Tensor]]:
+        """What has to be read: the losses, and the sums of each section."""
+        return [self.losses.pending if self.losses else [], *self.sums.values()]
+
+    def read(self, losses: list[float], *sums: list[float]) -> Result:
+        """Return the result with its losses, or the client's failure if a loss or the upload contains NaN or Inf.
+
+        Args:
+            losses: The values of the losses.
+            *sums: The values of the sums of each section.
+        """
+        try:
+            means = self.losses.means(losses) if self.losses else {}
+            for section, own in zip(self.sums, sums, strict=True):
+                assert self.result.upload
+                if bad := first_non_finite(self.result.upload.section(section), own):
+                    raise NonFiniteError(f"the upload's {f'{section}/{bad}'!r} is NaN or Inf: lower the learning rate")
+        except BaseException as error:
+            return failed_result(self.task, error)
+        return replace(self.result, losses=means)
+
+
+def unread_result(task: Task, result: Result, losses: LossRecord | None = None) -> UnreadResult:
+    """Return a result to be read, with the sums that show whether its upload is finite."""
+    sections = result.upload.sections if result.upload else {}
+    return UnreadResult(task, result, losses, {name: sums_of(tensors) for name, tensors in sections.items()})
+
+
+def read_results(results: Iterable[UnreadResult], device: torch.device) -> Iterator[Result]:
+    """Yield results with their losses.
+
+    Those of a GPU are read together, as many as `HELD` allows. After each wait, a GPU has no work until the first step
+    of the next client.
+
+    Args:
+        results: The results. They are computed when they are requested.
+        device: Where clients train.
+    """
+    held: list[UnreadResult] = []
+    size = 0
+    for one in results:
+        held.append(one)
+        size += one.size
+        if device.type == "cpu" or size >= HELD:
+            yield from read_together(held)
+            held, size = [], 0
+    yield from read_together(held)
+
+
+def read_together(unread: Sequence[UnreadResult]) -> Iterator[Result]:
+    """Yield results with their losses, which are all read from the device in one transfer."""
+    read = iter(read_numbers([part for one in unread for part in one.parts]))
+    for one in unread:
+        yield one.read(*islice(read, len(one.parts)))

@@ -1,0 +1,55 @@
+"""FedACG compared with Algorithm 1 (Kim et al., CVPR 2024)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import assert_near, descend, digits, experiment, in_float64, local_batches, same_bytes, weights_after
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedACG, FedAvg, WeightedMean
+from fl_lightning.core.errors import ConfigError
+
+PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    lam, beta = 0.8, 0.3
+    run = experiment(tmp_path, FedACG(lam, beta), **PLAIN)
+    run.load()
+    model = copy.deepcopy(run.worker.template.backbone)
+    momentum = [torch.zeros_like(p) for p in model.parameters()]
+    for round in range(1, 4):
+        ahead, changes = copy.deepcopy(model), []
+        with torch.no_grad():
+            for p, m in zip(ahead.parameters(), momentum, strict=True):
+                p += lam * m
+        for client in run.server.participants(round):
+            local = copy.deepcopy(ahead)
+            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
+                near = zip(local.parameters(), ahead.parameters(), strict=True)
+                distance = sum((p - a.detach()).square().sum() for p, a in near)
+                descend(local, F.cross_entropy(local(x.double()), y) + beta / 2 * distance, 0.2)
+            ends = zip(local.parameters(), ahead.parameters(), strict=True)
+            changes.append([(p - a).detach() for p, a in ends])
+        mean = [sum(parts) / 3 for parts in zip(*changes, strict=True)]
+        momentum = [lam * m + c for m, c in zip(momentum, mean, strict=True)]
+        with torch.no_grad():
+            for p, m in zip(model.parameters(), momentum, strict=True):
+                p += m
+    run.fit()
+    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    assert_near(run.state["momentum"], dict(zip(run.state["momentum"], momentum, strict=True)), 1e-11)
+
+
+def test_without_momentum_and_term_it_is_fedavg_bit_for_bit(tmp_path):
+    plain = weights_after(tmp_path / "avg", FedAvg(aggregator=WeightedMean("uniform")), **PLAIN)
+    assert same_bytes(weights_after(tmp_path / "acg", FedACG(0.0, 0.0), **PLAIN), plain)
+
+
+@pytest.mark.parametrize("lam", [-0.1, 1.0])
+def test_a_momentum_out_of_range_is_refused(lam):
+    with pytest.raises(ConfigError, match=r"^algorithm\.lam"):
+        FedACG(lam)

@@ -1,0 +1,57 @@
+"""FedCM compared with Algorithm 2 (Xu et al. 2021)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import assert_near, digits, experiment, finished, in_float64, local_batches, weights_after
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedCM, WeightedMean
+from fl_lightning.core.errors import ConfigError
+
+PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+
+
+@in_float64
+@pytest.mark.parametrize("server_lr", [1.0, 0.7])
+def test_a_run_equals_a_loop_by_hand(tmp_path, server_lr):
+    alpha, lr = 0.3, 0.2
+    run = experiment(tmp_path, FedCM(alpha, server_lr), **PLAIN)
+    run.load()
+    model = copy.deepcopy(run.worker.template.backbone)
+    direction = [torch.zeros_like(p) for p in model.parameters()]
+    for round in range(1, 4):
+        start, changes, paths = [p.detach().clone() for p in model.parameters()], [], []
+        for client in run.server.participants(round):
+            local, steps = copy.deepcopy(model), 0
+            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
+                gradients = torch.autograd.grad(F.cross_entropy(local(x.double()), y), list(local.parameters()))
+                with torch.no_grad():
+                    for p, g, d in zip(local.parameters(), gradients, direction, strict=True):
+                        p -= lr * (alpha * g + (1 - alpha) * d)
+                steps += 1
+            changes.append([p.detach() - s for p, s in zip(local.parameters(), start, strict=True)])
+            paths.append(steps * lr)
+        direction = [
+            -sum(c / path for c, path in zip(parts, paths, strict=True)) / 3 for parts in zip(*changes, strict=True)
+        ]
+        with torch.no_grad():
+            for p, s, parts in zip(model.parameters(), start, zip(*changes, strict=True), strict=True):
+                p.copy_(s + server_lr * sum(parts) / 3)
+    assert len(set(paths)) > 1
+    run.fit()
+    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    assert_near(run.state["direction"], dict(zip(run.state["direction"], direction, strict=True)), 1e-11)
+
+
+@in_float64
+def test_with_alpha_1_it_is_fedavg_but_for_rounding(tmp_path):
+    uniform = FedAvg(aggregator=WeightedMean("uniform"))
+    assert_near(weights_after(tmp_path / "cm", FedCM(1.0), **PLAIN), weights_after(tmp_path / "avg", uniform, **PLAIN))
+
+
+def test_momentum_of_the_optimizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^optimizer: FedCM needs plain SGD with one learning rate"):
+        finished(tmp_path, FedCM(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))

@@ -1,0 +1,78 @@
+"""FedLC's calibrated cross-entropy, and runs with it (Zhang et al., ICML 2022)."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from experiments import assert_near, descend, digits, experiment, in_float64, rounds_by_hand, same_bytes, weights_after
+
+from fl_lightning.algorithms import CalibratedLoss, FedLC
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.models import MLP
+
+PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+
+
+def loss_by_hand(logits, targets, counts, tau):
+    """Return the calibrated cross-entropy, sample by sample."""
+    total = 0.0
+    for row, y in zip(logits, targets.tolist(), strict=True):
+        held = [c for c, n in enumerate(counts) if n]
+        shifted = {c: row[c] - tau / counts[c] ** 0.25 for c in held}
+        total = total - shifted[y] + sum(value.exp() for value in shifted.values()).log()
+    return total / len(targets)
+
+
+def test_the_loss_equals_a_brute_force_loop():
+    logits, counts = torch.randn(7, 4, dtype=torch.float64), [16, 0, 81, 1]
+    targets = torch.tensor([0, 2, 3, 0, 2, 2, 3])
+    term = CalibratedLoss(0.7)
+    term.counts = torch.tensor(counts)
+    assert term(Step(logits, targets)).item() == pytest.approx(loss_by_hand(logits, targets, counts, 0.7).item())
+
+
+def test_a_class_without_samples_has_no_gradient():
+    logits = torch.randn(3, 3, requires_grad=True)
+    term = CalibratedLoss(1.0)
+    term.counts = torch.tensor([5, 0, 2])
+    term(Step(logits, torch.tensor([0, 2, 0]))).backward()
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[:, 1].any()
+
+
+def test_the_rarer_class_needs_the_larger_margin():
+    """At logits of equal loss, the logit of a class with one sample exceeds that of one with 16 by τ/2."""
+    term = CalibratedLoss(2.0)
+    term.counts = torch.tensor([16, 1])
+    even = Step(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
+    assert term(even).item() == pytest.approx(math.log(2))
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    run = experiment(tmp_path, FedLC(0.8), **PLAIN)
+
+    def train(local, client, epochs):
+        labels = run.data.data.y_train[run.data.shards[client].train].tolist()
+        counts = [labels.count(c) for c in range(10)]
+        for x, y in (batch for epoch in epochs for batch in epoch):
+            descend(local, loss_by_hand(local(x.double()), y, counts, 0.8), 0.2)
+
+    expected = rounds_by_hand(run, train)
+    run.fit()
+    assert_near(run.state["model"], expected, 1e-12)
+    assert "client/train_calibrated_loss" in run.csv.rows[0]
+    assert "client/train_ce" not in run.csv.rows[0]
+
+
+def test_without_margins_it_is_fedavg_bit_for_bit(tmp_path):
+    plain = weights_after(tmp_path / "avg", **PLAIN)
+    assert same_bytes(weights_after(tmp_path / "lc", FedLC(0.0), **PLAIN), plain)
+    assert not same_bytes(weights_after(tmp_path / "lc1", FedLC(1.0), **PLAIN), plain)
+
+
+def test_a_module_without_class_counts_is_refused():
+    with pytest.raises(ConfigError, match=r"^CalibratedLoss: module.class_counts is missing"):
+        CalibratedLoss().begin(ClientModule(MLP((4,), 3)))

@@ -1,0 +1,86 @@
+"""FedNTD's distillation, and runs with it (Lee et al., NeurIPS 2022)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import (
+    NormMLP,
+    assert_near,
+    descend,
+    digits,
+    experiment,
+    in_float64,
+    rounds_by_hand,
+    same_bytes,
+    weights_after,
+)
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedNTD, NotTrueDistillation
+from fl_lightning.algorithms.global_model.fedntd import not_true, not_true_distillation
+from fl_lightning.client.module import Step
+
+PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+
+
+def distillation_by_hand(logits, teacher, targets, tau):
+    """Return the batch's mean of `τ² Σ_c q_g(c) log(q_g(c) / q(c))` over the classes that are not a sample's own."""
+    total = 0.0
+    for own, other, y in zip(logits, teacher, targets.tolist(), strict=True):
+        rest = [c for c in range(len(own)) if c != y]
+        q, q_g = ([(v[c] / tau).exp() / sum((v[d] / tau).exp() for d in rest) for c in rest] for v in (own, other))
+        total = total + tau**2 * sum(b * (b / a).log() for a, b in zip(q, q_g, strict=True))
+    return total / len(targets)
+
+
+def test_the_true_class_is_left_out():
+    logits = torch.arange(12.0).view(3, 4)
+    assert not_true(logits, torch.tensor([0, 2, 3])).tolist() == [[1, 2, 3], [4, 5, 7], [8, 9, 10]]
+
+
+@pytest.mark.parametrize("tau", [0.5, 1.0, 3.0])
+def test_the_loss_equals_a_brute_force_loop(tau):
+    logits, teacher = torch.randn(2, 6, 5, dtype=torch.float64)
+    targets = torch.tensor([0, 4, 2, 2, 1, 3])
+    expected = distillation_by_hand(logits, teacher, targets, tau).item()
+    assert not_true_distillation(logits, teacher, targets, tau).item() == pytest.approx(expected)
+
+
+def test_the_loss_does_not_depend_on_the_logit_of_the_true_class():
+    logits, teacher, targets = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+    moved = logits + 5 * F.one_hot(targets, 3)
+    assert torch.equal(*(not_true_distillation(one, teacher, targets, 1.0) for one in (logits, moved)))
+
+
+def test_two_classes_leave_nothing_to_distil():
+    assert not_true_distillation(torch.randn(3, 2), torch.randn(3, 2), torch.tensor([0, 1, 1]), 1.0).item() == 0
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    beta, tau = 0.6, 2.0
+    run = experiment(tmp_path, FedNTD(beta, tau), **PLAIN)
+
+    def train(local, client, epochs):
+        teacher = copy.deepcopy(local)
+        for x, y in (batch for epoch in epochs for batch in epoch):
+            logits = local(x.double())
+            loss = distillation_by_hand(logits, teacher(x.double()).detach(), y, tau)
+            descend(local, F.cross_entropy(logits, y) + beta * loss, 0.2)
+
+    expected = rounds_by_hand(run, train)
+    run.fit()
+    assert_near(run.state["model"], expected, 1e-12)
+
+
+def test_with_beta_0_it_is_fedavg_bit_for_bit(tmp_path):
+    options = PLAIN | {"model": NormMLP}
+    plain = weights_after(tmp_path / "avg", **options)
+    assert same_bytes(weights_after(tmp_path / "ntd", FedNTD(0.0), **options), plain)
+    assert not same_bytes(weights_after(tmp_path / "ntd1", FedNTD(1.0), **options), plain)
+
+
+def test_the_term_is_zero_outside_a_fit():
+    assert NotTrueDistillation()(Step(torch.randn(2, 3), torch.tensor([0, 1]), inputs=torch.randn(2, 4))).item() == 0

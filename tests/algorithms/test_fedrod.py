@@ -1,0 +1,76 @@
+"""FedROD: its balanced loss, and two heads on one encoder (Chen and Chao, ICLR 2022)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import assert_near, descend, digits, experiment, finished, in_float64, local_batches, samples_of
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import BalancedSoftmax, FedROD
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.models import MLP, Head
+
+PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+
+
+def balanced_by_hand(logits, targets, counts):
+    """Return the mean of `-log(n_y exp(l_y) / Σ_c n_c exp(l_c))`, sample by sample."""
+    total = 0.0
+    for row, y in zip(logits, targets.tolist(), strict=True):
+        total = total - (counts[y] * row[y].exp() / sum(n * v.exp() for n, v in zip(counts, row, strict=True))).log()
+    return total / len(targets)
+
+
+def test_the_balanced_loss_equals_a_brute_force_loop():
+    logits, targets, counts = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 2, 2, 3, 0]), [7, 0, 2, 1]
+    term = BalancedSoftmax()
+    term.counts = torch.tensor(counts)
+    assert term(Step(logits, targets)).item() == pytest.approx(balanced_by_hand(logits, targets, counts).item())
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    run = experiment(tmp_path, FedROD(), **PLAIN)
+    run.load()
+    model = copy.deepcopy(run.worker.template.backbone)
+    heads = {k: copy.deepcopy(model.head) for k in range(4)}
+    for round in range(1, 4):
+        ends, sizes = [], []
+        for client in run.server.participants(round):
+            local, own = copy.deepcopy(model), heads[client]
+            labels = run.data.data.y_train[run.data.shards[client].train].tolist()
+            counts = [labels.count(c) for c in range(10)]
+            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
+                z = local.encoder(x.double())
+                both = local.head(z).detach() + own(z.detach())
+                shared = balanced_by_hand(local.head(z), y, counts)
+                descend(local, shared, 0.2)
+                descend(own, F.cross_entropy(both, y), 0.2)
+            ends.append(local.state_dict())
+            sizes.append(len(labels))
+        mean = {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ends[0]}
+        model.load_state_dict(mean)
+    run.fit()
+    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    for client in run.memory:
+        assert_near(run.memory[client]["personal_head"], dict(sorted(heads[client].state_dict().items())), 1e-12)
+        x = samples_of(run, client, "test")[0].double()
+        z = model.encoder(x)
+        expected = model.head(z) + heads[client](z)
+        torch.testing.assert_close(run.client_module(client).eval()(x), expected, rtol=1e-10, atol=1e-10)
+    assert "client/train_personal" in run.csv.rows[0]
+    assert "global/acc" in run.csv.rows[0]
+
+
+def test_a_head_of_several_layers_is_refused(tmp_path):
+    model = partial(MLP, head=Head(hidden=(8,)))
+    with pytest.raises(ConfigError, match=r"^model\.head: FedROD needs a head of one linear layer"):
+        finished(tmp_path, FedROD(), model=model)
+
+
+def test_a_module_without_class_counts_is_refused():
+    with pytest.raises(ConfigError, match=r"^BalancedSoftmax: module.class_counts is missing"):
+        BalancedSoftmax().begin(ClientModule(MLP((4,), 3)))

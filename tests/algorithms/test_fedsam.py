@@ -1,0 +1,110 @@
+"""FedSAM and MoFedSAM compared with Algorithms 1 and 2 (Qu et al., ICML 2022)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import (
+    NormMLP,
+    assert_near,
+    digits,
+    experiment,
+    finished,
+    in_float64,
+    local_batches,
+    same_bytes,
+    weights_after,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedCM, FedSAM, MoFedSAM, Proximal
+from fl_lightning.algorithms.global_model.fedsam import ascent
+from fl_lightning.core.errors import ConfigError
+
+PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+
+
+class Norm(NormMLP):
+    """One hidden layer with BatchNorm, without dropout."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__(in_shape, num_classes)
+        self.encoder[-1] = nn.Identity()
+
+
+def sharp_gradients(local, x, y, rho):
+    """Return the gradients at the perturbed weights of a copy. The network sees the batch once."""
+    gradients = torch.autograd.grad(F.cross_entropy(local(x), y), list(local.parameters()))
+    norm = sum(g.square().sum() for g in gradients).sqrt()
+    other = copy.deepcopy(local)
+    with torch.no_grad():
+        for p, g in zip(other.parameters(), gradients, strict=True):
+            p += rho * g / norm
+    return torch.autograd.grad(F.cross_entropy(other(x), y), list(other.parameters()))
+
+
+@in_float64
+@pytest.mark.parametrize("momentum", [False, True])
+def test_a_run_equals_a_loop_by_hand(tmp_path, momentum):
+    rho, alpha, lr = 0.3, 0.4 if momentum else 1.0, 0.2
+    method = MoFedSAM(rho, alpha) if momentum else FedSAM(rho)
+    run = experiment(tmp_path, method, model=Norm, **PLAIN)
+    run.load()
+    model = copy.deepcopy(run.worker.template.backbone).train()
+    direction = [torch.zeros_like(p) for p in model.parameters()]
+    for round in range(1, 4):
+        ends, slopes = [], []
+        for client in run.server.participants(round):
+            local, steps = copy.deepcopy(model), 0
+            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
+                gradients = sharp_gradients(local, x.double(), y, rho)
+                with torch.no_grad():
+                    for p, g, d in zip(local.parameters(), gradients, direction, strict=True):
+                        p -= lr * (alpha * g + (1 - alpha) * d)
+                steps += 1
+            moved = zip(model.parameters(), local.parameters(), strict=True)
+            slopes.append([(start - end).detach() / (steps * lr) for start, end in moved])
+            ends.append(local.state_dict())
+        direction = [sum(parts) / 3 for parts in zip(*slopes, strict=True)]
+        model.load_state_dict(
+            {
+                n: sum(e[n] for e in ends) / 3 if v.is_floating_point() else max(e[n] for e in ends)
+                for n, v in ends[0].items()
+            }
+        )
+    run.fit()
+    assert_near(run.state["model"], model.state_dict(), 1e-11)
+
+
+def test_without_a_radius_it_is_fedavg_and_fedcm_bit_for_bit(tmp_path):
+    options = PLAIN | {"model": NormMLP}
+    for plain, sharp in ((FedAvg(), FedSAM(0.0, "samples")), (FedCM(), MoFedSAM(0.0))):
+        one, other = (weights_after(tmp_path / type(m).__name__, m, **options) for m in (plain, sharp))
+        assert same_bytes(one, other)
+
+
+def test_recorded_losses_are_those_before_the_perturbation(tmp_path):
+    options = PLAIN | {"rounds": 1, "optimizer": partial(torch.optim.SGD, lr=0.0)}
+    plain, sharp = (finished(tmp_path / str(r), FedSAM(r, loss_terms=[Proximal(0.1)]), **options) for r in (0.0, 0.5))
+    for name in ("client/train_loss", "client/train_ce", "client/train_proximal"):
+        assert plain.csv.rows[0][name] == pytest.approx(sharp.csv.rows[0][name])
+
+
+def test_a_gradient_of_zero_has_no_perturbation():
+    moves = ascent([torch.zeros(2), torch.zeros(1)], 0.1)
+    assert not any(move.any() for move in moves)
+    moves = ascent([torch.tensor([3.0]), torch.tensor([4.0])], 0.1)
+    assert torch.cat(moves).tolist() == pytest.approx([0.06, 0.08])
+
+
+def test_scaled_half_precision_is_refused(tmp_path):
+    module = FedSAM().client_module(Norm((4,), 3))
+
+    class Trainer:
+        precision = "16-mixed"
+
+    vars(module)["_trainer"] = Trainer()
+    with pytest.raises(ConfigError, match=r"^trainer\.precision: FedSAM's first gradient is not scaled"):
+        module.check_fit()

@@ -1,0 +1,54 @@
+"""LG-FedAvg: the encoder stays on its client (Liang et al. 2020)."""
+
+import copy
+from functools import partial
+
+import torch
+from experiments import (
+    assert_near,
+    descend,
+    digits,
+    experiment,
+    in_float64,
+    local_batches,
+    same_bytes,
+    weights_after,
+)
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import LGFedAvg
+
+PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    run = experiment(tmp_path, LGFedAvg(), **PLAIN)
+    run.load()
+    model = run.worker.template.backbone
+    head, encoders = copy.deepcopy(model.head), {}
+    for round in range(1, 4):
+        ends, sizes = [], []
+        for client in run.server.participants(round):
+            local = copy.deepcopy(model)
+            local.head.load_state_dict(head.state_dict())
+            if client in encoders:
+                local.encoder.load_state_dict(encoders[client])
+            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
+                descend(local, F.cross_entropy(local(x.double()), y), 0.2)
+            encoders[client] = local.encoder.state_dict()
+            ends.append(local.head.state_dict())
+            sizes.append(len(run.data.shards[client].train))
+        head.load_state_dict(
+            {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ("weight", "bias")}
+        )
+    run.fit()
+    assert_near(run.state["model"], {f"head.{name}": value for name, value in head.state_dict().items()}, 1e-12)
+    for client, encoder in encoders.items():
+        kept = {f"encoder.{name}": value for name, value in encoder.items()}
+        assert_near(run.memory[client]["personal"], dict(sorted(kept.items())), 1e-12)
+
+
+def test_with_no_personal_part_it_is_fedavg_bit_for_bit(tmp_path):
+    shared = weights_after(tmp_path / "lg", LGFedAvg(personal=[]), **PLAIN)
+    assert same_bytes(shared, weights_after(tmp_path / "avg", **PLAIN))

@@ -1,0 +1,162 @@
+"""Image folders with a pattern of class, client and split."""
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from layouts import SITES, write_image, write_sites
+from refusals import refusal
+
+from fl_lightning.data import ByClient, ImageFolder, LoadedData, Scenario
+
+FORMS = {
+    "{client}/{class}/*": "{site}/{kind}/{i:03}.png",
+    "{class}/{client}_*.png": "{kind}/{site}_a_{i:03}.png",
+    "scans/*/{client}-{class}-????*": "scans/{i}/{site}-{kind}-{i:03}.png",
+    "{split}/{client}/{class}/*": "{split}/{site}/{kind}/{i:03}.png",
+    "{client}/{split}/{class}/*": "{site}/{split}/{kind}/{i:03}.png",
+}
+
+
+def labels_by_image(data: LoadedData, split: str) -> dict[int, tuple[int, str]]:
+    """Return the label and client of each image of a split; image i of `write_sites` has the value i."""
+    values = getattr(data, f"x_{split}")[:, 0, 0, 0].tolist()
+    labels, clients = getattr(data, f"y_{split}").tolist(), getattr(data, f"client_{split}").tolist()
+    return dict(zip(values, zip(labels, clients, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("pattern", FORMS)
+def test_a_pattern_gives_each_image_its_class_client_and_split(pattern: str, tmp_path: Path) -> None:
+    has_split = "{split}" in pattern
+    write_sites(tmp_path, FORMS[pattern], split=has_split)
+    data = ImageFolder(str(tmp_path), pattern).checked()
+    train, test = (labels_by_image(data, split) for split in ("train", "test"))
+    assert train | test == {i: (i // 3 % 2, SITES[i % 3]) for i in range(60)}
+    assert len(train) + len(test) == 60
+    if has_split:
+        assert set(test) == {i for i in range(60) if i // 6 % 3 == 2}
+    else:
+        assert len(test) == 12
+    assert data.class_names == ["cat", "dog"]
+
+
+def test_sites_become_clients(tmp_path: Path) -> None:
+    write_sites(tmp_path)
+    built = Scenario(ImageFolder(str(tmp_path), "{client}/{class}/*"), ByClient()).build(0)
+    assert built.client_ids == list(SITES)
+    assert built.class_counts("train").sum() + built.class_counts("test").sum() == 60
+
+
+def test_a_pattern_can_have_no_client_and_val_replaces_a_missing_test(tmp_path: Path) -> None:
+    write_sites(tmp_path, "{split}/{kind}/{i:03}.png", split=True)
+    pattern = "{split}/{class}/*"
+    data = ImageFolder(str(tmp_path), pattern).checked()
+    plain = ImageFolder(str(tmp_path)).checked()
+    assert data.client_train is None
+    assert np.array_equal(data.x_train, plain.x_train)
+    write_image(tmp_path / "val" / "cat" / "x.png", 99)
+    assert 99 not in ImageFolder(str(tmp_path), pattern).checked().x_train
+    shutil.rmtree(tmp_path / "test")
+    assert ImageFolder(str(tmp_path), pattern).checked().x_test.unique().tolist() == [99]
+
+
+def test_files_that_do_not_match_and_clients_without_a_class_are_told(tmp_path: Path) -> None:
+    write_sites(tmp_path)
+    shutil.rmtree(tmp_path / "east" / "dog")
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "west" / "cat" / "more").mkdir()
+    (tmp_path / "west" / "cat" / ".hidden.png").write_text("")
+    make = partial(ImageFolder, str(tmp_path), "{client}/{class}/*")
+    with pytest.warns(UserWarning, match=r"scenario\.dataset\.") as caught:
+        data = make().checked()
+    assert [str(one.message) for one in caught] == [
+        "scenario.dataset.pattern: '{client}/{class}/*' leaves out 2 of 52 files, such as notes.txt",
+        "scenario.dataset.path: client east has no image of class dog",
+    ]
+    assert len(data.y_train) + len(data.y_test) == 50
+    (tmp_path / "notes.txt").unlink()
+    (tmp_path / "west" / "cat" / "more").rmdir()
+    shutil.rmtree(tmp_path / "north" / "dog")
+    with pytest.warns(UserWarning, match=r"class dog \(2 of 3 clients lack a class\)$"):
+        make().checked()
+
+
+def rename_folders(name: str, new: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        for path in list(root.glob(f"**/{name}")):
+            path.rename(path.with_name(new))
+
+    return change
+
+
+def do_nothing(root: Path) -> None:
+    pass
+
+
+def keep_only(name: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        for path in root.iterdir():
+            if path.name != name:
+                shutil.rmtree(path)
+
+    return change
+
+
+SPLIT = "{split}/{client}/{class}/*"
+BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "unknown field": ("{site}/{class}/*", do_nothing, "has an unknown field, {site}. Use {class}, {client}, {split}"),
+    "field twice": ("{class}/{class}/*", do_nothing, "has {class} twice. Use it once, and * for any other text"),
+    "no class": ("{client}/*", do_nothing, "has no {class}. Put it where the paths have the class, as in"),
+    "no match": (
+        "{client}/{class}/*.jpg",
+        do_nothing,
+        "matches no file in mine. It contains, for example, test/east/",
+    ),
+    "a dot is a dot": ("{split}/{client}/{class}/0.*", do_nothing, "matches no file in mine. It contains, for example"),
+    "no files": (SPLIT, keep_only("nothing"), "matches no file in mine. It contains no files"),
+    "one class": (
+        "*/{class}/*/*",
+        lambda root: [shutil.rmtree(root / part / name) for part in ("train", "test") for name in ("east", "west")],
+        "finds only the class north. Images need at least two classes",
+    ),
+    "other split": (
+        SPLIT,
+        rename_folders("test", "valid"),
+        "finds the split 'valid' in mine/valid/east/cat/012.png. It needs to be train, test or val",
+    ),
+    "no test": (
+        SPLIT,
+        keep_only("train"),
+        "finds no image of the split test. Add some, or use a pattern without {split}",
+    ),
+    "no train": (SPLIT, keep_only("test"), "finds no image of the split train. Add some, or use a pattern"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_pattern_that_does_not_fit_the_folder_is_refused(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+    pattern, change, expected = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    write_sites(tmp_path / "mine", "{split}/{site}/{kind}/{i:03}.png", split=True)
+    change(tmp_path / "mine")
+    assert f"scenario.dataset.pattern: '{pattern}' {expected}" in refusal(lambda: ImageFolder("mine", pattern))
+
+
+def test_a_class_only_in_the_test_images_is_refused(tmp_path: Path) -> None:
+    write_sites(tmp_path, "{split}/{site}/{kind}/{i:03}.png", split=True)
+    write_image(tmp_path / "test" / "east" / "cow" / "x.png", 0)
+    what = "test/east/cow/x.png: no training image has this class. Correct its path, or remove it"
+    assert refusal(lambda: ImageFolder(str(tmp_path), SPLIT)) == f"scenario.dataset.path: {tmp_path}/{what}"
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_folders_of_clients_without_a_pattern_are_refused_with_the_pattern(split: bool, tmp_path: Path) -> None:
+    write_sites(tmp_path, f"{'{split}/' * split}{{site}}/{{kind}}/{{i:03}}.png", split=split)
+    message = refusal(lambda: ImageFolder(str(tmp_path)))
+    assert "east: has folders, such as cat. If they are the classes of a client, set" in message
+    pattern = message.split("'")[1]
+    assert ImageFolder(str(tmp_path), pattern).checked().class_names == ["cat", "dog"]
