@@ -58,7 +58,7 @@ class ConfusionMatrix(RoundFigure):
         arrays: Arrays = {}
         worker, classes = run.worker, run.data.data.num_classes
         if self._tests_globally(run):
-            module = worker.modules.build_shared(run.state["model"])
+            module = run.evaluator.global_module(run.round)
             with inference(module, worker.idle_trainer):
                 arrays["global"] = confusion(module, worker.client_data.test_batches(), classes)
         lowest = float("inf")

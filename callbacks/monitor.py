@@ -131,7 +131,9 @@ def round_metrics(run: FederatedRun) -> list[str]:
     names: list[str] = []
     if run.algorithm.one_model:
         few_shot = ["acc", "loss", "acc_interval"] if run.data.data.evaluate else []
-        names += [f"global/{name}" for name in few_shot or score.values]
+        shared = few_shot or list(score.values)
+        names += [f"global/{name}" for name in shared]
+        names += [f"global/uncalibrated_{name}" for name in shared if run.algorithm.calibrates and name != "loss"]
     if scored:
         names += client_summary([score])
     names += train_metrics([Result(0, 0, losses=losses)])
