@@ -34,6 +34,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the runs' processes
 
 import fl_lightning
 from fl_lightning import open_run
+from fl_lightning.analysis.result_table import mean_and_std
 from fl_lightning.cli.main import main as fl_lightning_main
 
 CONFIG = Path(__file__).with_name("results.yaml")
@@ -221,7 +222,7 @@ def methods(alpha: float) -> list[str]:
 def spread(values: list[float], sign: str = "") -> str:
     """Format the mean and the standard deviation in percent."""
     scaled = [100 * value for value in values]
-    return f"{mean(scaled):{sign}.1f} ± {stdev(scaled):.1f}" if len(scaled) > 1 else f"{mean(scaled):{sign}.1f}"
+    return mean_and_std(mean(scaled), stdev(scaled) if len(scaled) > 1 else None, f"{sign}.1f")
 
 
 def measured(point: Point) -> dict[str, float | None]:

@@ -59,7 +59,7 @@ class Callbacks(griffe.Extension):
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the pages of the examples and of the reference to the navigation."""
     pages = {
-        "Examples": [{Path(source).name: target} for source, target in EXAMPLES.items()],
+        "Examples": [{title_of(ROOT / source): target} for source, target in EXAMPLES.items()],
         "Reference": ["api/index.md", *({name.removeprefix("fl_lightning."): f"api/{name}.md"} for name in PACKAGES)],
     }
     for entry in config.nav or []:
@@ -82,6 +82,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     here = page.file.src_uri
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]  # the home page would be its only entry
+    elif here in EXAMPLES.values():
+        page.meta["hide"] = ["toc"]  # the file has no headings
     home = next((source for source, target in PAGES.items() if target == here), f"docs/{here}")
 
     def rewrite_link(link: re.Match[str]) -> str:
@@ -94,8 +96,14 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def file_page(path: Path) -> str:
     """Return a page that shows a file."""
-    language = {".py": "python", ".yaml": "yaml"}[path.suffix]
-    return f"# {path.parent.name}/{path.name}\n\n```{language}\n{path.read_text()}```\n"
+    language, name = {".py": "python", ".yaml": "yaml"}[path.suffix], f"{path.parent.name}/{path.name}"
+    return f'# {title_of(path)}\n\n```{language} title="{name}"\n{path.read_text()}```\n'
+
+
+def title_of(path: Path) -> str:
+    """Return the title of a file's page: the first words of its docstring or first comment."""
+    first = path.read_text().partition("\n")[0].lstrip('"# ')
+    return re.split(r"[:,] |\. [A-Z]|\.\W*$", first)[0]
 
 
 def reference() -> dict[str, str]:

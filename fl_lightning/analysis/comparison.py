@@ -22,6 +22,9 @@ LEVELS = (0.05, 0.01, 0.001)
 DEFAULT_METRICS = ("global/acc", "client/acc_mean", "global/mae", "client/mae_mean")
 """Metrics that are compared by default. Regression has the error `mae` in place of the accuracy `acc`."""
 
+ROUNDING = 1e-12
+"""Share of the largest value below which a mean or a standard deviation is a rounding error, and becomes 0."""
+
 UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
 """Settings that do not separate runs into groups."""
 
@@ -247,7 +250,7 @@ def compare(
     if reference is None and "algorithm" in keys:
         wanted = {"algorithm": "FedAvg"}
     if unknown := wanted.keys() - set(keys):
-        fix = f"Use one of {_join(keys)}"
+        fix = f"Use one of {join_names(keys)}"
         raise ConfigError(f"--reference: {unknown.pop()} is not among the settings that differ. {fix}")
 
     grouping = _Grouping(keys, varied, texts, metric, lower, targets, across)
@@ -326,25 +329,36 @@ def percent(figures: Figures | None) -> Figures | None:
     return figures and figures._replace(mean=100 * figures.mean, std=figures.std and 100 * figures.std)
 
 
-def spread(values: Iterable[float]) -> Spread | None:
-    """Return the mean and the sample standard deviation of values; None if there are no values."""
+def spread(values: Iterable[float], largest: float = 0) -> Spread | None:
+    """Return the mean and the sample standard deviation of values; None if there are no values.
+
+    Both are exactly 0 if they differ from 0 only by rounding errors.
+
+    Args:
+        values: The values.
+        largest: Magnitude of the numbers that the values were computed from, if it is more than that of the values.
+    """
     array = np.array(list(values), dtype=float)
     if not len(array):
         return None
+    rounding = ROUNDING * max(np.abs(array).max(), largest)
+
+    def clean(figure: float) -> float:
+        return 0.0 if abs(figure) < rounding else float(figure)
+
     with np.errstate(all="ignore"):  # values may be infinite or NaN
-        return Spread(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else None, len(array))
+        return Spread(clean(array.mean()), clean(array.std(ddof=1)) if len(array) > 1 else None, len(array))
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
     """Return the mean difference between two lists of paired values, with a paired t-test; None for empty lists."""
     with np.errstate(all="ignore"):
         deltas = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
-    deviation = spread(deltas)
+    deviation = spread(deltas, np.abs([*ours, *theirs]).max(initial=0))
     if deviation is None:
         return None
     mean, std, n = deviation
-    rounding = 1e-12 * np.abs([*ours, *theirs]).max()
-    if std is None or not std > rounding:
+    if std is None or not std > 0:
         return Difference(n, mean, std, None, None)
     from scipy.special import stdtr  # imports ten times faster than scipy.stats
 
@@ -554,13 +568,14 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
     return [label(group) for group in groups]
 
 
-def _join(names: Iterable[Any]) -> str:
+def join_names(names: Iterable[Any]) -> str:
+    """Return names separated by commas: all of up to six, otherwise the first five and the number of the others."""
     names = list(map(str, names))
     return ", ".join(names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"])
 
 
 def _names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:
-    return _join(group.name_among(groups) for group in named)
+    return join_names(group.name_among(groups) for group in named)
 
 
 def _describe(wanted: Mapping[str, Any]) -> str:
@@ -582,5 +597,5 @@ def _seeds(runs: Iterable[Run]) -> list[Any]:
 
 def _warn(runs: set[Run], reason: str) -> None:
     if runs:
-        folders = _join(sorted(str(run.run_dir) for run in runs))
+        folders = join_names(sorted(str(run.run_dir) for run in runs))
         warnings.warn(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {folders}: {reason}", stacklevel=3)

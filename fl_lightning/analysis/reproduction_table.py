@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fl_lightning.analysis.paper_table import RULE, PaperTable
 from fl_lightning.analysis.reproduction import Cell, Reproduction, Verdict, margin_needed
-from fl_lightning.analysis.result_table import escape_markdown, mean_and_std, to_csv
+from fl_lightning.analysis.result_table import escape_markdown, format_number, mean_and_std, to_csv
 
 Grid = list[list[str]]
 """A header and rows of cells. A cell may have several lines."""
@@ -50,7 +50,7 @@ def format_cell(cell: Cell) -> str:
     papers = MISSING
     if cell.paper is not None:
         papers = mean_and_std(*cell.paper, "g")
-        papers += f" ({cell.difference:+.1f})" if cell.difference is not None else ""
+        papers += f" ({format_number(cell.difference, '+.1f')})" if cell.difference is not None else ""
     last10 = "" if cell.last10 is None else f"\n{cell.last10:.1f}"
     return f"{format_ours(cell)}\n{papers}{last10}"
 
@@ -73,7 +73,7 @@ def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
     for verdict in verdicts:
         if difference := verdict.difference:
             name = f"{verdict.claim.better} > {verdict.claim.than}"
-            margin = f"{difference.mean:+.1f}" + (f" ± {difference.std:.1f}" if difference.std is not None else "")
+            margin = mean_and_std(difference.mean, difference.std, "+.1f")
             ahead, p = f"{verdict.ahead} of {len(verdict.margins)}", _number(difference.p, ".3f")
             result = "holds" if verdict.holds else "does not hold"
             lines.append([name, verdict.column, _number(verdict.paper, "+.4g"), margin, ahead, p, result])
@@ -155,4 +155,4 @@ def _markdown(lines: Grid) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return MISSING if value is None else format(value, form)
+    return MISSING if value is None else format_number(value, form)

@@ -40,9 +40,15 @@ def _escape_formula(cell: str) -> str:
     return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not FIGURE.fullmatch(line) else line
 
 
+def format_number(value: float, form: str) -> str:
+    """Format a number in a format such as `.4f` or `+.4f`. A number that is rounded to 0 gets no minus sign."""
+    text = format(value, form)
+    return text if float(text) else format(0.0, form)
+
+
 def mean_and_std(mean: float, std: float | None, form: str) -> str:
     """Format a mean ± standard deviation in a number format such as `.4f`; only the mean if `std` is None."""
-    return f"{mean:{form}}" + (f" ± {std:{form}}" if std is not None else "")
+    return format_number(mean, form) + (f" ± {format_number(std, form.lstrip('+'))}" if std is not None else "")
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ def summary_table(summary: dict[str, Any], clients: Literal["trained", "received
         summary: The run's summary, as `summarize` returns it.
         clients: The evaluated model of a client, as in `Evaluation`.
     """
-    headers = ("", "last", "best", "best\nround")  # the break keeps the table within 40 columns
-    table = Table(*headers, title=f"{summary['rounds']} rounds", caption_justify="left")
+    table = Table("", "last", "best", "best round", title=f"{summary['rounds']} rounds", caption_justify="left")
     for name in (key.removesuffix("_last") for key in summary if key.endswith("_last")):
         figures = (f"{summary[f'{name}_{what}']:.4f}" for what in ("last", "best"))
         table.add_row(label_of(name), *figures, str(summary[f"{name}_best_round"]))
@@ -127,7 +126,7 @@ def partition_table(counts: np.ndarray, test_counts: np.ndarray, names: Names = 
     ends with the client's name if the data have one.
     """
     wide = counts.shape[1] > 20
-    table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0), title="training samples by client and class")
+    table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0))
     for label in labels(names.classes, range(counts.shape[1])):
         table.add_column(Text("" if wide else shorten_name(label, HEADER_LETTERS)), justify="right", no_wrap=True)
     table.add_column(" train", justify="right", no_wrap=True)

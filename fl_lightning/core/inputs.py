@@ -78,6 +78,10 @@ class Inputs:
         """Return the inputs on another device or with another dtype, as `Tensor.to` does."""
         return self.map(lambda value: value.to(*args, **options))
 
+    def pin_memory(self) -> Inputs:
+        """Return the inputs in page-locked memory, as `Tensor.pin_memory` does."""
+        return self.map(Tensor.pin_memory)
+
     def split(self, size: int) -> list[Inputs]:
         """Return parts of `size` samples. The last part may be smaller."""
         return [self[start : start + size] for start in range(0, len(self), size)]

@@ -18,8 +18,8 @@ GATHERED = 1 << 20
 """Bytes of small batches that are gathered at a time, which is faster than one by one."""
 
 
-def send(value: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. A copy to a GPU does not wait for what the GPU still has to do."""
+def send(value: Any, device: torch.device) -> Any:
+    """Return a tensor, or `Inputs`, on a device. A copy to a GPU does not wait for what the GPU still has to do."""
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()  # from other memory, the copy may wait
     return value.to(device, non_blocking=True)

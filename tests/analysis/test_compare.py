@@ -21,7 +21,7 @@ from run_folders import changed, write_run
 from scipy import stats
 
 from fl_lightning.analysis.comparison import comparable_runs, compare, format_setting, holm, paired_difference, spread
-from fl_lightning.analysis.result_table import ResultTable
+from fl_lightning.analysis.result_table import ResultTable, mean_and_std
 from fl_lightning.cli.commands.compare import shorten_keys
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import is_lower_better
@@ -110,6 +110,30 @@ def test_differences_that_do_not_vary_are_not_tested():
         assert (difference.p, difference.effect, difference.stars) == (None, None, "")
         assert difference.mean == pytest.approx(mean, abs=1e-12)
     assert paired_difference([], []) is None
+
+
+def test_rounding_errors_become_zero():
+    assert spread([0.9] * 3).std == 0
+    assert spread([0.1, 0.2, -0.3]).mean == 0
+    assert spread([1e-13, 1e-13]).mean == 1e-13
+    assert spread([1e-13, 3e-13]).std > 0
+    difference = paired_difference([0.9, 0.3], [0.8, 0.2])
+    assert (difference.std, difference.effect) == (0, None)
+    assert paired_difference([0.3, 0.1], [0.1 + 0.2, 0.1]).mean == 0
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "form", "text"),
+    [
+        (-0.00003, 0.00004, "+.4f", "+0.0000 ± 0.0000"),
+        (-0.004, None, ".1f", "0.0"),
+        (-0.06, 0.2, "+.1f", "-0.1 ± 0.2"),
+        (0.5, 1.25, ".2f", "0.50 ± 1.25"),
+        (math.nan, math.inf, ".1f", "nan ± inf"),
+    ],
+)
+def test_a_number_that_rounds_to_zero_has_no_minus_sign(mean, std, form, text):
+    assert mean_and_std(mean, std, form) == text
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

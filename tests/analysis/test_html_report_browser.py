@@ -249,7 +249,10 @@ def test_a_figure_can_be_saved_as_an_image(tab):
     assert buttons.count() == 6  # none of Plotly's that lead to another site
     with tab.expect_download() as saved:
         buttons.first.click()
-    assert saved.value.path().read_bytes().startswith(b"\x89PNG")
+    assert saved.value.suggested_filename == "accuracy.svg"
+    image = saved.value.path().read_text()
+    assert image.startswith("<svg")
+    assert "global/acc" in image
 
 
 # --- switches ---
@@ -370,6 +373,32 @@ def test_a_phone_needs_no_scrolling_sideways(browser, report):
         assert tab.evaluate("document.querySelector('#accuracy .plot')._fullLayout.dragmode") is False
         tab.locator("#legend button").first.tap()
         assert list(lines(tab)) == [BETA]
+
+
+def test_the_summary_shows_the_rounds_to_an_accuracy_without_scrolling(browser, tmp_path):
+    names = ("client/acc_mean", "client/acc_weighted", "personal_on_global/acc_mean")
+    metrics = {name: [0.3, 0.9] for name in names}
+    for i in range(6):
+        config = {"algorithm": f"Method{i % 2}", "seed": i, "evaluation": {"target_accuracies": [0.5, 0.8, 0.85]}}
+        write_run(tmp_path / str(i), config, metrics | {"global/acc": [0.2, 0.9 + 0.0123 * i]})
+    write_report(open_runs(tmp_path), tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html", viewport={"width": 1400, "height": 900}) as tab:
+        edge = tab.locator("#summary .scroll").evaluate("scroll => scroll.getBoundingClientRect().right")
+        box = tab.locator("#summary thead th", has_text="R_0.85").bounding_box()
+        assert box["x"] + box["width"] <= edge
+
+
+def test_a_phone_shows_the_whole_legend_of_runs_with_long_names(browser, tmp_path):
+    for i in range(15):
+        config = {"algorithm": f"Method{i}", "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1 * i}}}
+        run = write_run(tmp_path / f"{i}-{'long' * 20}", config, {"global/acc": [0.2, 0.9]})
+        write_counts(run, np.eye(2, dtype=int) + i)
+    write_report(open_runs(tmp_path), tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html", viewport={"width": 390, "height": 844}, is_mobile=True) as tab:
+        legend = tab.locator("#legend").evaluate("one => [one.scrollHeight - one.clientHeight, one.scrollWidth]")
+        assert legend[0] == 0
+        assert legend[1] <= 390
+        assert tab.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [390, 390]
 
 
 def test_groups_beyond_the_colours_differ_in_their_dashes(browser, tmp_path):

@@ -10,6 +10,9 @@ from experiments import ONE_EPOCH, experiment
 from fl_lightning.callbacks import EarlyStopping, RoundCallback, RoundProgress
 from rich.console import Console
 
+from fl_lightning import FedPer
+from fl_lightning.runs import Run
+
 PNG = b"\x89PNG"
 
 
@@ -69,7 +72,23 @@ def test_a_notebook_shows_one_output_that_is_updated(tmp_path, notebook, monkeyp
     assert "round 2/2, all 2 rounds are done" in pages[-1]
     image = re.search(r'src="data:image/png;base64,(.*?)"', pages[-1])
     assert base64.b64decode(image[1]).startswith(PNG)
-    assert len({re.search("<img.*?>", page)[0] for page in pages[5:]}) == 2, "drawn once per round"
+
+
+def test_the_curves_are_drawn_once_per_round(tmp_path, notebook, monkeypatch):
+    stop_clock(monkeypatch)
+    drawn = []
+    plot = Run.plot
+    monkeypatch.setattr(Run, "plot", lambda run: drawn.append(len(run.rounds)) or plot(run))
+    experiment(tmp_path, rounds=2, trainer=ONE_EPOCH, callbacks=[in_notebook()]).fit()
+    assert drawn == [1, 2]
+
+
+def test_a_method_without_a_global_model_has_a_table_and_curves(tmp_path, notebook):
+    experiment(tmp_path, FedPer(), rounds=1, trainer=ONE_EPOCH, callbacks=[in_notebook()]).fit()
+    page = notebook.outputs[0][-1][1]
+    assert "client acc" in page
+    assert "global acc" not in page
+    assert "<img" in page
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,7 @@ def test_partition_prints_and_draws_the_true_counts(here):
     true = counted(seed=0)
     lines = out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("client"))
+    assert lines[header - 1] == "training samples by client and class"
     assert lines[header].split() == ["client", *map(str, range(10)), "train", "test"]
     for client in range(4):
         cells = re.sub("[░▒▓█]", "", lines[header + 1 + client]).split()

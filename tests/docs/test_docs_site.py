@@ -50,7 +50,8 @@ def work_dir(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
 def test_links_and_anchors_are_valid(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+    for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        assert not re.search(r"\.(md|py|yaml)$", text), f"a title in place of {text}"
         if not target.startswith(("http://", "https://")):
             path, _, anchor = target.partition("#")
             to = (page.parent / path).resolve() if path else page
@@ -286,6 +287,17 @@ def test_the_reference_has_all_exported_names(site):
     }
 
 
+@pytest.fixture(scope="module")
+def hooks():
+    """Return the module docs/hooks.py."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize(
     ("page", "link", "moved"),
     [
@@ -301,16 +313,20 @@ def test_the_reference_has_all_exported_names(site):
         ("running.md", "https://lightning.ai/docs", "https://lightning.ai/docs"),
     ],
 )
-def test_links_are_rewritten_for_the_site(page, link, moved):
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("griffe")
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+def test_links_are_rewritten_for_the_site(page, link, moved, hooks):
     snippet = f"```text\n[a]({link})\n```"
     site_page = SimpleNamespace(file=SimpleNamespace(src_uri=page), is_homepage=False)
     made = hooks.on_page_markdown(f"[a]({link})\n\n{snippet}\n\n[b]({link})\n", site_page)
     assert made == f"[a]({moved})\n\n{snippet}\n\n[b]({moved})\n"
+
+
+def test_pages_of_examples_have_titles(hooks):
+    titles = {path.name: hooks.title_of(path) for path in (ROOT / "examples").glob("*.*")}
+    assert titles["custom_algorithm.py"] == "Define FairProx"
+    assert titles["custom_algorithm.yaml"] == "FairProx on digits"
+    assert titles["loss_term_elsewhere.py"] == "Use FedSKC's contrastive loss (LCL) in any LightningModule"
+    assert titles["ua_pdfl_figure_4.py"] == "Redraw UA-PDFL's Fig. 4"
+    assert len(set(titles.values())) == len(titles)
 
 
 @pytest.mark.thorough

@@ -24,6 +24,7 @@ from fl_lightning.algorithms import (
     GlobalPeriodReview,
     WeightedMean,
 )
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.state_dicts import RunningMean, first_non_finite
 from fl_lightning.data import loaders
 from fl_lightning.engines import SequentialEngine, StackedEngine, device, unread_result
@@ -262,6 +263,9 @@ def test_a_copy_to_a_gpu_is_pinned_and_does_not_block(monkeypatch: Any) -> None:
     loaders.send(torch.ones(2), torch.device("cpu"))
     gpu, cpu = ((torch.device(kind),) for kind in ("cuda", "cpu"))
     assert calls == ["pinned", (gpu, {"non_blocking": True}), (cpu, {"non_blocking": True})]
+    calls.clear()
+    loaders.send(Inputs((torch.ones(2), torch.ones(2))), torch.device("cuda"))
+    assert calls == ["pinned", "pinned", (gpu, {"non_blocking": True}), (gpu, {"non_blocking": True})]
 
 
 # --- Devices of what overridden methods get ---

@@ -100,8 +100,8 @@ class CCVR(FedAvg):
 
     Args:
         features: Number of virtual features of each class, 1 or more.
-        epochs: Number of epochs that the head is trained on the virtual features, 0 or more, with the optimizer and the
-            batch size of the clients.
+        epochs: Number of epochs that the head is trained on the virtual features, 0 or more. The optimizer and the
+            batch size are those of the clients.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 

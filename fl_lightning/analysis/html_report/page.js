@@ -105,7 +105,10 @@
       yaxis: { ...axis, ...y },
       ...layout,
       modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: text },
-    }, { responsive: true, displayModeBar: touched ? false : "hover", displaylogo: false, modeBarButtons: BUTTONS });
+    }, {
+      responsive: true, displayModeBar: touched ? false : "hover", displaylogo: false, modeBarButtons: BUTTONS,
+      toImageButtonOptions: { format: "svg", filename: place.closest("section").id },
+    });
   }
 
   const xAxis = () => ({

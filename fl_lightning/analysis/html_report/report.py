@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
-from fl_lightning.analysis.comparison import compare, format_setting, group_labels, spread
+from fl_lightning.analysis.comparison import compare, format_setting, group_labels, join_names, spread
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.summary import read_columns
@@ -37,6 +37,8 @@ MARK = b'<meta name="generator" content="fl-lightning report">'
 """A line at the start of every report that marks the file as a report."""
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+ROUNDING = 1e-15
+"""Magnitude below which a metric is a rounding error."""
 MOST_ROUNDS = 1000
 """Maximum number of rounds of a run that are drawn."""
 MOST_POINTS = 1000
@@ -101,10 +103,9 @@ def page(data: Mapping[str, Any]) -> str:
         "base-uri": "'none'",
         "form-action": "'none'",
     }
-    count = len(data["runs"])
     return Template(parts["html"]).substitute(
         policy="; ".join(f"{what} {sources}" for what, sources in policy.items()),
-        title=html.escape(f"{count} runs" if count > 1 else data["runs"][0]["name"]),
+        title=html.escape(data["title"]),
         style=parts["css"],
         data=escape_json(data),
         plotly=base64.b64encode(gzip.compress(plotly.encode(), mtime=0)).decode(),
@@ -124,7 +125,8 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     names = run_names(runs)
     group_names, groups = groups_of(runs)
     group_of = {run: i for i, group in enumerate(groups) for run in group}
-    common, others = split_settings([setting_texts(run) for run in runs])
+    texts = [setting_texts(run) for run in runs]
+    common, others = split_settings(texts)
     entries = []
     for run, name, settings in zip(runs, names, others, strict=True):
         rounds = drawn_rounds(run)
@@ -134,6 +136,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
         values["clients"] = _read_or_skip(left_out, f"{name}/clients.csv", clients, run, rounds) or {}
         entries.append({"name": name, "group": group_of[run], **values, "settings": settings})
     return {
+        "title": title_of(texts, names),
         "groups": group_names,
         "runs": entries,
         "common": common,
@@ -148,8 +151,11 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def round_number(value: float) -> float | int | None:
-    """Return a number rounded to five significant digits; None for NaN and infinity, which JSON lacks."""
-    rounded = float(f"{value:.5g}")
+    """Return a number rounded to five significant digits; None for NaN and infinity, which JSON lacks.
+
+    Numbers below `ROUNDING` are rounding errors, such as the deviation of equal accuracies, and become 0.
+    """
+    rounded = float(f"{value:.5g}") if not abs(value) < ROUNDING else 0
     if not math.isfinite(rounded):  # the largest floats round to infinity
         return None
     return int(rounded) if abs(rounded) < 1e15 and rounded == int(rounded) else rounded
@@ -229,6 +235,22 @@ def run_names(runs: Sequence[Run]) -> list[str]:
     return [str(folder.relative_to(base)) for folder in folders]
 
 
+def title_of(texts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
+    """Return the title of a report: `FedAvg, FedSKC on Digits: 6 runs, 3 seeds`; of a single run with its name.
+
+    Args:
+        texts: The settings of each run.
+        names: The name of each run.
+    """
+    methods, datasets, seeds = (
+        list(dict.fromkeys(settings[key] for settings in texts if key in settings))
+        for key in ("algorithm", "scenario.dataset", "seed")
+    )
+    what = " on ".join(filter(None, map(join_names, (methods, datasets))))
+    counts = f"{len(names)} runs{f', {len(seeds)} seeds' if len(seeds) > 1 else ''}" if len(names) > 1 else names[0]
+    return f"{what}: {counts}" if what else counts
+
+
 def split_settings(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Return the settings that all runs have in common, and the other settings of each run."""
     common = {key: text for key, text in texts[0].items() if all(each.get(key) == text for each in texts)}
@@ -255,7 +277,7 @@ def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
     """Return the results of each group: mean ± sample standard deviation of summary values over the group's runs."""
     names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
     columns = [name for name in names if name.endswith(("_last", "_best")) or name.startswith("R_")]
-    columns.sort(key=lambda name: (name.startswith("R_"), not name.startswith("global/")))
+    columns.sort(key=lambda name: (not name.startswith("global/"), not name.startswith("R_")))
     rows = []
     for group in groups:
         figures = [_mean_and_deviation([run.summary.get(name) for run in group]) for name in columns]

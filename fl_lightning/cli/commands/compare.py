@@ -19,7 +19,7 @@ from fl_lightning.analysis.comparison import (
     comparable_runs,
     compare,
 )
-from fl_lightning.analysis.result_table import ResultTable
+from fl_lightning.analysis.result_table import ResultTable, mean_and_std
 from fl_lightning.evaluation.summary import human_bytes
 from fl_lightning.runs.reader import conditions, open_runs
 
@@ -139,17 +139,17 @@ def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
 # --- Cells ---
 
 
-def format_number(value: float, digits: int = 4) -> str:
-    """Format a number with a number of decimal places, or with four significant digits from 1000 on."""
-    return f"{value:.{digits}f}" if not abs(value) >= 1000 else f"{value:.4g}"
+def format_spread(figures: Spread | Difference | None, digits: int = 4, sign: str = "") -> str:
+    """Format a mean ± standard deviation with a number of decimal places; from 1000 on, with four significant digits.
 
-
-def format_spread(spread: Spread | None, digits: int = 4) -> str:
-    """Format a metric's mean ± standard deviation over the seeds of a group."""
-    if spread is None:
+    Args:
+        figures: The mean and the standard deviation of a metric over seeds.
+        digits: Number of decimal places.
+        sign: `+` to write the sign of a positive mean, too.
+    """
+    if figures is None:
         return "-"
-    mean = format_number(spread.mean, digits)
-    return mean if spread.std is None else f"{mean} ± {format_number(spread.std, digits)}"
+    return mean_and_std(figures.mean, figures.std, sign + (".4g" if abs(figures.mean) >= 1000 else f".{digits}f"))
 
 
 def format_seeds(group: Group, found: Comparison) -> str:
@@ -164,8 +164,7 @@ def format_difference(group: Group, digits: int = 4) -> str:
     """Format a group's difference to the reference group as mean ± standard deviation with significance stars."""
     if group.difference is None:
         return "" if group.reference else "-"
-    mean, std = group.difference.mean, group.difference.std
-    values = f"{mean:+.{digits}f}" if std is None else f"{mean:+.{digits}f} ± {format_number(std, digits)}"
+    values = format_spread(group.difference, digits, "+")
     pairs = f"({group.difference.pairs} of {len(group.seeds)})" if group.difference.pairs < len(group.seeds) else ""
     return " ".join(filter(None, [values, group.difference.stars, pairs]))
 

@@ -31,6 +31,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     console = Console()
     if not console.is_terminal:  # do not wrap lines in a file
         console = Console(width=1000)
+    print("training samples by client and class")
     console.print(partition_table(counts, test_counts, data.names), no_wrap=True)
     if given.out:
         out = Path(given.out)
