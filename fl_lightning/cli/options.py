@@ -45,7 +45,7 @@ CHECKPOINT = value(str, "last, best, or the number of a round.", default="last")
 TRUST = switch("Run the code that another user's run names.")
 ONLY_RUNS = "Only runs with these settings. KEY=[a, b] accepts either value."
 WHERE = value(str, ONLY_RUNS, nargs="+", default=[], metavar="KEY=VALUE")
-BY = value(str, "Settings that define the groups: a,b,c. Ends of keys will do.", default="")
+BY = value(str, "Settings that define the groups: a,b,c. The end of a key is enough.", default="")
 UNFINISHED = switch("Include unfinished runs, with the rounds they have.")
 THREADS = value(int | None, "Torch's threads for each of them; by default the cores divided by --workers.")
 REFERENCE = value(str, "Test against the group with KEY=VALUE, or of this algorithm.", nargs="+")
@@ -135,7 +135,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--trust": TRUST,
     },
     "sweep": {
-        "sweep": value(str, "A W&B sweep file, or the name of a shipped one.", nargs="?"),
+        "sweep": value(str, "A W&B sweep file, or the name of an included one.", nargs="?"),
         "--workers": value(int, "Number of runs at a time.", default=1),
         "--threads": THREADS,
         "--count": value(int | None, "Number of trials; random and bayes need it."),
@@ -144,7 +144,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--set": value(str, "Set a key in every trial.", action="append", metavar="KEY=VALUE"),
     },
     "reproduce": {
-        "table": value(str, "A table's file, or the name of a shipped one: `fl-lightning list papers`."),
+        "table": value(str, "A table's file, or the name of an included one: `fl-lightning list papers`."),
         "--rows": value(str, "Rows, by name or part of a name; all by default.", nargs="+"),
         "--columns": value(str, "Columns, by name or part of a name; all by default.", nargs="+"),
         "--seeds": value(int, "Seeds; by default those of the table.", nargs="+"),
@@ -178,7 +178,7 @@ OPTION_WORD = re.compile("-{1,2}[A-Za-z]")
 """Matches the beginning of a word that is an option. `-1` is a value."""
 
 BASELINES = "Settings that --algorithm NAME adds: a mapping by name, the path of one, or a list."
-CONFIG = "Config file, or the name of a shipped one. Later files override earlier ones."
+CONFIG = "Config file, or the name of an included one. Later files override earlier ones."
 BOOL = {"metavar": "true|false", "default": False, "choices": ["true", "false"]}
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
 TRAINER: dict[str, Option] = {

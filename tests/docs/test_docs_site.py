@@ -122,9 +122,10 @@ def columns():
 def test_your_algorithm_page_runs(work_dir, monkeypatch, capsys):
     session("your-algorithm.md", monkeypatch)
     counts = Counter(name for header in columns() for name in header if name.startswith("client/train_"))
-    assert counts["client/train_loss"] == 5
+    assert counts["client/train_loss"] == 6
     assert counts["client/train_confidence_penalty"] == 2, "the term alone, and the method"
-    assert counts["client/train_prior_matching"] == counts["client/train_dynamic_regularizer"] == 1
+    assert counts["client/train_prior_matching"] == counts["client/train_prototype_pull"] == 1
+    assert counts["client/train_dynamic_regularizer"] == 1
     runpy.run_path("run_mine.py", run_name="__main__")
     assert Path("runs/mine/final/model.pt").is_file()
     tests = vars(importlib.import_module("test_mine"))
