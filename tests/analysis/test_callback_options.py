@@ -160,9 +160,7 @@ WEIGHING = {*SKC, "FedSiamDA", "CwFedAvg", "class shares", "cwFedAVG's code"}
 HIDDEN = {"APPLE", "CriticalFL", "DisPFL"}  # the server does not receive a client's model as it was trained
 UNSHARED = {"FedDistill", "FedProto", "Local"}
 WITHOUT_ONE_MODEL = {*UNSHARED, "APPLE", "CFL", "DisPFL", "FedAMP", "FedFomo", "FedPAC", "FedPer", "FedRep"} | {
-    "HeurFedAMP",
-    "IFCA",
-    "PeerFedPer",
+    *("FedBN", "HeurFedAMP", "IFCA", "LGFedAvg", "PeerFedPer"),
 }
 REFUSED = {
     "AggregationWeights": METHODS.keys() - WEIGHING,
