@@ -116,7 +116,7 @@ def test_an_exported_network_gives_the_outputs_of_the_module(suffix, client, tmp
     with torch.no_grad():
         for n in (1, 7):  # not the number that was traced
             assert_close(outputs_of_file(path, batch(n)), module.eval()(batch(n)))
-    whose = "the global model" if client is None else "client 2's model"
+    whose = "the global model" if client is None else "the model of client 2"
     size = f"{path.stat().st_size / 1e6:.2f} MB"
     assert out.splitlines() == [
         f"wrote {path} ({FORMATS[suffix].name}, {size}): {whose} after round 3",
