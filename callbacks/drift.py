@@ -48,7 +48,7 @@ class ClientDrift(RoundFigure):
         self._before: Tensors | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the clients share a model."""
+        """Raise an error if the method has no model that all clients start a round from."""
         super().check(run)
         if not run.state["model"]:
             method = type(run.algorithm).__name__

@@ -68,7 +68,7 @@ def format_ours(cell: Cell) -> str:
 
 
 def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
-    """Return the table of claims, a row per claim and column: the paper's margin, ours, and whether the claim holds."""
+    """Return a table that compares, for each claim of a paper and each column, the paper's margin with ours."""
     lines = [CLAIMS]
     for verdict in verdicts:
         if difference := verdict.difference:

@@ -325,7 +325,7 @@ def arguments_of(key: str, path: str) -> list[str]:
 
 
 def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
-    """Return a config with dotted keys, in which the value of a key with a class is the class's name."""
+    """Flatten a config to dotted keys. The value of a key that takes a class is its `class_path`."""
     if not isinstance(content, dict):
         return {key: content}
     if "class_path" in content:

@@ -216,7 +216,7 @@ def _check_alike(train: dict[str, Tensor], test: dict[str, Tensor]) -> None:
 
 
 def _check_transforms(data: LoadedData) -> None:
-    """Try `prepare` and `augment` on several inputs, because those for images take one tensor."""
+    """Check that `prepare` and `augment` accept and return `Inputs`, if a sample has several inputs."""
     if not isinstance(data.x_train, Inputs):
         return
     for name in ("prepare", "augment"):

@@ -103,7 +103,7 @@ class ClientSlot:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the module still has its original submodules and weights, in place and without gradient hooks."""
+        """Return whether the module still has its original submodules and weight storage, and no gradient hooks."""
         same_parts = all(attributes["_modules"] == children for attributes, children in self._children)
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self._flags)
         return (same_parts and not hooked) and all(

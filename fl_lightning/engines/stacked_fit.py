@@ -149,7 +149,7 @@ class StackedFit:
         self.clients.append(Client(task, slot, module, tensors, batches, work, progress, random_states))
 
     def _draws(self, task: Task) -> bool:
-        """Return whether a client may draw random numbers after its start."""
+        """Return whether a client's training or upload may draw random numbers."""
         copies = self.worker.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
         return not (self.alike and copies) or self.data.augment is not None or (not self.slots or self.slots.draws)
 

@@ -66,7 +66,7 @@ class BlockOptimizer:
         return [Block(*bounds) for bounds in pairwise(self._cuts)]
 
     def set_gradients(self, rows: Sequence[int], gradients: Tensors) -> None:
-        """Set the gradients of some clients' rows for the next step.
+        """Set the gradients of some clients for the next step. Each client is one row of the stacked tensors.
 
         Args:
             rows: Some rows, ascending.

@@ -165,7 +165,7 @@ def refuse_lost_checkpoints(folder: Path) -> None:
 
 @contextmanager
 def remove_on_failure(created: Sequence[Path]) -> Iterator[None]:
-    """Context that after an exception removes the run folder that `lock_run_dir` created, and its new empty parents."""
+    """Context that removes the folders that `lock_run_dir` created if an exception occurs; parents only if empty."""
     try:
         yield
     except BaseException:

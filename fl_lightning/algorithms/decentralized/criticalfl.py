@@ -38,7 +38,7 @@ PEER_NORMS = "peer_norms"
 
 
 class PeerCriticalFL(PeerAlgorithm):
-    """CriticalFL between peers: while gradient norms grow, collect the largest changes, from more peers.
+    """CriticalFL without a server: while gradients grow, a client collects only the largest changes, from more peers.
 
     Each client has its own detector. It receives the mean of the client's gradient norm and the last norms of the peers
     that the client collected from. From a peer in a critical period, a client collects only the entries that changed

@@ -74,7 +74,7 @@ def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple
 
 
 class StructuralKnowledge(SharedKnowledge):
-    """Class-wise mean logits of the clients, merged (Eq. 1) to `(C, C)` values and a mask of known classes.
+    """FedSKC's shared knowledge: the clients' mean logits per class, merged (Eq. 1), and a mask of known classes.
 
     Args:
         similar_clients: M of Eq. 1, 0 or more.

@@ -107,7 +107,7 @@ def completer(command: str, key: str) -> Callable[..., list[str]]:
 
 
 def values_of(command: str, key: str) -> list[str]:
-    """Return the values that a command's key can take, such as class names; an empty list for any file or text."""
+    """Return the values to suggest for a command's option, such as class names; empty if it takes any text or file."""
     if key == "config" or (command, key) == ("reproduce", "table"):
         return list(descriptions("configs" if key == "config" else "papers"))
     if (command, key) == ("fit", "multirun"):

@@ -116,7 +116,7 @@ def dry_runs(grid: Sequence[Combination]) -> int:
 
 
 def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list[Job]:
-    """Return the jobs of all combinations and seeds. A combination is checked if none of its runs has begun.
+    """Return one job per combination and seed. Combinations without a run folder are checked first.
 
     Raises:
         ConfigError: A value is wrong or does not fit the others, two combinations are equal, or none is the reference.
