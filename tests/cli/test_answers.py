@@ -260,7 +260,7 @@ done
 COMPLETED = {
     "fl-lightning wa": "watch",
     "fl-lightning --v": "--version",
-    "fl-lightning fit --client_s": "--client_store",
+    "fl-lightning fit --client_s": "--client_sampler --client_store",
     "fl-lightning fit --client_store ": "memory disk",
     "fl-lightning fit --compile ": "true false",
     "fl-lightning fit --algorithm FedSK": "FedSKC",
@@ -274,7 +274,7 @@ COMPLETED = {
     "fl-lightning fit --config own.yaml --algorithm.m": "--algorithm.mu",
     "fl-lightning fit --config own.yaml --algorithm FedSKC --algorithm.m": "",
     "fl-lightning fit --config nowhere.yaml --algorithm.ta": "",
-    "fl-lightning fit --config nowhere.yaml --client_s": "--client_store",
+    "fl-lightning fit --config nowhere.yaml --client_s": "--client_sampler --client_store",
     "fl-lightning fit --config digits_fedsk": "digits_fedskc.yaml",
     "fl-lightning fit -c ow": "own.yaml",
     "fl-lightning fit --seeds 0 1 --multirun scenario.par": "scenario.partition=",
