@@ -139,9 +139,7 @@ def test_an_older_run_without_names_goes_on_without_them(folder: Path, tmp_path:
 
 def test_the_message_about_a_failed_client_has_its_name(folder: Path) -> None:
     Path("broken_fit.py").write_text(BROKEN)
-    code, _, err = run(
-        "fit", "--config", "mine.yaml", "--run_dir", "failed", "--client_callbacks+=broken_fit.Broken"
-    )
+    code, _, err = run("fit", "--config", "mine.yaml", "--run_dir", "failed", "--client_callbacks+=broken_fit.Broken")
     assert code == 1
     assert "client 0 ($[b]north$), round 1: RuntimeError: no batch" in err
 
