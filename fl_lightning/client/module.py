@@ -225,6 +225,17 @@ class ClientModule(L.LightningModule):
     def class_counts(self, counts: Tensor | Callable[[], Tensor] | None) -> None:
         self._class_counts = counts
 
+    def class_counts_for(self, term: LossTerm) -> Tensor:
+        """Return the client's samples of each class, `(C,)`, on the module's device, for a loss term that needs them.
+
+        Raises:
+            ConfigError: `class_counts` is not set. The message names the term.
+        """
+        if self.class_counts is None:
+            fix = "Set it to the client's training samples per class."
+            raise ConfigError(f"{type(term).__name__}: module.class_counts is missing. {fix}")
+        return self.class_counts.to(self.device)
+
     def load_weights(self, weights: Tensors) -> None:
         """Load received weights into the backbone. Entries that were not received do not change.
 

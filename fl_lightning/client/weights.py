@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, NonFiniteError
 from fl_lightning.core.flat_tensors import as_flat, map_tensors
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state_dicts import State
+from fl_lightning.core.state_dicts import State, first_non_finite
 from fl_lightning.models.base import Backbone, options_with_head
 
 PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
@@ -86,6 +86,24 @@ def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
             if callable(reset := getattr(layer, "reset_parameters", None)):
                 reset()
     return other.state_dict()
+
+
+def kept_model(network: nn.Module, fixed: Collection[str], what: str, fix: str) -> Tensors:
+    """Return copies of a network's entries on the CPU, as client state, after a check that they are finite.
+
+    Args:
+        network: A model of the client's own, beside the one that is uploaded.
+        fixed: Names of frozen parameters, which are equal everywhere and not kept.
+        what: The network in the error message, such as "personalised model".
+        fix: How to fix it.
+
+    Raises:
+        NonFiniteError: An entry contains NaN or Inf. The message names it.
+    """
+    kept = to_cpu({"": {name: value for name, value in network.state_dict().items() if name not in fixed}})[""]
+    if bad := first_non_finite(kept):
+        raise NonFiniteError(f"the {what}'s {bad!r} is NaN or Inf. {fix}")
+    return kept
 
 
 def to_cpu(sections: Mapping[str, Tensors]) -> State:

@@ -140,8 +140,7 @@ class FedCM(Algorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        self.momentum = ClientMomentum(alpha)
-        super().__init__([self.momentum, *(loss_terms or [])], DirectionServer(server_lr), buffers)
+        super().__init__([ClientMomentum(alpha), *(loss_terms or [])], DirectionServer(server_lr), buffers)
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: the weights and the descent direction `Δ`."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.errors import check_number
 from fl_lightning.core.state_dicts import at_least_float32
 
 
@@ -61,11 +61,7 @@ class CalibratedLoss(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the client's class counts `n_c` for the fit."""
-        if module.class_counts is None:
-            raise ConfigError(
-                "CalibratedLoss: module.class_counts is missing. Set it to the client's training samples per class."
-            )
-        self.counts = module.class_counts.to(module.device)
+        self.counts = module.class_counts_for(self)
 
     def forward(self, step: Step) -> Tensor:
         """Return the calibrated cross-entropy of a batch; outside a fit, the plain one."""

@@ -47,7 +47,9 @@ def effective_steps(
 
 
 class NormalizedMeans(NamedTuple):
-    """What `NormalizedAveraging` keeps of a round's uploads. `p_k` are the clients' shares of the samples.
+    """Means of a round's uploads, from which `NormalizedAveraging` computes its step.
+
+    `p_k` are the clients' shares of the samples.
 
     Attributes:
         parameters: Mean of the parameters with weights `p_k / ||a_k||₁`.

@@ -16,11 +16,11 @@ from torch.func import functional_call
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.client.weights import load_weights, to_cpu
-from fl_lightning.core.errors import NonFiniteError, check_number
+from fl_lightning.client.weights import kept_model, load_weights, to_cpu
+from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.state_dicts import State, first_non_finite
+from fl_lightning.core.state_dicts import State
 
 OWN_MODEL = "own_model"
 """The section of the client state with the client's own model `v`."""
@@ -143,11 +143,8 @@ class APFL(Algorithm):
             NonFiniteError: The own model contains NaN or Inf.
         """
         mixed = mixed_models(module)
-        weights = {name: value for name, value in mixed.own.state_dict().items() if name not in self.fixed}
-        kept = to_cpu({OWN_MODEL: weights, MIXING: {"alpha": mixed.alpha}})
-        if bad := first_non_finite(kept[OWN_MODEL]):
-            raise NonFiniteError(f"the client's own model has NaN or Inf in {bad!r}. Lower the learning rate.")
-        return super().remember(module, upload) | kept
+        kept = {OWN_MODEL: kept_model(mixed.own, self.fixed, "client's own model", "Lower the learning rate.")}
+        return super().remember(module, upload) | kept | to_cpu({MIXING: {"alpha": mixed.alpha}})
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Load the mixture of the client's own and the shared model, for evaluation."""

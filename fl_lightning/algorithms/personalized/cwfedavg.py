@@ -94,11 +94,7 @@ class WeightDistribution(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the client's class shares `p_i` for the fit."""
-        if module.class_counts is None:
-            raise ConfigError(
-                "WeightDistribution: module.class_counts is missing. Set it to the client's training samples per class."
-            )
-        self.shares = class_shares(module.class_counts).to(module.device)
+        self.shares = class_shares(module.class_counts_for(self))
 
     def forward(self, step: Step) -> Tensor:
         """Return the regularizer `λ ||p_i - p̃_i||_2` at the current weights, or zero outside a fit."""

@@ -47,7 +47,7 @@ class FedBN(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Return a client's LightningModule around a backbone, of which the BatchNorm layers are personal."""
+        """Return a client's LightningModule around a backbone. The BatchNorm layers of the backbone are personal."""
         self.personal = beginnings(name for name, layer in backbone.named_modules() if isinstance(layer, _BatchNorm))
         if not self.personal:
             raise ConfigError(

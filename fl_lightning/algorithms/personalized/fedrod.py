@@ -6,6 +6,7 @@ Chen, Chao: "On Bridging Generic and Personalized Federated Learning for Image C
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +49,7 @@ class BalancedSoftmax(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the client's class counts for the fit."""
-        if module.class_counts is None:
-            raise ConfigError(
-                "BalancedSoftmax: module.class_counts is missing. Set it to the client's training samples per class."
-            )
-        self.counts = module.class_counts.to(module.device)
+        self.counts = module.class_counts_for(self)
 
     def forward(self, step: Step) -> Tensor:
         """Return the balanced softmax loss of a batch; outside a fit, the plain cross-entropy."""
@@ -69,8 +66,8 @@ class TwoHeads(ClientModule):
     head. It starts as a copy of the initial shared head.
     """
 
-    def __init__(self, *parts: object) -> None:
-        super().__init__(*parts)  # type: ignore[arg-type]
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.own = copy.deepcopy(linear_head(self.backbone))
 
     def trainables(self) -> list[nn.Parameter]:

@@ -18,10 +18,10 @@ from fl_lightning.algorithms.aggregators import Aggregator, ServerStep, Weightin
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.client.weights import load_weights, to_cpu
-from fl_lightning.core.errors import NonFiniteError, check_number
+from fl_lightning.client.weights import kept_model, load_weights
+from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message
-from fl_lightning.core.state_dicts import State, first_non_finite
+from fl_lightning.core.state_dicts import State
 
 PERSONAL_MODEL = "personal_model"
 """The section of the client state with the personalised model `θ`."""
@@ -141,13 +141,9 @@ class PFedMe(Algorithm):
         Raises:
             NonFiniteError: The personalised model contains NaN or Inf.
         """
-        weights = own_model(module).state_dict()
-        kept = to_cpu({PERSONAL_MODEL: {name: value for name, value in weights.items() if name not in self.fixed}})
-        if bad := first_non_finite(kept[PERSONAL_MODEL]):
-            raise NonFiniteError(
-                f"the personalised model's {bad!r} is NaN or Inf. Lower algorithm.personal_lr or algorithm.lam."
-            )
-        return super().remember(module, upload) | kept
+        fix = "Lower algorithm.personal_lr or algorithm.lam."
+        kept = kept_model(own_model(module), self.fixed, "personalised model", fix)
+        return super().remember(module, upload) | {PERSONAL_MODEL: kept}
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Load the client's personalised model in place of the local model, for evaluation."""
