@@ -39,10 +39,6 @@ class ImageFolder(CustomDataset):
 
     Args:
         path: The folder.
-        pattern: Paths below the folder, with the fields `{class}` and, if there are any, `{client}` (such as a
-            hospital, for the partition `ByClient`) and `{split}` (`train`, `test` or `val`), for example
-            `{client}/{class}/*` or `{class}/{client}_*.png`. `*` is any text and `?` any character, but no slash. A
-            field is as short as possible.
         size: Height and width to resize all images to, or one number for both; not needed if all have one size.
         channels: 1 converts all images to grey, 3 to colour; by default grey if all of them are grey.
         test_share: Share to test on if there is no test folder: of each class, or of each client's images.
@@ -52,6 +48,10 @@ class ImageFolder(CustomDataset):
         std: Standard deviation of each channel; by default that of the training images.
         augment: Random crop (4 pixels of padding) and horizontal flip of training batches: `none`, drawn
             `per_sample`, or drawn once `per_batch`.
+        pattern: Paths below the folder, with the fields `{class}` and, if there are any, `{client}` (such as a
+            hospital, for the partition `ByClient`) and `{split}` (`train`, `test` or `val`), for example
+            `{client}/{class}/*` or `{class}/{client}_*.png`. `*` is any text and `?` any character, but no slash. A
+            field is as short as possible.
 
     Raises:
         ConfigError: A number is out of range.
@@ -60,7 +60,6 @@ class ImageFolder(CustomDataset):
     def __init__(
         self,
         path: str,
-        pattern: str | None = None,
         size: int | tuple[int, int] | None = None,
         channels: Literal[1, 3] | None = None,
         test_share: float = 0.2,
@@ -68,6 +67,7 @@ class ImageFolder(CustomDataset):
         mean: list[float] | None = None,
         std: list[float] | None = None,
         augment: Augment = "none",
+        pattern: str | None = None,
     ) -> None:
         super().__init__(test_share)
         self.path, self.pattern = path, None if pattern is None else PathPattern(pattern)

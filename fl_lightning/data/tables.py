@@ -152,7 +152,6 @@ class Table(_FileTable):
         path: The file, with a header. `.parquet` files are read as Parquet, all others as text with `separator`.
         label: The label column, or a list of several.
         features: Columns to learn from; by default all named columns that no other option names.
-        exclude: Columns to leave out of these, such as ids.
         categorical: Columns of numbers that are categories.
         encoding: `one_hot` makes one column per category of the training rows, all 0 for an unknown category; `codes`
             makes one column that numbers the categories from 1, with 0 for an unknown one.
@@ -163,6 +162,7 @@ class Table(_FileTable):
         test_path: A second file with the test rows.
         test_share: Share of the rows to test on if there is neither: of each class, or of each client's rows.
         separator: Character between the columns of a text file.
+        exclude: Columns to leave out of the default `features`, such as ids.
 
     Raises:
         ConfigError: An option is out of range, or two options exclude each other.
@@ -173,7 +173,6 @@ class Table(_FileTable):
         path: str,
         label: str | list[str],
         features: list[str] | None = None,
-        exclude: list[str] | None = None,
         categorical: list[str] | None = None,
         encoding: Literal["one_hot", "codes"] = "one_hot",
         standardize: bool = True,
@@ -183,6 +182,7 @@ class Table(_FileTable):
         test_path: str | None = None,
         test_share: float = 0.2,
         separator: str = ",",
+        exclude: list[str] | None = None,
     ) -> None:
         super().__init__(path, label, regression, client, split, test_path, test_share, separator)
         self.features, self.exclude, self.categorical = features, exclude or (), set(categorical or ())

@@ -33,7 +33,7 @@ def labels_by_image(data: LoadedData, split: str) -> dict[int, tuple[int, str]]:
 def test_a_pattern_gives_each_image_its_class_client_and_split(pattern: str, tmp_path: Path) -> None:
     has_split = "{split}" in pattern
     write_sites(tmp_path, FORMS[pattern], split=has_split)
-    data = ImageFolder(str(tmp_path), pattern).checked()
+    data = ImageFolder(str(tmp_path), pattern=pattern).checked()
     train, test = (labels_by_image(data, split) for split in ("train", "test"))
     assert train | test == {i: (i // 3 % 2, SITES[i % 3]) for i in range(60)}
     assert len(train) + len(test) == 60
@@ -46,7 +46,7 @@ def test_a_pattern_gives_each_image_its_class_client_and_split(pattern: str, tmp
 
 def test_sites_become_clients(tmp_path: Path) -> None:
     write_sites(tmp_path)
-    built = Scenario(ImageFolder(str(tmp_path), "{client}/{class}/*"), ByClient()).build(0)
+    built = Scenario(ImageFolder(str(tmp_path), pattern="{client}/{class}/*"), ByClient()).build(0)
     assert built.client_ids == list(SITES)
     assert built.class_counts("train").sum() + built.class_counts("test").sum() == 60
 
@@ -54,14 +54,14 @@ def test_sites_become_clients(tmp_path: Path) -> None:
 def test_a_pattern_can_have_no_client_and_val_replaces_a_missing_test(tmp_path: Path) -> None:
     write_sites(tmp_path, "{split}/{kind}/{i:03}.png", split=True)
     pattern = "{split}/{class}/*"
-    data = ImageFolder(str(tmp_path), pattern).checked()
+    data = ImageFolder(str(tmp_path), pattern=pattern).checked()
     plain = ImageFolder(str(tmp_path)).checked()
     assert data.client_train is None
     assert np.array_equal(data.x_train, plain.x_train)
     write_image(tmp_path / "val" / "cat" / "x.png", 99)
-    assert 99 not in ImageFolder(str(tmp_path), pattern).checked().x_train
+    assert 99 not in ImageFolder(str(tmp_path), pattern=pattern).checked().x_train
     shutil.rmtree(tmp_path / "test")
-    assert ImageFolder(str(tmp_path), pattern).checked().x_test.unique().tolist() == [99]
+    assert ImageFolder(str(tmp_path), pattern=pattern).checked().x_test.unique().tolist() == [99]
 
 
 def test_files_that_do_not_match_and_clients_without_a_class_are_told(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_files_that_do_not_match_and_clients_without_a_class_are_told(tmp_path: 
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "west" / "cat" / "more").mkdir()
     (tmp_path / "west" / "cat" / ".hidden.png").write_text("")
-    make = partial(ImageFolder, str(tmp_path), "{client}/{class}/*")
+    make = partial(ImageFolder, str(tmp_path), pattern="{client}/{class}/*")
     with pytest.warns(UserWarning, match=r"scenario\.dataset\.") as caught:
         data = make().checked()
     assert [str(one.message) for one in caught] == [
@@ -143,14 +143,14 @@ def test_a_pattern_that_does_not_fit_the_folder_is_refused(case: str, tmp_path: 
     monkeypatch.chdir(tmp_path)
     write_sites(tmp_path / "mine", "{split}/{site}/{kind}/{i:03}.png", split=True)
     change(tmp_path / "mine")
-    assert f"scenario.dataset.pattern: '{pattern}' {expected}" in refusal(lambda: ImageFolder("mine", pattern))
+    assert f"scenario.dataset.pattern: '{pattern}' {expected}" in refusal(lambda: ImageFolder("mine", pattern=pattern))
 
 
 def test_a_class_only_in_the_test_images_is_refused(tmp_path: Path) -> None:
     write_sites(tmp_path, "{split}/{site}/{kind}/{i:03}.png", split=True)
     write_image(tmp_path / "test" / "east" / "cow" / "x.png", 0)
     what = "test/east/cow/x.png: no training image has this class. Correct its path, or remove it"
-    assert refusal(lambda: ImageFolder(str(tmp_path), SPLIT)) == f"scenario.dataset.path: {tmp_path}/{what}"
+    assert refusal(lambda: ImageFolder(str(tmp_path), pattern=SPLIT)) == f"scenario.dataset.path: {tmp_path}/{what}"
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -159,4 +159,4 @@ def test_folders_of_clients_without_a_pattern_are_refused_with_the_pattern(split
     message = refusal(lambda: ImageFolder(str(tmp_path)))
     assert "east: has folders, such as cat. If they are the classes of a client, set" in message
     pattern = message.split("'")[1]
-    assert ImageFolder(str(tmp_path), pattern).checked().class_names == ["cat", "dog"]
+    assert ImageFolder(str(tmp_path), pattern=pattern).checked().class_names == ["cat", "dog"]
