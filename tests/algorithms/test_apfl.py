@@ -1,15 +1,14 @@
 """APFL compared with Algorithm 1 and Eq. 10 (Deng et al. 2020)."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from experiments import (
+    UNEQUAL,
     NormMLP,
     assert_near,
     descend,
-    digits,
     experiment,
     finished,
     in_float64,
@@ -21,16 +20,15 @@ from experiments import (
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import APFL, FedAvg
-from fl_lightning.core.errors import ClientFailure
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+from fl_lightning.core.errors import NonFiniteError
+from fl_lightning.core.message import Message
 
 
 @in_float64
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_run_equals_a_loop_by_hand(tmp_path, adaptive):
     lr = 0.2
-    run = experiment(tmp_path, APFL(0.3, adaptive), **PLAIN)
+    run = experiment(tmp_path, APFL(0.3, adaptive), **UNEQUAL)
     run.load()
     initial = copy.deepcopy(run.worker.template.backbone)
     model = copy.deepcopy(initial)
@@ -73,13 +71,13 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, adaptive):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_the_shared_model_equals_fedavg_for_every_share(tmp_path, alpha):
-    options = PLAIN | {"model": NormMLP}
+    options = UNEQUAL | {"model": NormMLP}
     shared = weights_after(tmp_path / "apfl", APFL(alpha), **options)
     assert same_bytes(shared, weights_after(tmp_path / "avg", FedAvg(), **options))
 
 
 def test_with_a_share_of_0_a_client_is_evaluated_with_the_shared_model(tmp_path):
-    run = finished(tmp_path, APFL(0.0, adaptive=False), **PLAIN)
+    run = finished(tmp_path, APFL(0.0, adaptive=False), **UNEQUAL)
     client = next(iter(run.memory))
     x, _ = samples_of(run, client, "test")
     shared = copy.deepcopy(run.worker.template.backbone)
@@ -88,11 +86,10 @@ def test_with_a_share_of_0_a_client_is_evaluated_with_the_shared_model(tmp_path)
 
 
 def test_an_own_model_that_diverges_is_reported(tmp_path):
-    run = experiment(tmp_path, APFL(1.0, adaptive=False), **PLAIN)
+    run = experiment(tmp_path, APFL(1.0, adaptive=False), **UNEQUAL)
     run.load()
     module = run.worker.modules.build()
     with torch.no_grad():
         next(module.own.parameters()).fill_(float("nan"))
-    with pytest.raises(Exception, match="own model has NaN or Inf") as refusal:
-        run.algorithm.remember(module, None)
-    assert not isinstance(refusal.value, ClientFailure)
+    with pytest.raises(NonFiniteError, match=r"^the client's own model's 'encoder\.1\.weight' is NaN or Inf"):
+        run.algorithm.remember(module, Message())

@@ -1,13 +1,12 @@
 """CCVR: merged class moments, virtual features, and runs with a calibrated head (Luo et al., NeurIPS 2021)."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from experiments import (
+    UNEQUAL,
     assert_near,
-    digits,
     experiment,
     finished,
     in_float64,
@@ -24,8 +23,6 @@ from fl_lightning.algorithms.global_model.ccvr import ClassMoments, class_moment
 from fl_lightning.analysis.export import network_of
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, seed_everything
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
 
 
 def test_merged_moments_are_those_of_all_samples():
@@ -67,7 +64,7 @@ def test_virtual_features_have_the_moments_and_the_classes():
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
-    run = experiment(tmp_path, CCVR(features=7, epochs=2), **PLAIN)
+    run = experiment(tmp_path, CCVR(features=7, epochs=2), **UNEQUAL)
 
     def train(local, client, epochs):
         for x, y in (batch for epoch in epochs for batch in epoch):
@@ -110,17 +107,17 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 
 def test_calibration_improves_a_model_of_skewed_clients_and_training_goes_on_without_it(tmp_path):
-    run = finished(tmp_path / "ccvr", CCVR(), **PLAIN)
+    run = finished(tmp_path / "ccvr", CCVR(), **UNEQUAL)
     row = run.csv.rows[-1]
     assert row["global/acc"] > row["global/uncalibrated_acc"] + 0.05
-    assert same_bytes(run.state["model"], weights_after(tmp_path / "avg", **PLAIN))
+    assert same_bytes(run.state["model"], weights_after(tmp_path / "avg", **UNEQUAL))
     assert run.test()["global/acc"] == row["global/acc"]
     written = torch.load(run.run_dir / "final" / "model.pt", weights_only=True)
     assert same_bytes(network_of(run).backbone.state_dict(), written)
 
 
 def test_without_epochs_it_is_fedavg_bit_for_bit(tmp_path):
-    run, other = finished(tmp_path / "ccvr", CCVR(epochs=0), **PLAIN), finished(tmp_path / "avg", **PLAIN)
+    run, other = finished(tmp_path / "ccvr", CCVR(epochs=0), **UNEQUAL), finished(tmp_path / "avg", **UNEQUAL)
     assert same_bytes(run.state["model"], other.state["model"])
     assert [row["global/loss"] for row in run.csv.rows] == [row["global/loss"] for row in other.csv.rows]
 

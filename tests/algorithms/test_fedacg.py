@@ -1,23 +1,29 @@
 """FedACG compared with Algorithm 1 (Kim et al., CVPR 2024)."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from experiments import assert_near, descend, digits, experiment, in_float64, local_batches, same_bytes, weights_after
+from experiments import (
+    UNEQUAL,
+    assert_near,
+    descend,
+    experiment,
+    in_float64,
+    local_batches,
+    same_bytes,
+    weights_after,
+)
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedACG, FedAvg, WeightedMean
 from fl_lightning.core.errors import ConfigError
 
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
-
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, beta = 0.8, 0.3
-    run = experiment(tmp_path, FedACG(lam, beta), **PLAIN)
+    run = experiment(tmp_path, FedACG(lam, beta), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     momentum = [torch.zeros_like(p) for p in model.parameters()]
@@ -45,8 +51,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 
 def test_without_momentum_and_term_it_is_fedavg_bit_for_bit(tmp_path):
-    plain = weights_after(tmp_path / "avg", FedAvg(aggregator=WeightedMean("uniform")), **PLAIN)
-    assert same_bytes(weights_after(tmp_path / "acg", FedACG(0.0, 0.0), **PLAIN), plain)
+    plain = weights_after(tmp_path / "avg", FedAvg(aggregator=WeightedMean("uniform")), **UNEQUAL)
+    assert same_bytes(weights_after(tmp_path / "acg", FedACG(0.0, 0.0), **UNEQUAL), plain)
 
 
 @pytest.mark.parametrize("lam", [-0.1, 1.0])

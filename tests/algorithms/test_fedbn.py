@@ -1,19 +1,24 @@
 """FedBN: which parameters and statistics stay on their client (Li et al., ICLR 2021)."""
 
 import copy
-from functools import partial
 
 import pytest
-import torch
-from experiments import assert_near, descend, digits, experiment, finished, in_float64, local_batches, same_bytes
+from experiments import (
+    UNEQUAL,
+    assert_near,
+    descend,
+    experiment,
+    finished,
+    in_float64,
+    local_batches,
+    same_bytes,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedBN
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, Backbone
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
 
 
 class TwoNorms(Backbone):
@@ -29,7 +34,7 @@ NORMS = {f"encoder.{i}.{part}" for i in (1, 3) for part in TwoNorms((64,), 2).en
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
-    run = experiment(tmp_path, FedBN(), model=TwoNorms, **PLAIN)
+    run = experiment(tmp_path, FedBN(), model=TwoNorms, **UNEQUAL)
     run.load()
     initial = copy.deepcopy(run.worker.template.backbone.state_dict())
     shared, own = {name: value for name, value in initial.items() if name not in NORMS}, {}
@@ -53,7 +58,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 
 def test_a_client_is_evaluated_with_its_own_norm_layers(tmp_path):
-    run = finished(tmp_path, FedBN(), model=TwoNorms, **PLAIN)
+    run = finished(tmp_path, FedBN(), model=TwoNorms, **UNEQUAL)
     for client, kept in run.memory.items():
         model = run.client_module(client).backbone.state_dict()
         assert same_bytes({name: model[name] for name in kept["personal"]}, kept["personal"])

@@ -5,20 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import assert_near, digits, experiment, finished, in_float64, local_batches, weights_after
+from experiments import UNEQUAL, assert_near, experiment, finished, in_float64, local_batches, weights_after
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedCM, WeightedMean
 from fl_lightning.core.errors import ConfigError
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
 
 
 @in_float64
 @pytest.mark.parametrize("server_lr", [1.0, 0.7])
 def test_a_run_equals_a_loop_by_hand(tmp_path, server_lr):
     alpha, lr = 0.3, 0.2
-    run = experiment(tmp_path, FedCM(alpha, server_lr), **PLAIN)
+    run = experiment(tmp_path, FedCM(alpha, server_lr), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     direction = [torch.zeros_like(p) for p in model.parameters()]
@@ -49,7 +47,9 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, server_lr):
 @in_float64
 def test_with_alpha_1_it_is_fedavg_but_for_rounding(tmp_path):
     uniform = FedAvg(aggregator=WeightedMean("uniform"))
-    assert_near(weights_after(tmp_path / "cm", FedCM(1.0), **PLAIN), weights_after(tmp_path / "avg", uniform, **PLAIN))
+    assert_near(
+        weights_after(tmp_path / "cm", FedCM(1.0), **UNEQUAL), weights_after(tmp_path / "avg", uniform, **UNEQUAL)
+    )
 
 
 def test_momentum_of_the_optimizer_is_refused(tmp_path):

@@ -1,22 +1,19 @@
 """FedDC compared with Algorithm 1 (Gao et al., CVPR 2022)."""
 
 import copy
-from functools import partial
 
 import torch
-from experiments import assert_near, digits, experiment, in_float64, local_batches
+from experiments import UNEQUAL, assert_near, experiment, in_float64, local_batches
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DriftPenalty, FedDC
 from fl_lightning.client.module import Step
 
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
-
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     alpha, lr = 0.3, 0.2
-    run = experiment(tmp_path, FedDC(alpha), **PLAIN)
+    run = experiment(tmp_path, FedDC(alpha), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     zero = [torch.zeros_like(p) for p in model.parameters()]

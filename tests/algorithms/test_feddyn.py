@@ -1,22 +1,19 @@
 """FedDyn compared with Algorithm 1 (Acar et al., ICLR 2021)."""
 
 import copy
-from functools import partial
 
 import torch
-from experiments import assert_near, descend, digits, experiment, in_float64, local_batches
+from experiments import UNEQUAL, assert_near, descend, experiment, in_float64, local_batches
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DynamicRegularizer, FedDyn
 from fl_lightning.client.module import Step
 
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
-
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     alpha = 0.3
-    run = experiment(tmp_path, FedDyn(alpha), **PLAIN)
+    run = experiment(tmp_path, FedDyn(alpha), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     zero = [torch.zeros_like(p) for p in model.parameters()]

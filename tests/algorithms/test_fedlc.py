@@ -1,18 +1,24 @@
 """FedLC's calibrated cross-entropy, and runs with it (Zhang et al., ICML 2022)."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
-from experiments import assert_near, descend, digits, experiment, in_float64, rounds_by_hand, same_bytes, weights_after
+from experiments import (
+    UNEQUAL,
+    assert_near,
+    descend,
+    experiment,
+    in_float64,
+    rounds_by_hand,
+    same_bytes,
+    weights_after,
+)
 
 from fl_lightning.algorithms import CalibratedLoss, FedLC
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
 
 
 def loss_by_hand(logits, targets, counts, tau):
@@ -52,7 +58,7 @@ def test_the_rarer_class_needs_the_larger_margin():
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
-    run = experiment(tmp_path, FedLC(0.8), **PLAIN)
+    run = experiment(tmp_path, FedLC(0.8), **UNEQUAL)
 
     def train(local, client, epochs):
         labels = run.data.data.y_train[run.data.shards[client].train].tolist()
@@ -68,9 +74,9 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 
 def test_without_margins_it_is_fedavg_bit_for_bit(tmp_path):
-    plain = weights_after(tmp_path / "avg", **PLAIN)
-    assert same_bytes(weights_after(tmp_path / "lc", FedLC(0.0), **PLAIN), plain)
-    assert not same_bytes(weights_after(tmp_path / "lc1", FedLC(1.0), **PLAIN), plain)
+    plain = weights_after(tmp_path / "avg", **UNEQUAL)
+    assert same_bytes(weights_after(tmp_path / "lc", FedLC(0.0), **UNEQUAL), plain)
+    assert not same_bytes(weights_after(tmp_path / "lc1", FedLC(1.0), **UNEQUAL), plain)
 
 
 def test_a_module_without_class_counts_is_refused():

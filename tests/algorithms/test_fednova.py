@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from experiments import (
-    NormMLP,
+    NoDropout,
     assert_near,
     digits,
     experiment,
@@ -55,12 +55,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, mu):
     rho, lr = 0.9, 0.1
     sgd = partial(torch.optim.SGD, lr=lr, momentum=rho)
 
-    class Norm(NormMLP):
-        def __init__(self, in_shape, num_classes):
-            super().__init__(in_shape, num_classes)
-            self.encoder[-1] = torch.nn.Identity()  # no dropout
-
-    run = experiment(tmp_path, FedNova(mu), optimizer=sgd, model=Norm, **OPTIONS)
+    run = experiment(tmp_path, FedNova(mu), optimizer=sgd, model=NoDropout, **OPTIONS)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone).train()
     lengths = set()

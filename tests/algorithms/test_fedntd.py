@@ -1,15 +1,14 @@
 """FedNTD's distillation, and runs with it (Lee et al., NeurIPS 2022)."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from experiments import (
+    UNEQUAL,
     NormMLP,
     assert_near,
     descend,
-    digits,
     experiment,
     in_float64,
     rounds_by_hand,
@@ -21,8 +20,6 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedNTD, NotTrueDistillation
 from fl_lightning.algorithms.global_model.fedntd import not_true, not_true_distillation
 from fl_lightning.client.module import Step
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
 
 
 def distillation_by_hand(logits, teacher, targets, tau):
@@ -61,7 +58,7 @@ def test_two_classes_leave_nothing_to_distil():
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     beta, tau = 0.6, 2.0
-    run = experiment(tmp_path, FedNTD(beta, tau), **PLAIN)
+    run = experiment(tmp_path, FedNTD(beta, tau), **UNEQUAL)
 
     def train(local, client, epochs):
         teacher = copy.deepcopy(local)
@@ -76,7 +73,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 
 def test_with_beta_0_it_is_fedavg_bit_for_bit(tmp_path):
-    options = PLAIN | {"model": NormMLP}
+    options = UNEQUAL | {"model": NormMLP}
     plain = weights_after(tmp_path / "avg", **options)
     assert same_bytes(weights_after(tmp_path / "ntd", FedNTD(0.0), **options), plain)
     assert not same_bytes(weights_after(tmp_path / "ntd1", FedNTD(1.0), **options), plain)

@@ -1,19 +1,26 @@
 """FedPAC: the heads' weights, the centroids, and a run as a loop by hand (Xu et al., ICLR 2023)."""
 
 import copy
-from functools import partial
 from itertools import combinations
 
 import pytest
 import torch
-from experiments import assert_near, descend, digits, experiment, in_float64, local_batches, same_bytes, samples_of
+from experiments import (
+    UNEQUAL,
+    assert_near,
+    descend,
+    digits,
+    experiment,
+    in_float64,
+    local_batches,
+    same_bytes,
+    samples_of,
+)
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import Centroids, FedPAC, FedRep
 from fl_lightning.algorithms.personalized.fedpac import collaboration_weights, feature_statistics, simplex_minimum
 from fl_lightning.core.message import Message, Upload
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
 
 
 def statistics_by_hand(features, labels, classes=10):
@@ -109,7 +116,7 @@ def test_centroids_are_means_over_all_samples_and_stay_where_there_are_none():
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, lr = 0.7, 0.2
-    run = experiment(tmp_path, FedPAC(lam), **PLAIN, trainer={"accelerator": "cpu", "max_epochs": 3})
+    run = experiment(tmp_path, FedPAC(lam), **UNEQUAL, trainer={"accelerator": "cpu", "max_epochs": 3})
     run.load()
     model, heads, centroids = copy.deepcopy(run.worker.template.backbone), {}, {}
     initial = copy.deepcopy(model.head.state_dict())
@@ -159,7 +166,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 
 def test_one_client_without_alignment_trains_as_in_fedrep(tmp_path):
-    one = PLAIN | {"scenario": digits(1), "clients_per_round": 1}
+    one = UNEQUAL | {"scenario": digits(1), "clients_per_round": 1}
     runs = [experiment(tmp_path / type(kind).__name__, kind, **one) for kind in (FedPAC(0.0), FedRep())]
     for run in runs:
         run.fit()

@@ -5,15 +5,22 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import assert_near, descend, digits, experiment, finished, in_float64, local_batches, samples_of
+from experiments import (
+    UNEQUAL,
+    assert_near,
+    descend,
+    experiment,
+    finished,
+    in_float64,
+    local_batches,
+    samples_of,
+)
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import BalancedSoftmax, FedROD
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, Head
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
 
 
 def balanced_by_hand(logits, targets, counts):
@@ -33,7 +40,7 @@ def test_the_balanced_loss_equals_a_brute_force_loop():
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
-    run = experiment(tmp_path, FedROD(), **PLAIN)
+    run = experiment(tmp_path, FedROD(), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     heads = {k: copy.deepcopy(model.head) for k in range(4)}

@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 from experiments import (
+    UNEQUAL,
+    NoDropout,
     NormMLP,
     assert_near,
-    digits,
     experiment,
     finished,
     in_float64,
@@ -16,22 +17,11 @@ from experiments import (
     same_bytes,
     weights_after,
 )
-from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedCM, FedSAM, MoFedSAM, Proximal
 from fl_lightning.algorithms.global_model.fedsam import ascent
 from fl_lightning.core.errors import ConfigError
-
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
-
-
-class Norm(NormMLP):
-    """One hidden layer with BatchNorm, without dropout."""
-
-    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
-        super().__init__(in_shape, num_classes)
-        self.encoder[-1] = nn.Identity()
 
 
 def sharp_gradients(local, x, y, rho):
@@ -50,7 +40,7 @@ def sharp_gradients(local, x, y, rho):
 def test_a_run_equals_a_loop_by_hand(tmp_path, momentum):
     rho, alpha, lr = 0.3, 0.4 if momentum else 1.0, 0.2
     method = MoFedSAM(rho, alpha) if momentum else FedSAM(rho)
-    run = experiment(tmp_path, method, model=Norm, **PLAIN)
+    run = experiment(tmp_path, method, model=NoDropout, **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone).train()
     direction = [torch.zeros_like(p) for p in model.parameters()]
@@ -79,14 +69,14 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, momentum):
 
 
 def test_without_a_radius_it_is_fedavg_and_fedcm_bit_for_bit(tmp_path):
-    options = PLAIN | {"model": NormMLP}
+    options = UNEQUAL | {"model": NormMLP}
     for plain, sharp in ((FedAvg(), FedSAM(0.0, "samples")), (FedCM(), MoFedSAM(0.0))):
         one, other = (weights_after(tmp_path / type(m).__name__, m, **options) for m in (plain, sharp))
         assert same_bytes(one, other)
 
 
 def test_recorded_losses_are_those_before_the_perturbation(tmp_path):
-    options = PLAIN | {"rounds": 1, "optimizer": partial(torch.optim.SGD, lr=0.0)}
+    options = UNEQUAL | {"rounds": 1, "optimizer": partial(torch.optim.SGD, lr=0.0)}
     plain, sharp = (finished(tmp_path / str(r), FedSAM(r, loss_terms=[Proximal(0.1)]), **options) for r in (0.0, 0.5))
     for name in ("client/train_loss", "client/train_ce", "client/train_proximal"):
         assert plain.csv.rows[0][name] == pytest.approx(sharp.csv.rows[0][name])
@@ -100,7 +90,7 @@ def test_a_gradient_of_zero_has_no_perturbation():
 
 
 def test_scaled_half_precision_is_refused(tmp_path):
-    module = FedSAM().client_module(Norm((4,), 3))
+    module = FedSAM().client_module(NoDropout((4,), 3))
 
     class Trainer:
         precision = "16-mixed"

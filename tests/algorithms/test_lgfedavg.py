@@ -1,13 +1,11 @@
 """LG-FedAvg: the encoder stays on its client (Liang et al. 2020)."""
 
 import copy
-from functools import partial
 
-import torch
 from experiments import (
+    UNEQUAL,
     assert_near,
     descend,
-    digits,
     experiment,
     in_float64,
     local_batches,
@@ -18,12 +16,10 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import LGFedAvg
 
-PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
-
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
-    run = experiment(tmp_path, LGFedAvg(), **PLAIN)
+    run = experiment(tmp_path, LGFedAvg(), **UNEQUAL)
     run.load()
     model = run.worker.template.backbone
     head, encoders = copy.deepcopy(model.head), {}
@@ -50,5 +46,5 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 
 def test_with_no_personal_part_it_is_fedavg_bit_for_bit(tmp_path):
-    shared = weights_after(tmp_path / "lg", LGFedAvg(personal=[]), **PLAIN)
-    assert same_bytes(shared, weights_after(tmp_path / "avg", **PLAIN))
+    shared = weights_after(tmp_path / "lg", LGFedAvg(personal=[]), **UNEQUAL)
+    assert same_bytes(shared, weights_after(tmp_path / "avg", **UNEQUAL))

@@ -1,13 +1,16 @@
 """Every method of the package: resuming, common options, and stacking."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished
 from methods import CLASSES, METHODS, SIAMESE, assert_same_run
 from stacking import compare
 
+from fl_lightning import algorithms
 from fl_lightning.algorithms import PeerAlgorithm, WeightedMean
+from fl_lightning.analysis.sweep_file import parse_sweep
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import StackedEngine
@@ -57,6 +60,21 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
     rest = experiment(tmp_path / "parts", method(), rounds=2, **options)
     rest.fit(resume=True)
     assert_same_run(whole, rest)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if getattr(algorithms, name).search_space])
+def test_a_search_space_has_options_of_the_method_in_the_syntax_of_sweeps(name):
+    kind = getattr(algorithms, name)
+    options = inspect.signature(kind).parameters
+    assert kind.search_space.keys() <= options.keys()
+    content = {
+        "method": "random",
+        "metric": {"name": "global/acc", "goal": "maximize"},
+        "command": ["${program}", "fit", "--config", "digits_fedavg.yaml", "${args}"],
+        "program": "fl-lightning",
+        "parameters": {f"algorithm.{option}": space for option, space in kind.search_space.items()},
+    }
+    assert parse_sweep(content, Path("search.yaml")).parameters.keys() == content["parameters"].keys()
 
 
 class UserTerm(LossTerm):

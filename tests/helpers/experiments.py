@@ -37,6 +37,14 @@ class NormMLP(Backbone):
         super().__init__(encoder, nn.Linear(16, num_classes), 16)
 
 
+class NoDropout(NormMLP):
+    """One hidden layer with BatchNorm, without dropout."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__(in_shape, num_classes)
+        self.encoder[-1] = nn.Identity()
+
+
 class Silent(RoundProgress):
     """A progress callback that shows nothing."""
 
@@ -57,6 +65,10 @@ def in_float64(test: Callable[..., None]) -> Callable[..., None]:
 
 def digits(clients: int = 6, alpha: float = 0.3) -> Scenario:
     return Scenario(Digits(), Dirichlet(alpha, min_samples=10), clients)
+
+
+UNEQUAL = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
+"""Options of an experiment with plain SGD and clients of very different sizes and classes, three of four per round."""
 
 
 def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> FederatedOrchestrator:
