@@ -48,7 +48,7 @@ TURNS = 3  # times that a disturbed turn is repeated
 
 @dataclass(frozen=True)
 class Workload:
-    """What all contestants train.
+    """The experiment that all contestants run.
 
     Args:
         clients: Number of clients.

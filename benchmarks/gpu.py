@@ -51,7 +51,7 @@ NETWORKS: dict[str, ModelFactory] = {"resnet8": ResNet8, "resnet18": ResNet18}
 
 @dataclass(frozen=True)
 class Workload:
-    """What all contestants train.
+    """The experiment that all contestants run.
 
     Args:
         network: Builds the network.

@@ -169,7 +169,7 @@ class Study:
     # --- Recording results ---
 
     def record(self, ended: JobResult) -> TrialResult:
-        """Store the result of a trial of which a run ended in the sweep's database, and return this result.
+        """Store in the sweep's database that a run of a trial has ended, and return the trial's result.
 
         Raises:
             ConfigError: The first trial that ended could not run or lacks the metric, so the sweep itself is wrong.

@@ -45,7 +45,7 @@ class UnreadResult(NamedTuple):
 
     @property
     def parts(self) -> list[list[Tensor]]:
-        """What has to be read: the losses, and the sums of each section."""
+        """The tensors to read from the device: the losses, and the sums of each section."""
         return [self.losses.pending if self.losses else [], *self.sums.values()]
 
     def read(self, losses: list[float], *sums: list[float]) -> Result:
