@@ -136,6 +136,8 @@ def round_metrics(run: FederatedRun) -> list[str]:
         names += [f"global/uncalibrated_{name}" for name in shared if run.algorithm.calibrates and name != "loss"]
     if scored:
         names += client_summary([score])
+    if any(len(run.data.shard(client).test) for client in run.evaluator.new_clients):
+        names += client_summary([score], "new_client")
     names += train_metrics([Result(0, 0, losses=losses)])
     names += personal_means([score] * evaluation.personal_on_global)
     names += ["client/failed"] * (run.on_client_failure == "drop")

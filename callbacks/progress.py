@@ -62,7 +62,12 @@ class RoundProgress(RoundCallback):
         """
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
-        labels = {"global/acc": "global acc", "client/acc_mean": "client acc", "client/train_loss": "loss"}
+        labels = {
+            "global/acc": "global acc",
+            "client/acc_mean": "client acc",
+            "new_client/acc_mean": "new client acc",
+            "client/train_loss": "loss",
+        }
         note = "  ".join(f"{label} {metrics[name]:.4f}" for name, label in labels.items() if name in metrics)
         left = (time.monotonic() - self._started) / (run.round - self._first_round) * (run.rounds - run.round)
         if self._live:

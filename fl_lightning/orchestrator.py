@@ -81,7 +81,8 @@ class FederatedOrchestrator(ArgumentsMixin):
 
     Attributes:
         is_dry_run: Whether `fit` makes a dry run.
-        clients: Number of clients. If `scenario.clients` does not give it, it is known once the data are loaded.
+        clients: Number of clients, without those held out of the training. If `scenario.clients` does not give it, it
+            is known once the data are loaded.
         round: Number of finished rounds.
         server: Makes downloads and aggregates uploads; `server.state` is the shared state after the last round.
         evaluator: Evaluates the global model and the clients.
@@ -123,7 +124,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         self.client_sampler = client_sampler or UniformSampling()
         if scenario.clients is not None:  # otherwise the number comes from the data
-            self._set_clients(scenario.clients)
+            self._set_clients(scenario.training_clients(scenario.clients))
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
         self.callbacks, self.round = with_defaults(callbacks or []), 0
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))

@@ -178,6 +178,26 @@ class Algorithm(ArgumentsMixin, Capable):
         knowledge = {piece.name: state[piece.name] for piece in self.knowledge}
         return Message.pack({"model": self.aggregator.model_for(state, client)} | knowledge)
 
+    @property
+    def trains_new_clients(self) -> bool:
+        """Whether a client that was held out trains on its data before it is evaluated, or only downloads a model.
+
+        By default it trains if there is no model for all clients.
+        """
+        return not self.one_model
+
+    def add_client(self, state: State, memory: State) -> State:
+        """Server: return the shared state with one more client, which has not taken part yet. Its id is the last.
+
+        `download` gets this state to make the first message to a client that was held out of the training. Methods
+        whose state has entries for each client override it.
+
+        Args:
+            state: The state after the previous round.
+            memory: The state that the new client keeps: empty, except in methods without a server.
+        """
+        return state
+
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Client: load the server's message, and the state kept from the client's last round, into its module.
 

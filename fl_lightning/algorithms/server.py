@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -114,6 +114,27 @@ class Server:
         """
         return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **scores)
 
+    def new_client_tasks(
+        self, round: int, state: State, memories: Mapping[int, State], lr_scale: float, fit: bool
+    ) -> Iterator[Task]:
+        """Yield the evaluation tasks of clients that are held out, as if each took part for the first time.
+
+        For the method, each of them is one client more, and the only new one.
+
+        Args:
+            round: The round in which they would take part.
+            state: The shared state after the previous round.
+            memories: What each of these clients keeps, by client id.
+            lr_scale: Factor on the learning rates.
+            fit: Whether they train before they are evaluated.
+        """
+        algorithm = self.algorithm
+        for client, memory in memories.items():
+            visible = self.memory.with_peers(algorithm.add_client(state, memory), algorithm.public)
+            download = algorithm.download(visible, self.clients, generator(self.seed, Stream.DOWNLOAD, round, client))
+            options = {"fit": fit, "upload": False, "evaluate": True, "new_client": True}
+            yield Task(round, client, download, memory, lr_scale, **options)
+
     def aggregate(self, round: int, results: Iterable[Result]) -> None:
         """Aggregate a round's uploads into the next shared state, and store the clients' states."""
 
@@ -135,7 +156,8 @@ def participants_per_round(wanted: int | None, clients: int, min_clients: int) -
     """
     per_round = clients if wanted is None else wanted
     if not 1 <= per_round <= clients:
-        raise ConfigError(f"clients_per_round: {per_round} is not between 1 and scenario.clients, {clients}")
+        what = "the number of clients that train (scenario.clients without scenario.held_out_clients)"
+        raise ConfigError(f"clients_per_round: {per_round} is not between 1 and {clients}, {what}")
     if min_clients > per_round:
         raise ConfigError(f"min_clients: {min_clients} is above the {per_round} clients of a round")
     return per_round

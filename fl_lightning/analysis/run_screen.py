@@ -18,12 +18,22 @@ from fl_lightning.core.names import labels
 from fl_lightning.evaluation.summary import Row, best_and_last, is_lower_better
 
 PLOTS: Sequence[Mapping[str, str]] = (
-    {"global/acc": "global acc", "client/acc_mean": "client acc", "personal_on_global/acc_mean": "personal on global"},
-    {"client/train_loss": "training loss", "global/loss": "global loss", "client/loss_mean": "client loss"},
+    {
+        "global/acc": "global acc",
+        "client/acc_mean": "client acc",
+        "personal_on_global/acc_mean": "personal on global",
+        "new_client/acc_mean": "new client acc",
+    },
+    {
+        "client/train_loss": "training loss",
+        "global/loss": "global loss",
+        "client/loss_mean": "client loss",
+        "new_client/loss_mean": "new client loss",
+    },
 )
 """The metrics of each plot, with their labels."""
 
-COLORS, MARKS = ("cyan", "yellow", "magenta"), "*o+"
+COLORS, MARKS = ("cyan", "yellow", "magenta", "green"), "*o+x"
 """Colours and characters of the curves in a plot; the characters serve terminals without colours."""
 
 LINES_OF_ASCII = str.maketrans("┌┐└┘│─", "++++|-")
@@ -98,6 +108,8 @@ def heading(status: RunStatus, terminal: Terminal) -> list[Text]:
         words.append(f"{total} clients" if per_round in (None, total) else f"{per_round} of {total} clients a round")
     elif per_round:
         words.append(f"{per_round} clients a round")
+    if held_out := settings.get("scenario.held_out_clients"):
+        words.append(f"{held_out} of all clients held out" if isinstance(held_out, float) else f"{held_out} held out")
     if "seed" in settings:
         words.append(f"seed {settings['seed']}")
     lines = [(str(status.run.run_dir), "bold"), (", ".join(filter(None, words)), "")]

@@ -114,6 +114,7 @@ def _caption(families: set[str], model: str) -> str:
     lines = {
         "global": "global: the global model, on the global test set",
         "client": f"client: each client's model {model}, on its own test split",
+        "new_client": "new client: what a client that was held out of the training gets, on its own test split",
         "personal_on_global": "personal: clients' models as trained, on the global test set",
     }
     return "\n".join(line for family, line in lines.items() if family in families)

@@ -131,6 +131,7 @@ class ClientModule(L.LightningModule):
         round: The round, from 1, for terms that change over rounds.
         lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
         batch_size: Batch size of the fit, for methods that also train outside of it.
+        new_client: Whether the client is held out of the training, and only adapts the model to its data.
         class_weights: Weights of the classes in the objective's training loss, `(C,)`; None for equal weights.
         optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
         notes: Tensors that a method keeps within the client's round, written in `receive` or `prepare` and read in
@@ -177,6 +178,7 @@ class ClientModule(L.LightningModule):
         self.round = 1
         self.lr_scale = 1.0
         self.batch_size = 64
+        self.new_client = False
         self._class_counts: Tensor | Callable[[], Tensor] | None = None
         self.optimizer_state: Tensors = {}
         self.notes: dict[str, Tensors] = {}

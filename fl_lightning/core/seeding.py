@@ -33,6 +33,7 @@ class Stream(IntEnum):
     VALIDATION = 10
     AVAILABILITY = 11
     CALIBRATION = 12
+    HELD_OUT_CLIENTS = 13
     VALIDATION_SHARE = 14
 
 

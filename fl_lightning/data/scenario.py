@@ -88,14 +88,27 @@ class FederatedData:
         data: The whole dataset; its test split is the global test set. If clients are tested on parts of the test set,
             its samples also follow the training samples in `x_train` and `y_train`.
         shards: One shard per client, by client index.
-        client_ids: The clients' ids in the data, by client index; None if they have none.
+        client_ids: The clients' ids in the data, by client index, those of held-out clients last; None if they have none.
         objective: The learning task.
+        held_out: One shard per client that is held out of the training. Its client index is the position in the shards
+            of all clients, those that train first.
     """
 
     data: LoadedData
     shards: Sequence[Shard]
     client_ids: Sequence[int | str] | None = None
     objective: Objective = field(default_factory=Classification)
+    held_out: Sequence[Shard] = ()
+
+    @property
+    def held_out_clients(self) -> range:
+        """The indices of the clients that are held out of the training."""
+        return range(len(self.shards), len(self.shards) + len(self.held_out))
+
+    def shard(self, client: int) -> Shard:
+        """Return the samples of a client, which may be held out of the training."""
+        trains = client < len(self.shards)
+        return self.shards[client] if trains else self.held_out[client - len(self.shards)]
 
     @cached_property
     def names(self) -> Names:
@@ -103,11 +116,17 @@ class FederatedData:
         classes = self.data.class_names if self.objective.classes else None
         return Names(shown_names(self.client_ids), shown_names(classes))
 
-    def class_counts(self, part: str = "train") -> np.ndarray:
-        """Count the `train` or `test` samples by client and class: `(clients, C)`; `C` is 1 without classes."""
+    def class_counts(self, part: str = "train", held_out: bool = False) -> np.ndarray:
+        """Count the `train` or `test` samples by client and class: `(clients, C)`; `C` is 1 without classes.
+
+        Args:
+            part: The split.
+            held_out: Count the samples of the clients that are held out, instead of those that train.
+        """
         classes = self.objective.stratum_count(self.data.num_classes)
         y = self.objective.strata(self.data.y_train)
-        held, sizes = self.concatenate(part)
+        shards = self.held_out if held_out else self.shards
+        held, sizes = PackedShards.from_shards(shards).concatenate(part)
         cell = (torch.arange(len(sizes)) * classes).repeat_interleave(sizes).add_(y[held])
         return torch.bincount(cell, minlength=len(sizes) * classes).reshape(len(sizes), classes).numpy()
 
@@ -123,7 +142,7 @@ class FederatedData:
             (each client's indices), over values, shapes, dtypes and order. Run folders record them.
         """
         data = self.data
-        held = (indices for shard in self.shards for indices in (shard.train, shard.test))
+        held = (indices for shard in (*self.shards, *self.held_out) for indices in (shard.train, shard.test))
         classes = torch.tensor(data.num_classes)
         parts: dict[str, Iterable[Tensor]] = {
             "x_train": _tensors(data.x_train),
@@ -177,6 +196,8 @@ class Scenario:
         validation_share: For tuning: this share of each client's training samples, in (0, 1), stratified by class,
             takes the place of the client's test samples, and all clients' shares together that of the global test
             set. No test sample is used then. By default, models are tested on the test sets.
+        held_out_clients: Number of clients, or share of them in (0, 1), that never train, drawn by the seed. Models
+            are also evaluated on their data, as what the method gives to a new client. By default none.
 
     Raises:
         ConfigError: A number is out of range; or `long_tail` or `train_samples` is set with a partition that needs
@@ -191,17 +212,22 @@ class Scenario:
     train_samples: int | float | None = None
     objective: Objective | None = None
     validation_share: float | None = None
+    held_out_clients: int | float | None = None
 
     def __post_init__(self) -> None:
         check_number("scenario.clients", self.clients, "[1, inf)")
-        share, rho, n = self.local_test, self.long_tail, self.train_samples
+        share, rho = self.local_test, self.long_tail
         if share is not None and share != "official" and not (_is_number(share) and 0 <= share < 1):
             raise ConfigError(f"scenario.local_test: {share} is outside [0, 1). Give a share, or official")
         if rho is not None and not (_is_number(rho) and 1 <= rho < math.inf):
             raise ConfigError(f"scenario.long_tail: {rho} is not a number of at least 1. The papers use 10, 50 and 100")
-        if n is not None and not (_is_number(n) and (0 < n < 1 if isinstance(n, float) else n >= 1)):
-            what = "is neither an integer of at least 1 nor a share between 0 and 1"
-            raise ConfigError(f"scenario.train_samples: {n} {what}")
+        for key in ("train_samples", "held_out_clients"):
+            n = getattr(self, key)
+            if n is not None and not (_is_number(n) and (0 < n < 1 if isinstance(n, float) else n >= 1)):
+                what = "is neither an integer of at least 1 nor a share between 0 and 1"
+                raise ConfigError(f"scenario.{key}: {n} {what}")
+        if self.clients is not None:
+            self.training_clients(self.clients)
         check_number("scenario.validation_share", self.validation_share, "(0, 1)")
         for key in ("long_tail", "train_samples"):
             if self.partition.needs_whole_dataset and getattr(self, key) is not None:
@@ -216,7 +242,29 @@ class Scenario:
                 no training sample.
         """
         federated = self._build(seed)
-        return hold_out_validation(federated, self.validation_share, seed) if self.validation_share else federated
+        if self.held_out_clients is not None:
+            clients = len(federated.shards)
+            count = clients - self.training_clients(clients)
+            drawn = generator(seed, Stream.HELD_OUT_CLIENTS).choice(clients, count, replace=False)
+            federated = hold_out_clients(federated, sorted(drawn.tolist()))
+        if self.validation_share:
+            federated = hold_out_validation(federated, self.validation_share, seed)
+        if federated.held_out and not any(len(shard.test) for shard in federated.held_out):
+            what, fix = "the held-out clients have no test samples", "Set scenario.local_test, such as 0.25"
+            raise ConfigError(f"scenario.held_out_clients: {what}. {fix}")
+        return federated
+
+    def training_clients(self, clients: int) -> int:
+        """Return how many of all clients train, because they are not held out.
+
+        Raises:
+            ConfigError: All clients are held out.
+        """
+        n = self.held_out_clients or 0
+        held_out = max(1, round(n * clients)) if isinstance(n, float) else n
+        if held_out >= clients:
+            raise ConfigError(f"scenario.held_out_clients: {n} of {clients} clients leaves none to train. Lower it")
+        return clients - held_out
 
     def _build(self, seed: int) -> FederatedData:
         data = self.dataset.checked(self.objective)
@@ -352,6 +400,22 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
     return FederatedData(table, PackedShards(splits.train, [part + n for part in splits.test]), splits.ids, objective)
 
 
+def hold_out_clients(federated: FederatedData, held_out: Sequence[int]) -> FederatedData:
+    """Return federated data in which some clients do not train. The others keep their order.
+
+    The ids of all clients stay the same. If the data have none, they are the clients' indices before.
+
+    Args:
+        federated: The data of all clients.
+        held_out: The indices of the clients to hold out, ascending.
+    """
+    shards, ids = federated.shards, federated.client_ids or range(len(federated.shards))
+    train = [client for client in range(len(shards)) if client not in set(held_out)]
+    kept, rest = ([shards[client] for client in clients] for clients in (train, held_out))
+    names = [ids[client] for client in (*train, *held_out)]
+    return replace(federated, shards=PackedShards.from_shards(kept), client_ids=names, held_out=rest)
+
+
 def hold_out_validation(federated: FederatedData, share: float, seed: int) -> FederatedData:
     """Return federated data in which all tests use a share of the clients' training samples instead of test samples.
 
@@ -359,17 +423,19 @@ def hold_out_validation(federated: FederatedData, share: float, seed: int) -> Fe
         ConfigError: No client has enough training samples.
     """
     labels, parts = federated.objective.strata(federated.data.y_train).numpy(), []
-    for client, shard in enumerate(federated.shards):
+    for client, shard in enumerate((*federated.shards, *federated.held_out)):
         train = shard.train.numpy()
         held = stratified_sample(labels[train], share, generator(seed, Stream.VALIDATION_SHARE, client))
         parts.append((train[~held], train[held]))
-    shards = PackedShards(*zip(*parts, strict=True))
+    clients = len(federated.shards)
+    shards = PackedShards(*zip(*parts[:clients], strict=True))
+    held_out = PackedShards(*zip(*parts[clients:], strict=True)) if federated.held_out else ()
     everything, _ = shards.concatenate("test")
     if not len(everything):
         raise ConfigError(f"scenario.validation_share: {share} holds out no sample of any client. Raise it")
     data = federated.data
     data = replace(data, x_test=data.x_train[everything], y_test=data.y_train[everything])
-    return replace(federated, data=data, shards=shards)
+    return replace(federated, data=data, shards=shards, held_out=held_out)
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

@@ -20,13 +20,17 @@ def truncate_dataset(data: FederatedData, train_samples: int) -> FederatedData:
     Each client keeps at most `train_samples`. The partition and the shapes do not change. Datasets with batches or
     scores of their own, such as episodes, keep the samples that those need.
     """
-    loaded, shards = data.data, data.shards
+    loaded, shards, held_out = data.data, data.shards, data.held_out
     if loaded.cut is LoadedData.cut:
-        shards = [Shard(_subset(shard.train, train_samples), _subset(shard.test, TEST_SAMPLES)) for shard in shards]
+        shards, held_out = ([_truncate(one, train_samples) for one in some] for some in (shards, held_out))
     if loaded.evaluate is LoadedData.evaluate:
         x, y = _subset(loaded.x_test, TEST_SAMPLES), _subset(loaded.y_test, TEST_SAMPLES)
         loaded = replace(loaded, x_test=x, y_test=y)
-    return replace(data, data=loaded, shards=shards)
+    return replace(data, data=loaded, shards=shards, held_out=held_out)
+
+
+def _truncate(shard: Shard, train_samples: int) -> Shard:
+    return Shard(_subset(shard.train, train_samples), _subset(shard.test, TEST_SAMPLES))
 
 
 def _subset(values: Any, most: int) -> Any:

@@ -67,7 +67,7 @@ class ClientData:
 
     def split(self, client: int) -> tuple[Tensor, Tensor]:
         """Return the indices of a client's training samples, and of those held out for validation, both ascending."""
-        index = self.data.shards[client].train
+        index = self.data.shard(client).train
         back = len(index) - self.sample_count(client)
         if not back:
             return index, index[:0]
@@ -76,7 +76,7 @@ class ClientData:
 
     def sample_count(self, client: int) -> int:
         """Return the number of training samples of a client, `N_k`."""
-        samples = len(self.data.shards[client].train)
+        samples = len(self.data.shard(client).train)
         return samples - round(self.algorithm.validation * samples)
 
     def strata(self, client: int) -> Tensor:
@@ -127,7 +127,7 @@ class ClientData:
 
     def own_test_batches(self, client: int) -> ReadyBatches:
         """Return a client's own test split as prepared batches on the training device."""
-        return self.ordered_batches(self.data.shards[client].test)
+        return self.ordered_batches(self.data.shard(client).test)
 
     def test_batches(self) -> ReadyBatches:
         """Return the global test set as prepared batches on the training device."""

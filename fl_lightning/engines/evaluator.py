@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import OWN
 from fl_lightning.algorithms.server import Server
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates, Stream, seed_everything
+from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, is_interrupt
 from fl_lightning.engines.base import Engine, in_client_order
 from fl_lightning.engines.trainer import inference
@@ -40,12 +43,15 @@ class Evaluator:
 
     Attributes:
         scored: Ids of the clients to evaluate when every client can be evaluated, not only those that trained.
+        new_clients: Ids of the held-out clients to evaluate.
     """
 
     def __init__(self, evaluation: Evaluation, rounds: int, engine: Engine, worker: Worker, server: Server) -> None:
         self.evaluation, self.rounds = evaluation, rounds
         self.engine, self.worker, self.server = engine, worker, server
         self.scored = evaluation.chosen(server.clients, server.seed)
+        held_out = worker.data.held_out_clients
+        self.new_clients = [held_out[i] for i in evaluation.chosen(len(held_out), server.seed)]
 
     def scores_wanted(self, round: int) -> dict[str, bool]:
         """Return the `Task` fields that say how a round's tasks evaluate the clients' models after training."""
@@ -95,7 +101,7 @@ class Evaluator:
         memory = self.server.memory
         arriving = zip(clients, downloads, strict=False)
         tasks = (Task(round, client, download, memory.get(client, {}), **options) for client, download in arriving)
-        return evaluate_untrained(self.engine, self.worker, tasks, clients)
+        return run_tasks(self.engine, self.worker, tasks, clients)
 
     def global_module(self, round: int) -> ClientModule:
         """Return the module of the global model after a round, calibrated if the method does that."""
@@ -112,22 +118,42 @@ class Evaluator:
 
     def _measure(self, round: int, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
         scores = {result.client: result.local for result in clients if result.local}
-        shared = self._score(self.global_module(round)) if self.server.algorithm.one_model else None
-        row = measured(shared, scores, on_global)
+        module = self.global_module(round) if self.server.algorithm.one_model else None
+        shared = self._score(module) if module else None
+        row = measured(shared, scores, on_global, self._new_client_scores(round, module))
         if shared and self.server.algorithm.calibrates:
             plain = self._score(self.worker.modules.build_shared(self.server.state["model"]))
             row |= {f"global/uncalibrated_{name}": value for name, value in plain.values.items() if name != "loss"}
         return row
+
+    def _new_client_scores(self, round: int, shared: ClientModule | None) -> list[Score]:
+        """Return the scores of the held-out clients after a round, given the module of the global model, if any."""
+        algorithm, state = self.server.algorithm, self.server.state
+        if shared and algorithm.calibrates:
+            weights = shared.backbone.state_dict()
+            state = state | {"model": to_cpu({"model": {name: weights[name] for name in state["model"]}})["model"]}
+        wanted = self.evaluation.new_client_model
+        fit = wanted == "trained" if wanted else algorithm.trains_new_clients
+        scale = self.server.lr_scales.of(min(round + 1, self.rounds))
+        tasks = self.server.new_client_tasks(round + 1, state, self._new_client_memories, scale, fit)
+        results = run_tasks(self.engine, self.worker, tasks, self.new_clients)
+        return [result.local for result in results if result.local]
+
+    @cached_property
+    def _new_client_memories(self) -> dict[int, State]:
+        """What each held-out client keeps: without a server, the publication of its untrained model, else nothing."""
+        if self.server.algorithm.server:
+            return {client: {} for client in self.new_clients}
+        published = self.without_training(0, self.new_clients, repeat(Message()), upload=True)
+        return {result.client: result.memory for result in published}
 
     def _score(self, module: ClientModule) -> Score:
         with inference(module, self.worker.idle_trainer):
             return self.worker.scorer.score(module)
 
 
-def evaluate_untrained(
-    engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]
-) -> Iterator[Result]:
-    """Run clients' tasks that do not train, and yield the results in the order of `clients`.
+def run_tasks(engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]) -> Iterator[Result]:
+    """Run clients' tasks that do not belong to the training, and yield the results in the order of `clients`.
 
     Raises:
         ClientFailure: A task fails.

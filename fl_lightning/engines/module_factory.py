@@ -92,6 +92,7 @@ class ModuleFactory:
             round=task.round,
             lr_scale=task.lr_scale,
             batch_size=self.clients.batch_size,
+            new_client=task.new_client,
             stays=self._uploads_stay,
             class_weights=self.clients.loss_weights(task.client),
             optimizer_state=task.memory.get("optimizer", {}),

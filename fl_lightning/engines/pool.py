@@ -123,7 +123,7 @@ class PoolEngine(Engine):
                 for task in waiting:
                     store.add(task)
             self._start_workers(min(size, len(waiting) + sum(bool(one.tasks) for one in self._pool_workers)))
-            self._assign(waiting, store, lambda task: len(worker.data.shards[task.client].train))
+            self._assign(waiting, store, lambda task: len(worker.data.shard(task.client).train))
             if not waiting and not any(one.tasks for one in self._pool_workers):
                 return
             for pool_worker in self._wait():

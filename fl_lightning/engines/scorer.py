@@ -45,6 +45,6 @@ class Scorer:
 
     def local_scores(self, module: ClientModule, clients: Sequence[int]) -> list[Score | None]:
         """Return one module's metrics on the test split of each of these clients; None for an empty split."""
-        tests = [self.clients.data.shards[client].test for client in clients]
+        tests = [self.clients.data.shard(client).test for client in clients]
         batches, sizes = self.clients.ordered_batches(torch.cat(tests)), [len(test) for test in tests]
         return evaluate_each(module, batches, sizes, self.objective, self.measures)

@@ -30,7 +30,8 @@ class Evaluation:
         client_model: The model that is evaluated on a client's own test split: the one that a participant has just
             `trained`, or the one that each client has `received` after the aggregation.
         personal_on_global: Also evaluate the participants' trained models on the global test set.
-        max_clients: With `received`, the largest number of clients to evaluate, sampled once; all by default.
+        max_clients: Largest number of clients to evaluate with `received`, and of held-out clients, sampled once; all
+            by default.
         target_accuracies: Accuracies for which R_acc, the first round that reaches it, is reported. The accuracy is
             that of the global model or, for methods without one, the clients' mean.
         metrics: Metrics of torchmetrics in addition to loss and accuracy: names (`MulticlassAUROC`, or `AUROC` for the
@@ -38,6 +39,8 @@ class Evaluation:
             number of classes, labels or outputs is filled in.
         positive_class: Index of the positive class in metrics of a two-class task.
         every: Rounds between evaluations. The last round is always evaluated.
+        new_client_model: The model that is evaluated for `scenario.held_out_clients`: the one that a client has
+            `received` from the method, or has `trained` from there for one round. By default as the method says.
 
     Raises:
         ConfigError: A target is outside (0, 1], `max_clients` or `every` is below 1, or `positive_class` is not 0
@@ -51,6 +54,7 @@ class Evaluation:
     metrics: list[str | dict[str, Any]] = field(default_factory=list)
     positive_class: int = 1
     every: int = 1
+    new_client_model: Literal["received", "trained"] | None = None
 
     def __post_init__(self) -> None:
         if self.positive_class not in (0, 1):
@@ -180,36 +184,40 @@ class Tally:
         return Score(self.n, dict(zip(self._sums[-1], means.tolist(), strict=True)) | defined)
 
 
-def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence[Score] = ()) -> Row:
+def measured(
+    shared: Score | None, own: Mapping[int, Score], on_global: Sequence[Score] = (), new: Sequence[Score] = ()
+) -> Row:
     """Return the evaluation metrics of a round by column of `metrics.csv`, given the scores of all evaluated models.
 
     Args:
         shared: The global model's score on the global test set, if there is a global model.
         own: Scores of clients' models on their own test splits, by client.
         on_global: Scores of clients' models on the global test set.
+        new: Scores of the models of held-out clients on their own test splits.
     """
     row = {f"global/{name}": value for name, value in shared.values.items()} if shared else {}
-    return row | client_summary(list(own.values())) | personal_means(on_global) | own_series(own)
+    summaries = client_summary(list(own.values())) | client_summary(new, "new_client")
+    return row | summaries | personal_means(on_global) | own_series(own)
 
 
-def client_summary(scores: Sequence[Score]) -> Row:
+def client_summary(scores: Sequence[Score], group: str = "client") -> Row:
     """Return the mean, weighted mean, standard deviation and worst decile of each metric over the clients' scores.
 
     The weighted mean is weighted by the number of test samples. The standard deviation is that of the population. The
     worst decile is the mean over the worst tenth of the clients, rounded up. Clients for which a metric is undefined do
-    not count. For the loss, only the mean is returned.
+    not count. For the loss, only the mean is returned. The columns begin with the `group` of the clients.
     """
     names = dict.fromkeys(name for score in scores for name in score.values)
     row: Row = {}
     for name in names:
         values, n = np.array([(s.values[name], s.n) for s in scores if name in s.values], dtype=np.float64).T
-        row[f"client/{name}_mean"] = float(values.mean())
+        row[f"{group}/{name}_mean"] = float(values.mean())
         if name != "loss":
             sign = -1 if is_lower_better(name) else 1
             worst = sign * np.sort(sign * values)[: math.ceil(len(values) / 10)]
-            row[f"client/{name}_weighted"] = float(np.average(values, weights=n))
-            row[f"client/{name}_std"] = float(values.std())
-            row[f"client/{name}_worst_decile"] = float(worst.mean())
+            row[f"{group}/{name}_weighted"] = float(np.average(values, weights=n))
+            row[f"{group}/{name}_std"] = float(values.std())
+            row[f"{group}/{name}_worst_decile"] = float(worst.mean())
     return row
 
 

@@ -17,16 +17,25 @@ from fl_lightning.core.files import open_file
 Row = dict[str, float]
 """One round's metrics by name."""
 
-MODEL_COLUMNS = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_on_global/{}_mean")
+MODEL_COLUMNS = (
+    "global/{}",
+    "client/{}_mean",
+    "client/{}_weighted",
+    "new_client/{}_mean",
+    "new_client/{}_weighted",
+    "personal_on_global/{}_mean",
+)
 """Columns of a metric: of the global model, and of the clients' models."""
 
 # Columns that hold a metric of models, not a loss or a time.
-MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean")
+MODELS = re.compile(
+    r"(?:new_)?client/(.+)_(?:weighted|worst_decile)|(?:new_)?client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean"
+)
 
 CLIENT_NAME = "name"
 """Column of `clients.csv` with the client's name. All other columns are numbers."""
 
-LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
+LOSSES = ("global/loss", "client/loss_mean", "new_client/loss_mean", "client/train_loss")
 
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
 # refused when a run begins, so reading a run folder needs no torch.

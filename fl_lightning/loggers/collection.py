@@ -28,7 +28,7 @@ from fl_lightning.loggers.files import MLFlowLogger as MLFlowLogger
 from fl_lightning.loggers.files import TensorBoardLogger as TensorBoardLogger
 from fl_lightning.loggers.wandb import WandbRoundLogger as WandbRoundLogger
 
-GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
+GROUPS = ("round", "global/", "personal_on_global/", "client/", "new_client/", "comm/", "time/")
 CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
 FEW_CLIENTS = 1000
 """Maximum number of clients for which each client's metrics, and the partition in W&B, are logged by default."""

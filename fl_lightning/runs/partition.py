@@ -47,18 +47,22 @@ def write_counts(path: Path, data: FederatedData) -> None:
     """Write `partition.csv`: for each split and client a row with the number of samples per class, or in total.
 
     The column of a class is `class_<name>`, or `class_<index>` without names. The last column, `name`, contains the
-    clients' names, if they have any. Names are not shortened.
+    clients' names, if they have any. Names are not shortened. The splits of clients that are held out of the training
+    are `held_out_train` and `held_out_test`.
     """
     classes = labels(data.data.class_names or (), range(data.data.num_classes))
     columns = [f"class_{one_line(name)}" for name in classes] if data.objective.classes else ["samples"]
     ids = data.client_ids if data.names.clients else None
-    names = [[]] * len(data.shards) if ids is None else [[one_line(str(name))] for name in ids]
+    clients = len(data.shards) + len(data.held_out)
+    names = [[]] * clients if ids is None else [[one_line(str(name))] for name in ids]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["client", "split", *columns, *["name"] * (ids is not None)])
-    for split in ("train", "test"):
-        for client, (row, name) in enumerate(zip(data.class_counts(split).tolist(), names, strict=True)):
-            writer.writerow([client, split, *row, *name])
+    for held_out in [False, *[True] * bool(data.held_out)]:
+        for split in ("train", "test"):
+            first, label = (len(data.shards), f"held_out_{split}") if held_out else (0, split)
+            for client, row in enumerate(data.class_counts(split, held_out).tolist(), first):
+                writer.writerow([client, label, *row, *names[client]])
     write_atomically(path, text.getvalue())
 
 

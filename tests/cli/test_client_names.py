@@ -150,7 +150,7 @@ def test_a_failed_evaluation_has_the_name_of_the_client(monkeypatch: pytest.Monk
     worker: Any = SimpleNamespace(data=SimpleNamespace(names=Names(["north", "south"])))
     engine: Any = None
     with pytest.raises(ClientFailure, match=r"client 1 \(south\), round 3: RuntimeError: no batch"):
-        list(evaluator.evaluate_untrained(engine, worker, [], [1]))
+        list(evaluator.run_tasks(engine, worker, [], [1]))
 
 
 def test_the_column_of_names_of_older_runs_is_read(tmp_path: Path) -> None:

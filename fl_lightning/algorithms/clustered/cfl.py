@@ -211,6 +211,15 @@ class CFL(Algorithm):
         }
         return state | {section(0): state["model"], "assignment": assignment}
 
+    def add_client(self, state: State, memory: State) -> State:
+        """Return the state with a client in a cluster of its own, which has the mean model of all participants."""
+        cluster = state["assignment"]["cluster"]
+        own = cluster.max()[None] + 1
+        return state | {
+            section(int(own)): state["model"],
+            "assignment": state["assignment"] | {"cluster": torch.cat([cluster, own])},
+        }
+
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the cluster's model, and keep its weights to compute the client's update after training."""
         super().receive(module, download, memory)

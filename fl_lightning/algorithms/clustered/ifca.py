@@ -110,6 +110,8 @@ class IFCA(Algorithm):
         loss_terms: Loss terms for training. They do not affect the choice of the cluster.
     """
 
+    trains_new_clients = False
+
     def __init__(
         self,
         clusters: int = 2,

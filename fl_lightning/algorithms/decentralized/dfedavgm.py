@@ -63,6 +63,11 @@ class DFedAvgM(PeerAlgorithm):
         state = super().initial_state(backbone, num_classes, clients, rng)
         return state | {"mixing": {"matrix": metropolis_weights(state["links"]["matrix"])}}
 
+    def add_client(self, state: State, memory: State) -> State:
+        """Return the state with one more client, and its mixing weights."""
+        state = super().add_client(state, memory)
+        return state | {"mixing": {"matrix": metropolis_weights(state["links"]["matrix"])}}
+
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the models that a client collects from its peers, each with its mixing weight."""
         collected = super().download(state, client, rng)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import OWN, Algorithm, Buffers, recall
@@ -46,6 +47,7 @@ class PeerAlgorithm(Algorithm):
 
     server = False
     public = LAID_OUT
+    trains_new_clients = True
 
     def __init__(
         self,
@@ -68,6 +70,12 @@ class PeerAlgorithm(Algorithm):
             )
         links = torch.from_numpy(self.graph.links(clients, rng))
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
+
+    def add_client(self, state: State, memory: State) -> State:
+        """Return the state with a client that can collect from all peers, and has published its untrained model."""
+        links = pad(state["links"]["matrix"], (0, 1, 0, 1))
+        links[-1, :-1] = True
+        return state | {"links": {"matrix": links}, section(len(links) - 1): memory[LAID_OUT]}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return one message with everything that a client collects in a round: its peers' published models."""

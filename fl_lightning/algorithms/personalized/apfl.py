@@ -114,6 +114,7 @@ class APFL(Algorithm):
     """
 
     search_space: ClassVar = {"alpha": {"values": [0.1, 0.25, 0.5, 0.75, 0.9]}}
+    trains_new_clients = True
 
     def __init__(
         self,

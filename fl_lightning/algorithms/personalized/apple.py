@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches
@@ -221,6 +222,12 @@ class APPLE(Algorithm):
             "ratios": (samples / samples.sum()).to(torch.get_default_dtype()),
         }
         return super().initial_state(backbone, num_classes, clients, rng) | {CORES: cores}
+
+    def add_client(self, state: State, memory: State) -> State:
+        """Return the state with a client that has no core model yet, and as many samples as the others on average."""
+        ratios = state[CORES]["ratios"]
+        ratios = torch.cat([ratios, ratios.mean()[None]])
+        return state | {CORES: {"trained": pad(state[CORES]["trained"], (0, 1)), "ratios": ratios / ratios.sum()}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: other clients' core models, initial mixing ratios and shared knowledge."""

@@ -312,6 +312,8 @@ class CwFedAvg(Algorithm):
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. The default depends on the preset.
     """
 
+    trains_new_clients = True
+
     def __init__(
         self,
         lam: float = 10.0,

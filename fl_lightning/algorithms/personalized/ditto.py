@@ -89,6 +89,8 @@ class Ditto(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    trains_new_clients = True
+
     def __init__(
         self,
         lam: float = 1.0,

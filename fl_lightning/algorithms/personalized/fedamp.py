@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm
@@ -113,6 +114,10 @@ class FedAMP(Algorithm):
         """Return the initial weights, and an empty record of the clients that have uploaded."""
         none = torch.zeros(clients, dtype=torch.bool)
         return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": none, "ever": none}}
+
+    def add_client(self, state: State, memory: State) -> State:
+        """Return the state with a client that has not uploaded a model."""
+        return state | {"heard": {name: pad(value, (0, 1)) for name, value in state["heard"].items()}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: its cloud model (mixture) `u_i`, or no model before the first uploads."""

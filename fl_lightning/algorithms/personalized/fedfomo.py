@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
@@ -140,6 +141,11 @@ class FedFomo(Algorithm):
             "rounds": torch.tensor(0),
         }
         return super().initial_state(backbone, num_classes, clients, rng) | {AFFINITY: affinity}
+
+    def add_client(self, state: State, memory: State) -> State:
+        """Return the state with a client that has not received any model, so that the server sends it random ones."""
+        matrix = pad(state[AFFINITY]["matrix"], (0, 1, 0, 1))
+        return state | {AFFINITY: state[AFFINITY] | {"matrix": matrix}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: the models chosen for it, and the shared knowledge."""

@@ -120,6 +120,7 @@ class FedROD(Algorithm):
 
     needs_classes = True
     module_class = TwoHeads
+    trains_new_clients = True
 
     def __init__(
         self,

@@ -104,6 +104,7 @@ class PFedMe(Algorithm):
         "personal_lr": {"distribution": "log_uniform_values", "min": 0.005, "max": 0.1},
         "beta": {"values": [1.0, 2.0]},
     }
+    trains_new_clients = True
 
     def __init__(
         self,

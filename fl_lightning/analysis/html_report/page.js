@@ -347,7 +347,7 @@
   // --- the page ---
 
   function namesOf(pick) {
-    const first = (name) => ["global/", "client/", "time/", ""].findIndex((start) => name.startsWith(start));
+    const first = (name) => ["global/", "client/", "new_client/", "time/", ""].findIndex((start) => name.startsWith(start));
     const names = [...new Set(data.runs.flatMap((run) => Object.keys(run[pick])))];
     return names.sort((a, b) => first(a) - first(b) || (a < b ? -1 : 1));
   }
