@@ -58,7 +58,8 @@ def describe_data(run: FederatedRun) -> str:
     labels = f"{outputs:,} classes" if objective.classes else f"{type(objective).__name__} of {outputs:,} outputs"
     dataset, partition = type(run.scenario.dataset).__name__, type(run.scenario.partition).__name__
     ends = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
-    return f"{dataset}, {labels}; {run.clients:,} clients ({partition}) with {ends} training samples each"
+    held_out = f"; {len(run.data.held_out):,} more are held out" if run.data.held_out else ""
+    return f"{dataset}, {labels}; {run.clients:,} clients ({partition}) with {ends} training samples each{held_out}"
 
 
 def describe_input(run: FederatedRun) -> str:

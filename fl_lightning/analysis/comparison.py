@@ -514,7 +514,7 @@ def _varied(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
     for key in dict.fromkeys(key for each in texts.values() for key in each):
         seen: dict[Any, set[str | None]] = defaultdict(set)
         for each in texts.values():
-            seen[_above(key, each)].add(each.get(key))
+            seen[_above(key, each)].add(each.get(key, "None"))  # an older version has fewer keys
         if contexts := {context for context, values in seen.items() if len(values) > 1}:
             varied[key] = contexts
     return dict(sorted(varied.items(), key=lambda item: item[0].partition(".")[0] != "algorithm"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
@@ -13,7 +14,8 @@ from fl_lightning.callbacks.plots import partition_figure
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import instantiate
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data import Scenario
+from fl_lightning.core.names import Names, labels
+from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.runs.partition import write_counts
 
 __all__ = ["expand", "main"]
@@ -27,18 +29,33 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     data = scenario.build(given.seed)
     if schema := data.data.schema:
         print(schema.summary())
-    counts, test_counts = data.class_counts("train"), data.class_counts("test")
+    counts, test_counts = (counts_of_everybody(data, split) for split in ("train", "test"))
+    names = names_of_everybody(data)
     console = Console()
     if not console.is_terminal:  # do not wrap lines in a file
         console = Console(width=1000)
     print("training samples by client and class")
-    console.print(partition_table(counts, test_counts, data.names), no_wrap=True)
+    console.print(partition_table(counts, test_counts, names), no_wrap=True)
     if given.out:
         out = Path(given.out)
         try:
-            partition_figure(counts, out / "partition.png", data.names)
+            partition_figure(counts, out / "partition.png", names)
             write_counts(out / "partition.csv", data)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
         print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
     return 0
+
+
+def counts_of_everybody(data: FederatedData, split: str) -> np.ndarray:
+    """Return the samples by client and class, also of clients that are held out of the training, which are last."""
+    return np.concatenate([data.class_counts(split, held_out) for held_out in (False, True)[: 1 + bool(data.held_out)]])
+
+
+def names_of_everybody(data: FederatedData) -> Names:
+    """Return the names of the clients and classes, with a mark after those of clients that are held out."""
+    if not data.held_out:
+        return data.names
+    held_out = data.held_out_clients
+    names = labels(data.names.clients, range(held_out.stop))
+    return data.names._replace(clients=[f"{name} held out" if k in held_out else name for k, name in enumerate(names)])
