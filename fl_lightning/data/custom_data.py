@@ -179,14 +179,17 @@ def client_ids(column: pd.Series) -> np.ndarray:
     return values.astype(np.str_)
 
 
-def token_ids(column: pd.Series, train: int, length: int, vocab_size: int) -> Tensor:
-    """Convert a table column of texts to token ids. A text without words, such as an emoji, is one unknown token."""
+def token_ids(column: pd.Series, fitted: np.ndarray, length: int, vocab_size: int) -> Tensor:
+    """Convert a table column of texts to token ids. A text without words, such as an emoji, is one unknown token.
+
+    The vocabulary is that of the `fitted` rows.
+    """
     refuse_missing(column, "text")
     texts = column.to_numpy(object)
     for row, text in enumerate(texts):
         if not isinstance(text, str):
             raise column_error(column, "text", ", which is not text", row)
-    ids = encode_texts(list(texts), train, length, vocab_size)
+    ids = encode_texts(list(texts), fitted, length, vocab_size)
     ids[ids[:, 0] == PADDING, 0] = UNKNOWN
     return ids
 
@@ -235,6 +238,8 @@ class CustomDataset(Dataset):
         test_share: Share to test on if the data have no test samples: of each class, or of each client's samples.
     """
 
+    has_statistics = True
+
     def __init__(self, test_share: float) -> None:
         check_number(f"{KEY}.test_share", test_share, "(0, 1)")
         self.test_share = test_share
@@ -244,8 +249,11 @@ class CustomDataset(Dataset):
         """Read the labels, clients and test mask of all samples, but not yet their inputs."""
 
     @abstractmethod
-    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
-        """Read the samples' inputs in the given order; return the inputs and other fields of `LoadedData` by name."""
+    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
+        """Read the samples' inputs in the given order; return the inputs and other fields of `LoadedData` by name.
+
+        Statistics are those of the rows `fitted`, in this order.
+        """
 
     def load(self) -> LoadedData:
         """Read the data and split them into training and test samples, which are views of the same tensors."""
@@ -255,7 +263,7 @@ class CustomDataset(Dataset):
             test = hold_out(y, self.test_share, client)
         order = np.argsort(test, kind="stable")  # the training samples first
         train = len(order) - int(test.sum())
-        x, fields = self._inputs(samples.source, order, train)
+        x, fields = self._inputs(samples.source, order, self.fitted_rows(train))
         y = y[order]
         if client is not None:
             fields |= {"client_train": client[order[:train]], "client_test": client[order[train:]]}

@@ -81,9 +81,17 @@ class Dataset(ArgumentsMixin, ABC):
 
     Attributes:
         objective: The learning task; inferred from the labels if None.
+        has_statistics: Whether `load` computes statistics, such as a mean or a vocabulary, of the `fitted_rows`.
+        fitted: The training samples of which it computes them, ascending; by default all.
     """
 
     objective: Objective | None = None
+    has_statistics: bool = False
+    fitted: np.ndarray | None = None
+
+    def fitted_rows(self, train: int) -> np.ndarray:
+        """Return the indices of the training samples of which statistics are computed, given the number of all."""
+        return np.arange(train) if self.fitted is None else self.fitted
 
     @abstractmethod
     def load(self) -> LoadedData:

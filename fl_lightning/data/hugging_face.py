@@ -115,14 +115,14 @@ class HuggingFace(CustomDataset):
         mask = np.arange(len(frame)) >= train if test else None
         return Samples(frame[text] if image is None else (splits, image), labels, client, mask)
 
-    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
         if not isinstance(source, tuple):  # a column of texts
-            return token_ids(source.iloc[order], train, self.length, self.vocab_size), {"prepare": Normalize()}
+            return token_ids(source.iloc[order], fitted, self.length, self.vocab_size), {"prepare": Normalize()}
         try:
             x = self.options.read(_EncodedImages(source[0], source[1], order))
         except BadFile as error:
             raise ConfigError(f"{KEY}.image: {error}. Replace it, or leave the row out") from error
-        return x, self.options.transforms(x[:train])
+        return x, self.options.transforms(x, fitted)
 
     # --- Splits ---
 

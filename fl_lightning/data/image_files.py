@@ -159,13 +159,19 @@ class ImageOptions:
             known.append([os.path.relpath(path, root), status.st_size, status.st_mtime_ns])
         return hashlib.sha256(json.dumps([known, self.size, self.channels]).encode()).hexdigest()[:16]
 
-    def transforms(self, x_train: Tensor) -> dict[str, Any]:
-        """Return the images' normalization and augmentation as the fields `prepare` and `augment` of `LoadedData`."""
+    def transforms(self, x: Tensor, fitted: np.ndarray) -> dict[str, Any]:
+        """Return the images' normalization and augmentation as the fields `prepare` and `augment` of `LoadedData`.
+
+        Args:
+            x: The images.
+            fitted: The indices of those whose mean and standard deviation are used by default.
+        """
         for name, values in (("mean", self.mean), ("std", self.std)):
-            if values is not None and len(values) != x_train.shape[1]:
-                what = f"{len(values)} number(s), and the images have {x_train.shape[1]} channel(s)"
+            if values is not None and len(values) != x.shape[1]:
+                what = f"{len(values)} number(s), and the images have {x.shape[1]} channel(s)"
                 raise ConfigError(f"{KEY}.{name}: {what}")
-        mean, std = channel_statistics(x_train) if self.mean is None or self.std is None else (self.mean, self.std)
+        given = self.mean is not None and self.std is not None
+        mean, std = (self.mean, self.std) if given else channel_statistics(x, torch.from_numpy(fitted))
         return {"prepare": Normalize(mean, std), "augment": make_augment(self.augment)}
 
 
@@ -234,16 +240,16 @@ def check_memory(n: int, shape: ImageShape) -> None:
         )
 
 
-def channel_statistics(x: Tensor) -> tuple[list[float], list[float]]:
-    """Return each channel's mean and standard deviation, for `uint8` images scaled to [0, 1].
+def channel_statistics(x: Tensor, rows: Tensor) -> tuple[list[float], list[float]]:
+    """Return each channel's mean and standard deviation over some `uint8` images, scaled to [0, 1].
 
     A standard deviation of 0 is replaced by 1. The sums are integers, so that the order of summation changes no bit of
     the result.
     """
     total = torch.zeros(2, x.shape[1], dtype=torch.int64)
-    for piece in x.split(max(1, CHUNK_BYTES // max(1, x[:1].nbytes))):
-        pixels = piece.to(torch.int32)
+    for piece in rows.split(max(1, CHUNK_BYTES // max(1, x[:1].nbytes))):
+        pixels = x[piece].to(torch.int32)
         total += torch.stack([values.sum(dim=(0, 2, 3), dtype=torch.int64) for values in (pixels, pixels.square())])
-    mean, square = (total.double() / (x.numel() / x.shape[1])).tolist()
+    mean, square = (total.double() / (len(rows) * x[0, 0].numel())).tolist()
     std = [math.sqrt(max(b - a * a, 0)) for a, b in zip(mean, square, strict=True)]
     return [value / 255 for value in mean], [value / 255 or 1.0 for value in std]

@@ -110,11 +110,11 @@ class ImageFolder(CustomDataset):
             warn_of_missing_classes(client, values[y])
         return Samples(frame["path"].tolist(), Labels(torch.from_numpy(y), len(values), values.tolist()), client, test)
 
-    def _inputs(self, source: list[Path], order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+    def _inputs(self, source: list[Path], order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
         images = [EncodedImage(str(source[i]), source[i]) for i in order]
         with self._naming_path():
             x = self.options.read(images)
-        return x, self.options.transforms(x[:train])
+        return x, self.options.transforms(x, fitted)
 
     @contextmanager
     def _naming_path(self) -> Iterator[None]:

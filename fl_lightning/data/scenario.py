@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -88,7 +90,8 @@ class FederatedData:
         data: The whole dataset; its test split is the global test set. If clients are tested on parts of the test set,
             its samples also follow the training samples in `x_train` and `y_train`.
         shards: One shard per client, by client index.
-        client_ids: The clients' ids in the data, by client index, those of held-out clients last; None if they have none.
+        client_ids: The clients' ids in the data, by client index, those of held-out clients last. None if they have
+            none.
         objective: The learning task.
         held_out: One shard per client that is held out of the training. Its client index is the position in the shards
             of all clients, those that train first.
@@ -241,12 +244,17 @@ class Scenario:
             ConfigError: The data cannot be read or are invalid, the partition is not possible, or a client would have
                 no training sample.
         """
-        federated = self._build(seed)
+        data = self.dataset.checked(self.objective)
+        federated = self._split_clients(data, seed)
         if self.held_out_clients is not None:
             clients = len(federated.shards)
             count = clients - self.training_clients(clients)
             drawn = generator(seed, Stream.HELD_OUT_CLIENTS).choice(clients, count, replace=False)
-            federated = hold_out_clients(federated, sorted(drawn.tolist()))
+            held_out = sorted(drawn.tolist())
+            if self.dataset.has_statistics:
+                without = self._load_without([federated.shards[client] for client in held_out], data, seed)
+                federated = self._split_clients(without, seed)
+            federated = hold_out_clients(federated, held_out)
         if self.validation_share:
             federated = hold_out_validation(federated, self.validation_share, seed)
         if federated.held_out and not any(len(shard.test) for shard in federated.held_out):
@@ -266,16 +274,22 @@ class Scenario:
             raise ConfigError(f"scenario.held_out_clients: {n} of {clients} clients leaves none to train. Lower it")
         return clients - held_out
 
-    def _build(self, seed: int) -> FederatedData:
-        data = self.dataset.checked(self.objective)
-        objective = self.objective or self.dataset.objective or objective_of(data.y_train)
+    def _load_without(self, held_out: Sequence[Shard], data: LoadedData, seed: int) -> LoadedData:
+        """Load the data again, with statistics of all training samples except those of the held-out clients."""
+        everything = torch.arange(len(data.y_train))
+        rows = self._reduce(replace(data, x_train=everything), seed, self._objective(data)).x_train
+        own = torch.cat([part for shard in held_out for part in (shard.train, shard.test)])
+        dataset = copy.copy(self.dataset)
+        dataset.fitted = np.setdiff1d(everything, rows[own[own < len(rows)]])  # larger indices are test samples
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were shown the first time
+            return dataset.checked(self.objective)
+
+    def _split_clients(self, data: LoadedData, seed: int) -> FederatedData:
+        objective = self._objective(data)
         if not objective.classes:
             self._refuse_classless(objective)
-        # These random streams differ from the partition's, so that every partition splits the same samples.
-        if self.train_samples is not None:
-            data = subsample(data, self.train_samples, generator(seed, Stream.PARTITION, 1), objective)
-        if self.long_tail is not None:
-            data = make_long_tailed(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
+        data = self._reduce(data, seed, objective)
         labels = objective.strata(data.y_train).numpy()
         splits = self._split(data, labels, generator(seed, Stream.PARTITION))
         data = replace(data, client_train=None, client_test=None)
@@ -286,6 +300,18 @@ class Scenario:
             split = [self._split_locally(labels, part, seed, client) for client, part in enumerate(splits.train)]
             return FederatedData(data, PackedShards(*zip(*split, strict=True)), splits.ids, objective)
         return append_test_set(data, splits, objective)
+
+    def _objective(self, data: LoadedData) -> Objective:
+        return self.objective or self.dataset.objective or objective_of(data.y_train)
+
+    def _reduce(self, data: LoadedData, seed: int, objective: Objective) -> LoadedData:
+        """Return the data with the training samples that `train_samples` and `long_tail` leave."""
+        # These random streams differ from the partition's, so that every partition splits the same samples.
+        if self.train_samples is not None:
+            data = subsample(data, self.train_samples, generator(seed, Stream.PARTITION, 1), objective)
+        if self.long_tail is not None:
+            data = make_long_tailed(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
+        return data
 
     def _refuse_classless(self, objective: Objective) -> None:
         if self.partition.needs_classes:

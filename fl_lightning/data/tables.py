@@ -191,13 +191,13 @@ class Table(_FileTable):
     def _columns(self) -> dict[str, Sequence[str]]:
         return {**super()._columns(), "features": self.features or (), "exclude": self.exclude}
 
-    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
         frame, classes = source[0].iloc[order], source[1]
         features = self._features(list(frame.columns))
         for name in self.categorical - set(features):
             column = find_column(name, list(frame.columns), "categorical")
             raise ConfigError(f"{KEY}.categorical: {column!r} is not a feature. Name a feature column")
-        columns = [self._describe(frame[name], train) for name in features]
+        columns = [self._describe(frame[name], fitted) for name in features]
         if self.features is None:
             self._warn_of_ids(frame[features])
         schema = TableSchema(columns, self.encoding, self.label, classes, self.client)
@@ -221,32 +221,32 @@ class Table(_FileTable):
             what = f"almost all values differ, as in a column of ids ({shown})"
             warnings.warn(f"{KEY}.features: {what}. To leave it out, add --{KEY}.exclude {fix}", stacklevel=2)
 
-    def _describe(self, column: pd.Series, train: int) -> Column:
-        """Return the description of a feature column, with categories or scale computed from the first `train` rows."""
+    def _describe(self, column: pd.Series, fitted: np.ndarray) -> Column:
+        """Return the description of a feature column, with categories or scale computed from the `fitted` rows."""
         refuse_missing(column, "features", "Fill it in, remove the row, or leave the column out of the features")
         described = Column(str(column.name), str(column.dtype))
         if column.name not in self.categorical and is_numeric(column):
             refuse_not_finite(column, "features")
-            return self._standardize(described, column, train)
+            return self._standardize(described, column, fitted)
         if column.name not in self.categorical:
             check_categories(column)
         refuse_nul(column, "features")
         import pandas as pd
 
-        known = pd.Series(column.to_numpy(object if is_numeric(column) else str)[:train]).unique().tolist()
+        known = pd.Series(column.to_numpy(object if is_numeric(column) else str)[fitted]).unique().tolist()
         described = replace(described, categories=sorted(known))
         if self.encoding == "codes":
-            return self._standardize(described, column, train)
+            return self._standardize(described, column, fitted)
         if len(known) > MOST_CATEGORIES:
             fix = "Name it in scenario.dataset.exclude, or set scenario.dataset.encoding codes"
             raise column_error(column, "features", f"holds {len(known):,} categories, too many for one_hot. {fix}")
         return described
 
-    def _standardize(self, described: Column, column: pd.Series, train: int) -> Column:
+    def _standardize(self, described: Column, column: pd.Series, fitted: np.ndarray) -> Column:
         if not self.standardize:
             return described
         values = described.values(column)
-        codes = values[:train] + (described.categories is not None)  # codes count from 1
+        codes = values[fitted] + (described.categories is not None)  # codes count from 1
         # Rounded, so that the order of summation changes no bit of the data.
         mean, scale = (float(f"{number:.12g}") for number in (codes.mean(), codes.std() if np.ptp(codes) else 1.0))
         return replace(described, mean=mean, scale=scale)
@@ -295,8 +295,8 @@ class TextTable(_FileTable):
     def _columns(self) -> dict[str, Sequence[str]]:
         return {"text": [self.text], **super()._columns()}
 
-    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
-        ids = token_ids(source[0][self.text].iloc[order], train, self.length, self.vocab_size)
+    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
+        ids = token_ids(source[0][self.text].iloc[order], fitted, self.length, self.vocab_size)
         return ids, {"prepare": Normalize()}
 
 
@@ -356,7 +356,7 @@ class ImageTable(_FileTable):
     def _columns(self) -> dict[str, Sequence[str]]:
         return {"image": [self.image], **super()._columns()}
 
-    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
         column = source[0][self.image].iloc[order]
         paths = self._paths(column)
         try:
@@ -364,7 +364,7 @@ class ImageTable(_FileTable):
         except BadFile as error:
             fix = "Correct the path, replace the file, or remove the row"
             raise column_error(column, "image", f": {error}. {fix}", paths.index(error.path)) from error
-        return x, self.options.transforms(x[:train])
+        return x, self.options.transforms(x, fitted)
 
     def _paths(self, column: pd.Series) -> list[Path]:
         """Return the path of each row's image."""

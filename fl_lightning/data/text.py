@@ -68,9 +68,9 @@ def check_lengths(length: int, vocab_size: int) -> None:
     check_number("scenario.dataset.vocab_size", vocab_size, "[3, inf)")
 
 
-def encode_texts(texts: Sequence[str], train: int, length: int, vocab_size: int) -> Tensor:
-    """Return the token ids of texts, `(n, length)`. The vocabulary is built from the first `train` texts."""
-    vocabulary = Vocabulary(texts[:train], vocab_size)
+def encode_texts(texts: Sequence[str], fitted: np.ndarray, length: int, vocab_size: int) -> Tensor:
+    """Return the token ids of texts, `(n, length)`. The vocabulary is built from the texts at the indices `fitted`."""
+    vocabulary = Vocabulary([texts[i] for i in fitted], vocab_size)
     with blame("scenario.dataset.length"):
         return vocabulary.encode(texts, length)
 
@@ -89,6 +89,7 @@ class TextDataset(FileDataset):
     """
 
     num_classes: int
+    has_statistics = True
 
     def __init__(
         self, data_dir: str = "data", download: bool = False, length: int = 200, vocab_size: int = 10_000
@@ -107,7 +108,8 @@ class TextDataset(FileDataset):
         return self._encoded(train, test, torch.tensor(y_train), torch.tensor(y_test))
 
     def _encoded(self, train: list[str], test: list[str], y_train: Tensor, y_test: Tensor) -> LoadedData:
-        n, x = len(train), encode_texts([*train, *test], len(train), self.length, self.vocab_size)
+        n = len(train)
+        x = encode_texts([*train, *test], self.fitted_rows(n), self.length, self.vocab_size)
         names = self.class_names
         return LoadedData(x[:n], y_train, x[n:], y_test, self.num_classes, prepare=Normalize(), class_names=names)
 

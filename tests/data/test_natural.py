@@ -411,8 +411,16 @@ def test_a_run_without_a_number_of_clients_has_those_of_the_data(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"clients_per_round": 7}, "clients_per_round: 7 is not between 1 and 6, the number of clients that train (scenario.clients"),
-        ({"clients_per_round": 0}, "clients_per_round: 0 is not between 1 and 6, the number of clients that train (scenario.clients"),
+        (
+            {"clients_per_round": 7},
+            "clients_per_round: 7 is not between 1 and 6, the number of clients that train "
+            "(scenario.clients without scenario.held_out_clients)",
+        ),
+        (
+            {"clients_per_round": 0},
+            "clients_per_round: 0 is not between 1 and 6, the number of clients that train "
+            "(scenario.clients without scenario.held_out_clients)",
+        ),
         ({"min_clients": 4}, "min_clients: 4 is above the 3 clients of a round"),
     ],
 )

@@ -100,7 +100,11 @@ def test_training_is_that_of_data_without_the_held_out_clients(tmp_path: Path, n
     if name in ("FedLC", "FedROD", "FedSKC with ProtoNet", "ProtoNet"):
         del options["class_weights"]
     whole, without = (
-        finished(tmp_path / kind.__name__, method(), **options | {"scenario": kind(**vars(scenario) | {"held_out_clients": 2})})
+        finished(
+            tmp_path / kind.__name__,
+            method(),
+            **options | {"scenario": kind(**vars(scenario) | {"held_out_clients": 2})},
+        )
         for kind in (Scenario, WithoutThem)
     )
     assert whole.state.keys() == without.state.keys()
@@ -214,7 +218,9 @@ def test_personalisation_and_choice_of_a_cluster_need_no_training(tmp_path: Path
         assert not algorithm.trains_new_clients
         run = experiment(tmp_path, algorithm, scenario=HELD_OUT, trainer=ONE_EPOCH)
         run.check()
-        fits = [task.fit for task in run.server.new_client_tasks(1, run.state, {4: {}}, 1.0, algorithm.trains_new_clients)]
+        fits = [
+            task.fit for task in run.server.new_client_tasks(1, run.state, {4: {}}, 1.0, algorithm.trains_new_clients)
+        ]
         assert fits == [False]
     tuned, plain = (
         finished(tmp_path / str(epochs), FedBABU(tune_epochs=epochs), scenario=HELD_OUT, rounds=1).csv.rows[-1]
@@ -237,9 +243,7 @@ def test_a_new_client_gets_the_calibrated_model(tmp_path: Path) -> None:
 
 
 @in_float64
-@pytest.mark.parametrize(
-    "engine", ["stacked", pytest.param("processes", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("engine", ["stacked", pytest.param("processes", marks=pytest.mark.thorough)])
 def test_every_engine_gives_the_same_metrics(tmp_path: Path, engine: Any) -> None:
     options = {"scenario": HELD_OUT, "rounds": 2, "trainer": ONE_EPOCH, "optimizer": SGD}
     one, other = (
@@ -284,10 +288,12 @@ def test_max_clients_limits_the_new_clients_too(tmp_path: Path) -> None:
 
 
 def test_more_participants_than_training_clients_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^clients_per_round: 5 is not between 1 and 4, the number of clients that train"):
+    with pytest.raises(
+        ConfigError, match=r"^clients_per_round: 5 is not between 1 and 4, the number of clients that train"
+    ):
         experiment(tmp_path, scenario=HELD_OUT, clients_per_round=5)
     unknown = replace(HELD_OUT, clients=None)
-    with pytest.raises(ConfigError, match="^clients_per_round: 9 is not between 1 and 8, the number of clients"):
+    with pytest.raises(ConfigError, match=r"^clients_per_round: 9 is not between 1 and 8, the number of clients"):
         experiment(tmp_path, scenario=unknown, clients_per_round=9).check()
 
 
@@ -297,7 +303,9 @@ def test_a_failure_names_the_client_by_its_own_number(tmp_path: Path) -> None:
     run.check()
     new = run.data.held_out_clients[0]
     run.data.held_out = [Shard(shard.train[:1], shard.test) for shard in run.data.held_out]
-    with pytest.raises(ClientFailure, match=rf"^client {new} \({run.data.client_ids[new]}\), round 2: 1 training sample"):
+    with pytest.raises(
+        ClientFailure, match=rf"^client {new} \({run.data.client_ids[new]}\), round 2: 1 training sample"
+    ):
         run.evaluator.after_round(1, [])
 
 

@@ -45,7 +45,7 @@ class HeadThenBody(ClientModule):
             )
 
     def on_train_epoch_start(self) -> None:
-        """Freeze the body in the first epochs and the head in the later ones. A held-out client trains only the head."""
+        """Freeze the body in the first epochs and the head in the later ones. Held-out clients train only the head."""
         first = self.current_epoch < self.head_epochs or (self.new_client and self.personal != ())
         learn_only(self.backbone, lambda name: name.startswith(self.personal) == first, self.among)
         super().on_train_epoch_start()
