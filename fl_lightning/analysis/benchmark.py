@@ -13,8 +13,8 @@ from typing import Any
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings
-from fl_lightning.analysis.executor import Job, Program, earlier_result, is_finished, run_folder
 from fl_lightning.analysis.comparison import Difference, Spread, paired_difference, spread
+from fl_lightning.analysis.executor import Job, Program, earlier_result, is_finished, run_folder
 from fl_lightning.analysis.sweep import (
     TrialResult,
     describe_sweep,
@@ -189,12 +189,12 @@ def tune(
 
     sweep, results = run(folder, ranges, half, defaults)
     best = best_trial(results[:half], entry.table.maximize)
-    moved = ranges | moved_ranges(entry, ranges, edge_keys(sweep, best), best, allows)
-    if moved == ranges:
+    moved = moved_ranges(entry, ranges, edge_keys(sweep, best), best, allows) if best else {}
+    if not moved:
         sweep, results = run(folder, ranges, trials, defaults)
         best = best_trial(results, entry.table.maximize)
         return TunedEntry(entry, results, list(edge_keys(sweep, best)))
-    second, others = run(folder / MOVED, moved, trials - half, None)
+    second, others = run(folder / MOVED, ranges | moved, trials - half, None)
     results = [*results[:half], *others]
     best = best_trial(results, entry.table.maximize)
     return TunedEntry(entry, results, list(edge_keys(second if best in others else sweep, best)))
@@ -208,8 +208,10 @@ def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | 
 
 def edge_keys(sweep: Sweep, best: TrialResult | None) -> dict[str, bool]:
     """Return the keys whose best value lies at the edge of a numeric range: whether it is the upper edge."""
-    found = {}
-    for key, parameter in sweep.parameters.items() if best else ():
+    found: dict[str, bool] = {}
+    if best is None:
+        return found
+    for key, parameter in sweep.parameters.items():
         numbers = parameter.distribution
         if isinstance(numbers, FloatDistribution | IntDistribution) and numbers.low < numbers.high:
             scale: Callable[[float], float] = math.log if numbers.log else float
@@ -224,7 +226,7 @@ def moved_ranges(
     entry: Entry,
     ranges: Settings,
     edges: Mapping[str, bool],
-    best: TrialResult | None,
+    best: TrialResult,
     allows: Callable[[Sequence[str]], bool],
 ) -> dict[str, Any]:
     """Return the logarithmic ranges that are to move by half their length, so that the best value is in the middle.
@@ -237,7 +239,6 @@ def moved_ranges(
             low, high = ranges[key]["min"], ranges[key]["max"]
             factor = math.sqrt(high / low) if upwards else math.sqrt(low / high)
             new = {"distribution": "log_uniform_values", "min": low * factor, "max": high * factor}
-            assert best
             values = {**best.settings, key: str(new["max" if upwards else "min"])}
             if allows((*entry.tuning_words(), *(f"--{name}={value}" for name, value in values.items()))):
                 found[key] = new
@@ -332,7 +333,10 @@ class BenchmarkResult:
         for scenario in self.benchmark.scenarios:
             spreads = {method: self._results[table, scenario, method].spread(untuned=untuned) for method in ranks}
             worst = -math.inf if of_table.maximize else math.inf
-            means = {method: worst if each is None or math.isnan(each.mean) else each.mean for method, each in spreads.items()}
+            means = {
+                method: worst if each is None or math.isnan(each.mean) else each.mean
+                for method, each in spreads.items()
+            }
             for method, mean in means.items():
                 better = sum(other > mean if of_table.maximize else other < mean for other in means.values())
                 equal = sum(other == mean for other in means.values())

@@ -47,7 +47,7 @@ def score_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool
     before = {method: fmean(each) for method, each in result.ranks(table.name, untuned=True).items()}
     methods = sorted(table.methods, key=lambda method: ranks[method])
     rows, bold = [], set()
-    for i, method in enumerate(methods):
+    for method in methods:
         spreads = [_of(result, table, scenario, method).spread() for scenario in scenarios]
         end = [f"{ranks[method]:.2f}", *([f"{before[method]:.2f}"] if has_untuned else [])]
         rows.append([method, *(format_spread(each, in_percent) for each in spreads), *end])
@@ -79,9 +79,7 @@ def difference_table(result: BenchmarkResult, table: BenchmarkTable, in_percent:
                 for scenario in scenarios
             )
             rows.append([method, *(format_difference(ours.difference(base), in_percent) for ours, base in pairs)])
-    note = (
-        f"difference from the tuned {reference} with the same seeds: mean [95 % confidence interval of a paired t-test]."
-    )
+    note = f"difference from the tuned {reference} with the same seeds: mean [95 % confidence interval, paired t-test]."
     return ResultTable([f"minus {reference}", *(name or table.metric for name in scenarios)], rows, notes=[note])
 
 

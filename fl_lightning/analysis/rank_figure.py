@@ -56,9 +56,8 @@ def rank_figure(
         if scenarios > 1 and len(methods) > 1:
             critical, best = critical_difference(len(methods), scenarios), min(means.values())
             axes.axvspan(best, best + critical, color=COLOURS[0], alpha=0.12, linewidth=0, label="critical difference")
-            notes.append(
-                f"Shaded: not significantly worse than the best (Nemenyi, p = 0.05, critical difference {critical:.2f})."
-            )
+            test = f"Nemenyi's test, p = 0.05, critical difference {critical:.2f}"
+            notes.append(f"Shaded: not significantly worse than the best ({test}).")
         axes.set_yticks(rows, methods)
         axes.set_xlim(0.5, len(methods) + 0.5)
         axes.set_xlabel("mean rank")

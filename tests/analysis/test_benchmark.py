@@ -86,7 +86,10 @@ def test_set_overrides_all_other_settings(tmp_path):
     changed = replace(benchmark(tmp_path), overrides=parse_overrides(["rounds=9", "scenario.dataset.path=a=b.csv"]))
     _, prox, *_ = changed.entries()
     assert prox.words()[-2:] == ("--rounds=9", "--scenario.dataset.path=a=b.csv")
-    for word, message in (("rounds", "--set: 'rounds' is not of the form KEY=VALUE"), ("seed=1", "--set: seed is set by")):
+    for word, message in (
+        ("rounds", "--set: 'rounds' is not of the form KEY=VALUE"),
+        ("seed=1", "--set: seed is set by"),
+    ):
         with pytest.raises(ConfigError, match=message):
             parse_overrides([word])
 
@@ -137,7 +140,9 @@ def test_a_wrong_file_is_refused(more, message, tmp_path):
 
 def test_a_missing_file_is_refused_with_the_included_ones():
     assert benchmark_path("digits").name == "digits.yaml"
-    with pytest.raises(ConfigError, match=r"^benchmark: digit is neither a file here nor an included benchmark. Did you"):
+    with pytest.raises(
+        ConfigError, match=r"^benchmark: digit is neither a file here nor an included benchmark. Did you"
+    ):
         benchmark_path("digit")
 
 
@@ -187,8 +192,10 @@ def test_a_range_is_moved_by_half_its_length_if_its_best_value_is_at_the_edge(tm
 
 def test_the_edge_is_the_tenth_at_each_end(tmp_path):
     sweep = parse_sweep(
-        yaml.safe_load("{program: fl-lightning, command: ['${program}', fit, '${args}'], method: bayes, "
-                       "metric: {name: global/acc, goal: maximize}, parameters: {a: {min: 0.0, max: 1.0}}}"),
+        yaml.safe_load(
+            "{program: fl-lightning, command: ['${program}', fit, '${args}'], method: bayes, "
+            "metric: {name: global/acc, goal: maximize}, parameters: {a: {min: 0.0, max: 1.0}}}"
+        ),
         Path("x.yaml"),
     )
     at_edge = [bool(benchmarks.edge_keys(sweep, trial(a=str(place)))) for place in (0.09, 0.11, 0.5, 0.89, 0.91)]
@@ -228,7 +235,9 @@ def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_p
     assert (folder / "moved").is_dir() == is_moved
     assert found.best == max(found.trials, key=lambda one: one.value)
     again = fakes(at(best))
-    assert [one.settings for one in tuned(entry, tmp_path, first=first).trials] == [one.settings for one in found.trials]
+    assert [one.settings for one in tuned(entry, tmp_path, first=first).trials] == [
+        one.settings for one in found.trials
+    ]
     assert not again.ran
     lines = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert len(lines) == (3 if is_moved else 6)
@@ -279,18 +288,21 @@ ROWS = {"comm/up_bytes": 10.0, "comm/down_bytes": 20.0, "time/round_s": 0.5}
 
 
 def finished(*values: float) -> Run:
-    rows = [{"round": float(i), "global/acc": value, "client/loss_mean": value, **ROWS} for i, value in enumerate(values, 1)]
+    rows = [
+        {"round": float(i), "global/acc": value, "client/loss_mean": value, **ROWS} for i, value in enumerate(values, 1)
+    ]
     return Run(Path(), {}, rows, {})
 
 
 def results_of(tmp_path, scores: dict[tuple[str, str], list[list[float]]], **more) -> BenchmarkResult:
-    """Return results with one list of values by round per seed, by scenario and method; untuned runs are half of them."""
+    """Return results, given one list of values by round per seed, by scenario and method; untuned runs have half."""
     tables = {"global": {"metric": "global/acc", "methods": list(dict.fromkeys(method for _, method in scores))}}
     found = benchmark(tmp_path, tables=tables, methods={}, **more)
     entries = []
     for entry in found.entries():
-        runs = {seed: finished(*values) for seed, values in enumerate(scores[entry.scenario, entry.method])}
-        untuned = {seed: finished(*np.array(values) / 2) for seed, values in enumerate(scores[entry.scenario, entry.method])}
+        values = dict(enumerate(scores[entry.scenario, entry.method]))
+        runs = {seed: finished(*each) for seed, each in values.items()}
+        untuned = {seed: finished(*np.array(each) / 2) for seed, each in values.items()}
         trials = [trial(0, value=0.7, **{"optimizer.lr": "0.12345"}), trial(1, "failed", None, **{"optimizer.lr": "1"})]
         entries.append(EntryResult(TunedEntry(entry, trials, ["optimizer.lr"]), runs, untuned))
     return BenchmarkResult(found, entries)
@@ -373,9 +385,7 @@ def test_without_the_reference_there_is_no_table_of_differences(tmp_path):
     assert parts[0].header[-1] == "rank"
 
 
-@pytest.mark.parametrize(
-    ("methods", "q"), [(2, 1.960), (3, 2.343), (5, 2.728), (10, 3.164)]
-)  # Demšar 2006, Table 5(a)
+@pytest.mark.parametrize(("methods", "q"), [(2, 1.960), (3, 2.343), (5, 2.728), (10, 3.164)])  # Demšar 2006, Table 5(a)
 def test_the_critical_difference_is_demsars(methods, q):
     expected = q * math.sqrt(methods * (methods + 1) / (6 * 14))
     assert critical_difference(methods, 14) == pytest.approx(expected, abs=1e-3)
@@ -410,7 +420,13 @@ def test_the_command_tunes_runs_and_resumes(tmp_path, monkeypatch):
     assert first.code == 0, first.err
     assert first.out.count("| FedSAM |") >= 2
     folder = Path("runs/benchmarks/b")
-    assert {path.name for path in folder.iterdir()} >= {"results.md", "results.csv", "ranks-global.svg", "tuning", "runs"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "results.md",
+        "results.csv",
+        "ranks-global.svg",
+        "tuning",
+        "runs",
+    }
     config = yaml.safe_load(next(folder.glob("tuning/global/FedSAM/trials/*/seed_9/config.yaml")).read_text())
     assert config["scenario"]["validation_share"] == 0.2
     again = run("benchmark", "b.yaml", "--format", "markdown")
