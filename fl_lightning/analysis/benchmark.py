@@ -323,6 +323,11 @@ class BenchmarkResult:
         """Return the results of a table, by scenario and method."""
         return [result for (name, *_), result in self._results.items() if name == table]
 
+    @property
+    def runs(self) -> list[Run]:
+        """All finished runs with tuned values."""
+        return [run for result in self._results.values() for run in result.runs.values()]
+
     def ranks(self, table: str, untuned: bool = False) -> dict[str, list[float]]:
         """Return the rank of each method in each scenario of a table; 1 is the best, and equal means share a rank.
 

@@ -136,15 +136,21 @@ def run_all(tuned: Sequence[TunedEntry], out: Path, given: Namespace) -> bool:
 
 
 def write_results(result: BenchmarkResult, out: Path, percent: bool) -> None:
-    """Write the tables as Markdown and CSV, and a figure of the ranks for each table, to the benchmark's folder."""
+    """Write the tables as Markdown and CSV, figures of the ranks, and an HTML report to the benchmark's folder."""
+    from fl_lightning.analysis.html_report.report import Section, write_report
     from fl_lightning.analysis.rank_figure import rank_figure  # imports matplotlib
 
     write_atomically(out / "results.md", as_markdown(result, percent))
     write_atomically(out / "results.csv", as_csv(result))
-    for table in result.benchmark.tables:
+    sections = []
+    for (title, parts), table in zip(tables(result, percent), result.benchmark.tables, strict=True):
         before = result.ranks(table.name, untuned=True) if result.benchmark.untuned else None
-        for suffix in (".svg", ".pdf"):
-            rank_figure(result.ranks(table.name), before).savefig(out / f"ranks-{folder_name(table.name)}{suffix}")
+        figure, path = rank_figure(result.ranks(table.name), before), out / f"ranks-{folder_name(table.name)}.pdf"
+        figure.savefig(path)
+        figure.savefig(path.with_suffix(".svg"))
+        sections.append(Section(title, parts, [path.with_suffix(".svg").read_bytes()]))
+    if runs := result.runs:
+        write_report(runs, out / "report.html", sections)
 
 
 def print_results(result: BenchmarkResult, form: str, percent: bool) -> None:
