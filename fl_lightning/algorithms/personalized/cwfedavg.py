@@ -11,7 +11,7 @@ parts also work in other methods: `WeightDistribution` in `loss_terms`, `ClassWi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -312,6 +312,9 @@ class CwFedAvg(Algorithm):
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. The default depends on the preset.
     """
 
+    search_space: ClassVar = {  # around Fig. 3, without its 0
+        "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 50.0},
+    }
     trains_new_clients = True
 
     def __init__(
