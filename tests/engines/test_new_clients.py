@@ -88,7 +88,7 @@ def new_client_row(row: dict[str, float]) -> dict[str, float]:
 
 # --- Training is unchanged ---
 
-QUICK = ("SCAFFOLD", "UAPDFL", "CCVR")
+QUICK = ("SCAFFOLD", "UAPDFL")
 METHODS_TWICE = [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in METHODS]
 
 
@@ -193,7 +193,7 @@ def test_a_new_client_gets_the_message_of_a_client_that_has_never_taken_part(tmp
 
 def test_a_client_that_joins_clusters_gets_the_mean_of_all_participants(tmp_path: Path) -> None:
     algorithm = CFL(eps1=float("inf"), eps2=0.0, min_rounds=0, min_size=1)
-    run = finished(tmp_path, algorithm, scenario=HELD_OUT, trainer=ONE_EPOCH)
+    run = finished(tmp_path, algorithm, scenario=HELD_OUT, trainer=ONE_EPOCH, rounds=1)
     assert "cluster_1" in run.state
     task, _ = run.server.new_client_tasks(4, run.state, {4: {}, 5: {}}, 1.0, True)
     assert same_bytes(task.download.section("model"), run.state["model"])
@@ -201,7 +201,7 @@ def test_a_client_that_joins_clusters_gets_the_mean_of_all_participants(tmp_path
 
 @pytest.mark.parametrize("method", [PeerAlgorithm, DFedAvgM])
 def test_a_peer_that_joins_collects_from_all_peers(tmp_path: Path, method: Any) -> None:
-    run = finished(tmp_path, method(graph=Ring()), scenario=HELD_OUT, trainer=ONE_EPOCH, clients_per_round=None)
+    run = finished(tmp_path, method(graph=Ring()), scenario=HELD_OUT, trainer=ONE_EPOCH, rounds=1)
     memories = run.evaluator._new_client_memories
     task, _ = run.server.new_client_tasks(4, run.state, memories, 1.0, True)
     visible = run.server.visible_state
@@ -230,7 +230,7 @@ def test_personalisation_and_choice_of_a_cluster_need_no_training(tmp_path: Path
 
 
 def test_a_new_client_gets_the_calibrated_model(tmp_path: Path) -> None:
-    run = finished(tmp_path, CCVR(), scenario=HELD_OUT, rounds=1)
+    run = finished(tmp_path, CCVR(), scenario=HELD_OUT, rounds=1, trainer=ONE_EPOCH)
     (calibrated, plain) = (
         scores_by_hand(run, [copy.deepcopy(module.backbone) for _ in range(2)])
         for module in (run.evaluator.global_module(1), run.worker.modules.build_shared(run.state["model"]))
