@@ -127,11 +127,17 @@ class Server:
             memories: What each of these clients keeps, by client id.
             lr_scale: Factor on the learning rates.
             fit: Whether they train before they are evaluated.
+
+        Raises:
+            ConfigError: The method cannot make a message to a new client.
         """
         algorithm = self.algorithm
+        refusal = f"{type(algorithm).__name__} has no message for a new client. Override its add_client"
         for client, memory in memories.items():
-            visible = self.memory.with_peers(algorithm.add_client(state, memory), algorithm.public)
-            download = algorithm.download(visible, self.clients, generator(self.seed, Stream.DOWNLOAD, round, client))
+            rng = generator(self.seed, Stream.DOWNLOAD, round, client)
+            with blame(f"scenario.held_out_clients: {refusal}"):
+                visible = self.memory.with_peers(algorithm.add_client(state, memory), algorithm.public)
+                download = algorithm.download(visible, self.clients, rng)
             options = {"fit": fit, "upload": False, "evaluate": True, "new_client": True}
             yield Task(round, client, download, memory, lr_scale, **options)
 

@@ -170,8 +170,9 @@ class ImageOptions:
             if values is not None and len(values) != x.shape[1]:
                 what = f"{len(values)} number(s), and the images have {x.shape[1]} channel(s)"
                 raise ConfigError(f"{KEY}.{name}: {what}")
-        given = self.mean is not None and self.std is not None
-        mean, std = (self.mean, self.std) if given else channel_statistics(x, torch.from_numpy(fitted))
+        mean, std = self.mean, self.std
+        if mean is None or std is None:
+            mean, std = channel_statistics(x, torch.from_numpy(fitted))
         return {"prepare": Normalize(mean, std), "augment": make_augment(self.augment)}
 
 

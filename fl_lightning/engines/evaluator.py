@@ -128,6 +128,8 @@ class Evaluator:
 
     def _new_client_scores(self, round: int, shared: ClientModule | None) -> list[Score]:
         """Return the scores of the held-out clients after a round, given the module of the global model, if any."""
+        if not self.new_clients:
+            return []
         algorithm, state = self.server.algorithm, self.server.state
         if shared and algorithm.calibrates:
             weights = shared.backbone.state_dict()

@@ -187,6 +187,12 @@ def test_runs_with_equal_settings_are_one_group(tmp_path):
     assert re.search(r"^all runs +2 +0.7500 ± 0.0000", run("compare", tmp_path).out, re.M)
 
 
+def test_a_null_option_that_an_older_version_lacks_is_no_difference(tmp_path):
+    write(tmp_path, seed=0)
+    write(tmp_path, seed=1, held_out_clients=None)
+    assert len(compare_folder(tmp_path).groups) == 1
+
+
 def test_groups_are_sorted_by_value_and_nan_equals_nan(tmp_path):
     for tau in (0.5, 0.08, 10, None, float("nan"), "auto"):
         for seed in (0, 1):

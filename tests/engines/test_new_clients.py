@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,10 @@ from fl_lightning.algorithms import (
     Ring,
 )
 from fl_lightning.core.errors import ClientFailure, ConfigError
+from fl_lightning.core.message import Message
 from fl_lightning.data import FederatedData, Scenario, Shard
 from fl_lightning.evaluation.evaluation import evaluate
+from fl_lightning.evaluation.summary import better_goal
 
 HELD_OUT = replace(digits(), held_out_clients=2)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -275,6 +278,7 @@ def test_new_clients_are_evaluated_when_the_others_are_and_are_in_the_summary(tm
     accuracies = [row["new_client/acc_mean"] for row in run.csv.rows[1:]]
     assert summary["new_client/acc_mean_last"] == accuracies[-1]
     assert summary["new_client/acc_mean_best"] == max(accuracies)
+    assert better_goal("new_client/r2_score_weighted_last") == "maximize"
     header = (tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")
     assert header.index("client/acc_mean") < header.index("new_client/acc_mean") < header.index("comm/up_bytes")
 
@@ -295,6 +299,20 @@ def test_more_participants_than_training_clients_are_refused(tmp_path: Path) -> 
     unknown = replace(HELD_OUT, clients=None)
     with pytest.raises(ConfigError, match=r"^clients_per_round: 9 is not between 1 and 8, the number of clients"):
         experiment(tmp_path, scenario=unknown, clients_per_round=9).check()
+
+
+class OwnCentres(FedAvg):
+    """A method whose shared state has an entry for each client."""
+
+    def download(self, state: Any, client: int, rng: Any) -> Message:
+        return Message.pack({"model": state["model"], "centre": {"own": torch.zeros(4)[client]}})
+
+
+def test_a_method_without_a_message_for_new_clients_is_refused(tmp_path: Path) -> None:
+    run = experiment(tmp_path, OwnCentres(), scenario=HELD_OUT, trainer=ONE_EPOCH)
+    message = "scenario.held_out_clients: OwnCentres has no message for a new client. Override its add_client: index 4"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        run.fit()
 
 
 def test_a_failure_names_the_client_by_its_own_number(tmp_path: Path) -> None:
