@@ -271,10 +271,9 @@ def test_in_a_config_the_fix_is_a_key(more, message, here):
 
 def test_arguments_of_the_users_own_class_are_checked(here):
     Path("named.py").write_text(
-        "from fl_lightning.algorithms import FedAvg, FedProx\nclass Mine(FedAvg):\n    def __init__(self, nu: float = 1):\n"
-        "        super().__init__()\n"
-        "class Extended(FedProx):\n    def __init__(self, nu: float = 1, **options):\n"
-        "        super().__init__(**options)\n"
+        "from fl_lightning.algorithms import FedAvg, FedProx\n"
+        "class Mine(FedAvg):\n    def __init__(self, nu: float = 1):\n        super().__init__()\n"
+        "class Extended(FedProx):\n    def __init__(self, nu: float = 1, **more):\n        super().__init__(**more)\n"
     )
     fit_mine = ["fit", "--config", "tiny.yaml", "--algorithm", "named.Mine"]
     assert "algorithm: Mine has no key 'mu'. Available: nu.\n" in run(*fit_mine, "--algorithm.mu", "1").err
