@@ -243,7 +243,7 @@ class FederatedOrchestrator(ArgumentsMixin):
             self._signals.check()
             self.record.writer.check()
             self._notify("on_client_end", result)
-            if has_upload(result, self.on_client_failure, self.data.names):
+            if has_upload(result, self.on_client_failure, self.data):
                 results.append(replace(result, upload=None, memory={}))
                 yield result
         require_uploads(round, len(results), len(participants), self.min_clients)

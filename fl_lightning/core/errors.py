@@ -44,11 +44,13 @@ class ClientFailure(FLError):
 
     Attributes:
         label: The client with its name, such as `client 3 (north)`. Tasks do not know the names, so it is set later.
+        diverged: Whether a loss or an upload contains NaN or Inf.
         place: File and line in the user's own code that raised the error, see `users_place`.
     """
 
     exit_code = 1
     label = place = ""
+    diverged = False
 
     def __init__(self, client: int, round: int, reason: str) -> None:
         super().__init__(client, round, reason)

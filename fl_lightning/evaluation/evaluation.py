@@ -208,7 +208,8 @@ def client_summary(scores: Sequence[Score]) -> Row:
             sign = -1 if is_lower_better(name) else 1
             worst = sign * np.sort(sign * values)[: math.ceil(len(values) / 10)]
             row[f"client/{name}_weighted"] = float(np.average(values, weights=n))
-            row[f"client/{name}_std"] = float(values.std())
+            with np.errstate(invalid="ignore"):  # the metric of a client that diverged can be Inf
+                row[f"client/{name}_std"] = float(values.std())
             row[f"client/{name}_worst_decile"] = float(worst.mean())
     return row
 
