@@ -39,7 +39,7 @@ def overview() -> str:
 
 
 def options(kind: type[Algorithm]) -> str:
-    """Return a table of a method's own options, and the bytes that it sends."""
+    """Return a table of a method's own options, their ranges for tuning, and the bytes that it sends."""
     described = find_class(f"{kind.__module__}.{kind.__name__}").help
     lines = ["| option | default | |", "|---|---|---|"]
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
@@ -48,7 +48,9 @@ def options(kind: type[Algorithm]) -> str:
             lines.append(f"| `{name}` | {format_default(parameter.default)} | {text} |")
     down, up = bytes_of(kind)
     traffic = f"Bytes a round, each participant: down {down}, up {up}."
-    return "\n".join([*lines, "", traffic]) if len(lines) > 2 else traffic
+    ranges = ", ".join(f"`{name}` {format_range(space)}" for name, space in kind.search_space.items())
+    table = [*lines, ""] if len(lines) > 2 else []
+    return "\n".join([*table, *([f"Tuned over: {ranges}.", ""] if ranges else []), traffic])
 
 
 def format_default(default: Any) -> str:
@@ -56,6 +58,13 @@ def format_default(default: Any) -> str:
     if default is None or isinstance(default, bool):
         return f"`{str(default).lower().replace('none', 'null')}`"
     return f"`{list(default) if isinstance(default, tuple) else default}`"
+
+
+def format_range(space: dict[str, Any]) -> str:
+    """Return the values or the bounds of an option's range for tuning."""
+    if "values" in space:
+        return "in {" + ", ".join(map(str, space["values"])) + "}"
+    return f"from {space['min']} to {space['max']}" + (" (log)" if "log" in space["distribution"] else "")
 
 
 def anchor(kind: type[Algorithm]) -> str:

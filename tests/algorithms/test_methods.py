@@ -62,8 +62,14 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
     assert_same_run(whole, rest)
 
 
+def test_methods_with_options_of_their_own_have_a_search_space():
+    without = {name for name in NAMES if not getattr(algorithms, name).search_space}
+    peers = {"DFedAvgM", "PeerAlgorithm", "PeerFedPer"}
+    assert without == peers | {"FedAvg", "FedBN", "FedPer", "FedROD", "FedRep", "LGFedAvg", "Local"}
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if getattr(algorithms, name).search_space])
-def test_a_search_space_has_options_of_the_method_in_the_syntax_of_sweeps(name):
+def test_a_search_space_has_valid_ranges_around_the_defaults_in_the_syntax_of_sweeps(name):
     kind = getattr(algorithms, name)
     options = inspect.signature(kind).parameters
     assert kind.search_space.keys() <= options.keys()
@@ -75,6 +81,12 @@ def test_a_search_space_has_options_of_the_method_in_the_syntax_of_sweeps(name):
         "parameters": {f"algorithm.{option}": space for option, space in kind.search_space.items()},
     }
     assert parse_sweep(content, Path("search.yaml")).parameters.keys() == content["parameters"].keys()
+    for option, space in kind.search_space.items():
+        bounds = space.get("values") or [space["min"], space["max"]]
+        default = options[option].default
+        assert default in bounds if "values" in space else bounds[0] <= default <= bounds[1]
+        for value in bounds:
+            kind(**{option: value})
 
 
 class UserTerm(LossTerm):

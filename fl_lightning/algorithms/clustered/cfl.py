@@ -7,6 +7,7 @@ Constraints", IEEE TNNLS 2020, as implemented in the authors' code.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -186,6 +187,11 @@ class CFL(Algorithm):
         weighting: Weight clients equally (`uniform`, the authors' code) or by their number of `samples`.
     """
 
+    search_space: ClassVar = {  # around the values of Sattler et al.
+        "eps1": {"distribution": "log_uniform_values", "min": 0.1, "max": 1.0},
+        "eps2": {"distribution": "log_uniform_values", "min": 0.5, "max": 5.0},
+        "min_rounds": {"values": [5, 10, 20]},
+    }
     one_model = False
     public = LAST
 

@@ -7,7 +7,7 @@ model averaging.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -109,6 +109,8 @@ class IFCA(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
         loss_terms: Loss terms for training. They do not affect the choice of the cluster.
     """
+
+    search_space: ClassVar = {"clusters": {"values": [2, 3, 4]}}  # Ghosh et al. use 2 to 4
 
     def __init__(
         self,

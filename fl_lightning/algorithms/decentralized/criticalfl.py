@@ -8,6 +8,7 @@ Decentralized Federated Learning", 2024, where each client serves as its own ser
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.algorithms.global_model.criticalfl import (
     DETECTOR,
     MASK,
+    CriticalFL,
     CriticalPeriods,
     EntryMean,
     MeasuredModule,
@@ -58,6 +60,7 @@ class PeerCriticalFL(PeerAlgorithm):
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. They are always collected completely.
     """
 
+    search_space: ClassVar = CriticalFL.search_space
     module_class = MeasuredModule
     n_com: int
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +155,9 @@ class DisPFL(PeerAlgorithm):
             or `random` ones. With `none`, masks do not change.
     """
 
+    search_space: ClassVar = {  # Dai et al.: 0.2 to 0.8
+        "dense_ratio": {"distribution": "uniform", "min": 0.2, "max": 0.8},
+    }
     one_model = False
     whole = False
     module_class = MaskedModule

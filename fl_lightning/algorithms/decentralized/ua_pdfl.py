@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -204,6 +204,11 @@ class UAPDFL(PeerAlgorithm):
             threshold, a classifier is also shared at the threshold, and a client's optimizer keeps its state from round
             to round. See also `UnitAlignment` and `UnitRepresentation`.
     """
+
+    search_space: ClassVar = {  # our choice, as the paper has neither; a divergence is at most ln 2
+        "th_i": {"distribution": "log_uniform_values", "min": 0.01, "max": 0.69},
+        "mu": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1.0},
+    }
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ class CCVR(FedAvg):
 
     search_space: ClassVar = {  # our choice
         "features": {"values": [100, 500, 2000]},
-        "epochs": {"values": [1, 5, 20]},
+        "epochs": {"values": [1, 5, 10, 20]},
     }
     needs_classes = True
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -238,6 +238,10 @@ class CriticalFL(Algorithm):
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. They are always sent completely.
     """
 
+    search_space: ClassVar = {  # around the values of Yan et al.
+        "delta": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
+        "keep": {"distribution": "uniform", "min": 0.1, "max": 1.0},
+    }
     module_class = MeasuredModule
 
     def __init__(

@@ -6,6 +6,8 @@ Section 4.3.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import ServerStep, Weighting
@@ -67,6 +69,8 @@ class FedAvgM(Algorithm):
         nesterov: Use Nesterov's momentum, as in the paper's experiments.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
+
+    search_space: ClassVar = {"beta": {"values": [0.0, 0.7, 0.9, 0.97, 0.99, 0.997]}}  # Hsu et al., Section 4
 
     def __init__(
         self,

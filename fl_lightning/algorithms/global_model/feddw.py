@@ -11,7 +11,7 @@ clients pull the class-relation matrix of their classification layer, `ω ωᵀ`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -231,6 +231,10 @@ class FedDW(Algorithm):
     Raises:
         ConfigError: The classification layer has a bias, and `drop_bias` is false.
     """
+
+    search_space: ClassVar = {  # Section V: 0.01, 0.1, 1, 10, 100
+        "mu": {"distribution": "log_uniform_values", "min": 0.01, "max": 100.0},
+    }
 
     def __init__(
         self,

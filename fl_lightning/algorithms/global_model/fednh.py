@@ -7,7 +7,7 @@ Algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,11 @@ class FedNH(Algorithm):
         scale: Initial factor on the cosines. The authors' code uses 1 for a CNN and 20 for a ResNet.
         learn_scale: Train the factor and average it with the weights. Otherwise it stays at `scale`.
     """
+
+    search_space: ClassVar = {  # around the values of Dai et al.
+        "rho": {"distribution": "uniform", "min": 0.1, "max": 0.99},
+        "scale": {"distribution": "log_uniform_values", "min": 1.0, "max": 30.0},
+    }
 
     def __init__(
         self,

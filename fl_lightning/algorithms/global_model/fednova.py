@@ -111,7 +111,7 @@ class FedNova(Algorithm):
     """
 
     module_class = EqualSteps
-    search_space: ClassVar = {"mu": {"values": [0.0, 0.001, 0.01, 0.1]}}
+    search_space: ClassVar = {"mu": {"values": [0.0, 0.001, 0.01, 0.1]}}  # FedAvg's and FedProx's clients
 
     def __init__(self, mu: float = 0.0, loss_terms: list[LossTerm] | None = None, buffers: Buffers = "average") -> None:
         super().__init__([Proximal(mu), *(loss_terms or [])], NormalizedAveraging(), buffers)

@@ -7,7 +7,7 @@ Algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -95,6 +95,11 @@ class FedAdagrad(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    search_space: ClassVar = {  # within the grid of Reddi et al., Appendix D
+        "server_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
+        "tau": {"distribution": "log_uniform_values", "min": 1e-5, "max": 0.1},
+    }
+
     def __init__(
         self,
         server_lr: float = 0.1,
@@ -125,6 +130,10 @@ class FedAdam(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    search_space: ClassVar = {  # within the grid of Reddi et al., Appendix D
+        "server_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
+        "tau": {"distribution": "log_uniform_values", "min": 1e-5, "max": 0.1},
+    }
     rule: Rule = "adam"
 
     def __init__(

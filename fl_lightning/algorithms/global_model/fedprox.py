@@ -6,6 +6,7 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in Heteroge
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -63,6 +64,10 @@ class FedProx(Algorithm):
     Args:
         mu: μ, the weight of the proximal term.
     """
+
+    search_space: ClassVar = {  # Li et al.: 0.001, 0.01, 0.1, 1
+        "mu": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
+    }
 
     def __init__(
         self,

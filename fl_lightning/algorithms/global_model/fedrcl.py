@@ -8,6 +8,8 @@ code, it uses the hardest pairs only.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -178,6 +180,11 @@ class FedRCL(Algorithm):
             parts with a ReLU, such as a residual network's stem and stages.
         weighting: Weight clients equally (`uniform`), or by their number of `samples`.
     """
+
+    search_space: ClassVar = {  # around the values of Seo et al.
+        "w_p": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
+        "threshold": {"distribution": "uniform", "min": 0.5, "max": 0.95},
+    }
 
     def __init__(
         self,

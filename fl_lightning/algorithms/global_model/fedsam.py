@@ -105,7 +105,9 @@ class FedSAM(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
-    search_space: ClassVar = {"rho": {"values": [0.01, 0.02, 0.05, 0.1, 0.5]}}  # Qu et al.
+    search_space: ClassVar = {  # Qu et al.: 0.01, 0.02, 0.05, 0.1, 0.5
+        "rho": {"distribution": "log_uniform_values", "min": 0.01, "max": 0.5},
+    }
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -225,6 +225,10 @@ class FedSiamDA(Algorithm):
         stop_gradient: With false, use Eq. 5: `μ [½ D+(z_hist, z) + ½ D-(z_global, z)]`, without predictor and copy.
         aggregation: `dual`, or the ablations `uniform` and `weighted` (by samples).
     """
+
+    search_space: ClassVar = {  # Section IV-A: 0.05, 0.1, 0.2, 1
+        "mu": {"distribution": "log_uniform_values", "min": 0.05, "max": 1.0},
+    }
 
     def __init__(
         self,

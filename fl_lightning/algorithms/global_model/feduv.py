@@ -8,6 +8,8 @@ works in other methods.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -140,6 +142,11 @@ class FedUV(Algorithm):
         normalize_z: Normalise the features to unit length for U.
         detach_sigma: Treat the median distance in U as a constant.
     """
+
+    search_space: ClassVar = {  # around the values of Son et al.
+        "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
+        "mu": {"distribution": "log_uniform_values", "min": 0.05, "max": 5.0},
+    }
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ The term, `ModelContrast`, also works in any other method's `loss_terms`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,10 @@ class MOON(Algorithm):
         tau: τ, the temperature.
         history: Number of its last models that a client compares with. The paper uses one.
     """
+
+    search_space: ClassVar = {  # Li et al., Section 4: 0.1, 1, 5, 10
+        "mu": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
+    }
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ own. Each local step adds `c - c_i` to the gradient. A client's next `c_i` is th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -149,6 +150,10 @@ class SCAFFOLD(Algorithm):
     Args:
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
+
+    search_space: ClassVar = {  # around the 1 of Karimireddy et al.
+        "server_lr": {"distribution": "log_uniform_values", "min": 0.3, "max": 3.0},
+    }
 
     def __init__(
         self,

@@ -113,7 +113,9 @@ class APFL(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
-    search_space: ClassVar = {"alpha": {"values": [0.1, 0.25, 0.5, 0.75, 0.9]}}
+    search_space: ClassVar = {  # Deng et al.: 0.25, 0.5, 0.75
+        "alpha": {"distribution": "uniform", "min": 0.1, "max": 0.9},
+    }
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -196,6 +196,10 @@ class APPLE(Algorithm):
         loss_terms: Loss terms on the mixture.
     """
 
+    search_space: ClassVar = {  # around the values of Luo and Wu
+        "dr_lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 0.1},
+        "mu": {"distribution": "log_uniform_values", "min": 0.01, "max": 1.0},
+    }
     one_model = False
     whole = False
     public = CORE

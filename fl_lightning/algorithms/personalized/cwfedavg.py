@@ -11,7 +11,7 @@ parts also work in other methods: `WeightDistribution` in `loss_terms`, `ClassWi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -311,6 +311,10 @@ class CwFedAvg(Algorithm):
             batch, and BatchNorm's statistics never leave the client (`buffers: local`).
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. The default depends on the preset.
     """
+
+    search_space: ClassVar = {  # around Fig. 3, without its 0
+        "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 50.0},
+    }
 
     def __init__(
         self,

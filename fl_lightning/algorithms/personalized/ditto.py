@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -88,6 +88,10 @@ class Ditto(Algorithm):
         lam: λ, the weight of the distance between the personalised and the received model, 0 or more.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
+
+    search_space: ClassVar = {  # Li et al.: 0.1, 1, 2
+        "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 2.0},
+    }
 
     def __init__(
         self,

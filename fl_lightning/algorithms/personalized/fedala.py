@@ -7,6 +7,7 @@ Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for P
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -78,6 +79,11 @@ class FedALA(Algorithm):
         max_epochs: Maximum number of passes the first time.
         loss_terms: Loss terms for training. They are not used to learn the mixing weights.
     """
+
+    search_space: ClassVar = {  # Zhang et al., ablation of s and p
+        "rand_percent": {"values": [5.0, 20.0, 40.0, 80.0, 100.0]},
+        "layers": {"values": [1, 2, 4, 6]},
+    }
 
     def __init__(
         self,

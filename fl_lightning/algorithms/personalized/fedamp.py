@@ -7,6 +7,7 @@ Algorithm 1, with `A(x) = 1 - exp(-x/σ)`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -90,6 +91,10 @@ class FedAMP(Algorithm):
         lam: λ, the weight of the proximal term, 0 or more.
     """
 
+    search_space: ClassVar = {  # our choice: the papers' values span five decades
+        "alpha": {"distribution": "log_uniform_values", "min": 0.1, "max": 100.0},
+        "sigma": {"distribution": "log_uniform_values", "min": 0.1, "max": 100.0},
+    }
     one_model = False
     public = UPLOADED
 
@@ -157,6 +162,11 @@ class HeurFedAMP(FedAMP):
         sigma: σ, the sharpness of the attention to similar models, 0 or more; 0 weights all models equally.
         lam: λ, the weight of the proximal term `λ/2 ||w - u_i||²`.
     """
+
+    search_space: ClassVar = {  # our choice
+        "sigma": {"distribution": "log_uniform_values", "min": 1.0, "max": 100.0},
+        "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
+    }
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ Oh, Kim, Yun: "FedBABU: Towards Enhanced Representation for Federated Image Clas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -39,6 +39,8 @@ class FedBABU(Algorithm):
     Raises:
         ConfigError: `tune` is `head` but nothing is frozen.
     """
+
+    search_space: ClassVar = {"tune_epochs": {"values": [1, 5, 10, 20]}}  # among the numbers of Oh et al.
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ The term, `LogitDistillation`, also works in any other method's `loss_terms`, to
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -129,6 +130,9 @@ class FedDistill(Algorithm):
             zeros for classes without samples.
     """
 
+    search_space: ClassVar = {  # our choice, around FedGen's 1
+        "gamma": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
+    }
     personal = ("",)
     one_model = False
 
@@ -148,6 +152,8 @@ class FedDistillPlus(Algorithm):
         gamma: γ, the weight of the distillation.
         cumulative: As in FedGen's code, see `FedDistill`.
     """
+
+    search_space: ClassVar = FedDistill.search_space
 
     def __init__(
         self,

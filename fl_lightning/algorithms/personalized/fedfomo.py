@@ -7,6 +7,7 @@ Equations below are the paper's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -113,6 +114,10 @@ class FedFomo(Algorithm):
         buffers: BatchNorm's running statistics: `average` mixes them like the weights; `local` or `drop`.
     """
 
+    search_space: ClassVar = {  # around the values of Zhang et al.
+        "models": {"values": [1, 3, 5, 10]},
+        "epsilon": {"distribution": "uniform", "min": 0.0, "max": 1.0},
+    }
     one_model = False
     public = UPLOADED
 

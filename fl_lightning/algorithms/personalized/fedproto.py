@@ -9,7 +9,7 @@ averaged prototypes of all clients. It also works in any other method's `loss_te
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,9 @@ class FedProto(Algorithm):
             the received `prototypes`.
     """
 
+    search_space: ClassVar = {  # Tan et al. use 0.1 and 1, and vary it up to 4
+        "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 4.0},
+    }
     personal = ("",)
     one_model = False
 

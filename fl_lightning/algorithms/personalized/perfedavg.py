@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -158,6 +158,10 @@ class PerFedAvg(Algorithm):
             all of the client's training data.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
+
+    search_space: ClassVar = {  # around the 0.01 of Fallah et al.
+        "alpha": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
+    }
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class PFedMe(Algorithm):
     """
 
     search_space: ClassVar = {  # T. Dinh et al., Section 5
-        "lam": {"values": [5.0, 10.0, 15.0, 20.0, 30.0]},
+        "lam": {"distribution": "log_uniform_values", "min": 5.0, "max": 30.0},
         "personal_lr": {"distribution": "log_uniform_values", "min": 0.005, "max": 0.1},
         "beta": {"values": [1.0, 2.0]},
     }
