@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 from fl_lightning.analysis.baselines import expand_baseline
-from fl_lightning.analysis.comparison import paired_difference
 from fl_lightning.analysis.executor import FAILED, JobResult, is_finished
 from fl_lightning.analysis.paper_table import PaperValue, read_table, scaling, settings_of, table_jobs
 from fl_lightning.analysis.reproduction import (
@@ -43,6 +42,7 @@ from fl_lightning.analysis.reproduction_table import (
     format_ours,
     verdict_line,
 )
+from fl_lightning.analysis.statistics import paired_difference
 from fl_lightning.cli import jobs
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
