@@ -483,7 +483,7 @@ class Stepwise(LossTerm):
 
 class Noisy(LossTerm):
     def forward(self, step):
-        return step.logits.mean() * torch.rand(()).to(step.logits)
+        return step.logits.mean() * torch.rand_like(step.logits[0, 0])
 
 
 class Calls(nn.Module):
