@@ -78,7 +78,7 @@ HEADS = partial(MLP, hidden=(16,), head=Head(projection=8, prediction=8))
 ALGORITHMS = {
     "local buffers": (partial(FedAvg, buffers="local"), {"model": NormMLP}),
     "dropped buffers": (partial(FedAvg, buffers="drop"), {"model": NormMLP}),
-    "FedGen's code": (partial(FedGen, preset="reference", alpha=1.0), {"model": NormMLP}),
+    "FedGen's code": (partial(FedGen, beta=1.0, reference=True), {"model": NormMLP}),
     "FedSKC's code": (partial(FedSKC, preset="reference"), {"model": NormMLP}),
     "cwFedAVG's code": (partial(CwFedAvg, preset="reference"), {"model": NormMLP, "batch_size": 8}),
     "UA-PDFL's code": (partial(UAPDFL, n_com=2, preset="reference"), {"model": NormMLP}),

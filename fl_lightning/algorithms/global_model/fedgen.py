@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ COUNTS = "label_counts"
 
 TRAINING = "generator_training"
 """The section of the state with the generator's seed, the next round, and the state of the generator's optimizer."""
-
-DEFAULTS = {"paper": (1.0, 0.0, 1.0), "reference": (10.0, 10.0, 0.98)}
-"""Default values of `alpha`, `beta` and `decay`, by preset."""
 
 WEIGHT_DECAY = 0.01
 """Weight decay of the generator's optimizer, Adam, as in the authors' code."""
@@ -247,12 +244,11 @@ class FedGen(Algorithm):
     `model + 4 * C + 8`, and only `model` down in round 1.
 
     Args:
-        alpha: α, the weight of the loss on generated features. By default 1 (the paper), or 10 with
-            `preset: reference`.
-        beta: β, the weight of the distillation from generated features of a batch's classes. By default 0 (the paper),
-            or 10 with `preset: reference`.
-        decay: Factor on α, β and the generator's learning rate after each round, in (0, 1]. By default 1, or 0.98 with
-            `preset: reference`.
+        alpha: α, the weight of the loss on generated features. The authors' code uses 10.
+        beta: β, the weight of the distillation from generated features of a batch's classes. The paper does not have
+            it, and the authors' code uses 10.
+        decay: Factor on α, β and the generator's learning rate after each round, in (0, 1]. The authors' code uses
+            0.98.
         diversity: Weight of the loss that keeps the features of a class different, 0 or more.
         generator_steps: Number of the generator's training steps in each round, 1 or more.
         generator_lr: Learning rate of the generator's optimizer, Adam, above 0.
@@ -260,7 +256,8 @@ class FedGen(Algorithm):
         noise_dim: Size of the generator's noise, 1 or more.
         hidden_dim: Size of the generator's hidden layer, 1 or more.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
-        preset: `paper`, or `reference` for the authors' published code.
+        reference: As in the authors' code, weight each head's loss by the client's share of the class, and draw labels
+            and noise uniformly.
     """
 
     search_space: ClassVar = {  # our choice, around the values of the paper and the authors' code
@@ -270,9 +267,9 @@ class FedGen(Algorithm):
 
     def __init__(
         self,
-        alpha: float | None = None,
-        beta: float | None = None,
-        decay: float | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        decay: float = 1.0,
         diversity: float = 1.0,
         generator_steps: int = 50,
         generator_lr: float = 3e-4,
@@ -280,7 +277,7 @@ class FedGen(Algorithm):
         noise_dim: int = 32,
         hidden_dim: int = 256,
         weighting: Weighting = "samples",
-        preset: Literal["paper", "reference"] = "paper",
+        reference: bool = False,
         loss_terms: list[LossTerm] | None = None,
         aggregator: Aggregator | None = None,
         buffers: Buffers = "average",
@@ -291,9 +288,6 @@ class FedGen(Algorithm):
         check_number("algorithm.generator_batch_size", generator_batch_size, "[2, inf)")
         check_number("algorithm.noise_dim", noise_dim, "[1, inf)")
         check_number("algorithm.hidden_dim", hidden_dim, "[1, inf)")
-        reference = preset == "reference"
-        defaults = zip((alpha, beta, decay), DEFAULTS[preset], strict=True)
-        alpha, beta, decay = (default if value is None else value for value, default in defaults)
         self.term = GeneratedFeatures(alpha, beta, decay, uniform_noise=reference)
         super().__init__([self.term, *(loss_terms or [])], aggregator or WeightedMean(weighting), buffers)
         self.reference, self.diversity = reference, diversity
