@@ -13,8 +13,8 @@ from typing import Any
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings
-from fl_lightning.analysis.comparison import Difference, Spread, paired_difference, spread
 from fl_lightning.analysis.executor import Job, Program, earlier_result, is_finished, run_folder
+from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
 from fl_lightning.analysis.sweep import (
     TrialResult,
     describe_sweep,

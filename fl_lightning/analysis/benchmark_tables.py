@@ -7,8 +7,8 @@ from statistics import fmean
 
 from fl_lightning.analysis.benchmark import BenchmarkResult, EntryResult
 from fl_lightning.analysis.benchmark_file import BenchmarkTable
-from fl_lightning.analysis.comparison import Difference, Spread, percent
 from fl_lightning.analysis.result_table import ResultTable, format_number, mean_and_std, to_csv
+from fl_lightning.analysis.statistics import Difference, Spread, percent
 from fl_lightning.evaluation.summary import human_bytes
 
 MISSING = "-"

@@ -28,8 +28,8 @@ from fl_lightning.analysis.benchmark import (
 )
 from fl_lightning.analysis.benchmark_file import Benchmark, benchmark_path, parse_overrides, read_benchmark
 from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
-from fl_lightning.analysis.comparison import paired_difference
 from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
+from fl_lightning.analysis.statistics import paired_difference
 from fl_lightning.analysis.sweep import TrialResult
 from fl_lightning.analysis.sweep_file import parse_sweep
 from fl_lightning.cli.jobs import FIT
