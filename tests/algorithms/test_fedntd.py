@@ -7,14 +7,13 @@ import torch
 from experiments import (
     UNEQUAL,
     NormMLP,
-    assert_near,
     descend,
     experiment,
     in_float64,
-    rounds_by_hand,
     same_bytes,
     weights_after,
 )
+from loops import assert_equals_loop, rounds_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedNTD, NotTrueDistillation
@@ -60,16 +59,16 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     beta, tau = 0.6, 2.0
     run = experiment(tmp_path, FedNTD(beta, tau), **UNEQUAL)
 
-    def train(local, client, epochs):
+    def train(local, client, batches):
         teacher = copy.deepcopy(local)
-        for x, y in (batch for epoch in epochs for batch in epoch):
-            logits = local(x.double())
-            loss = distillation_by_hand(logits, teacher(x.double()).detach(), y, tau)
+        for x, y in batches:
+            logits = local(x)
+            loss = distillation_by_hand(logits, teacher(x).detach(), y, tau)
             descend(local, F.cross_entropy(logits, y) + beta * loss, 0.2)
 
     expected = rounds_by_hand(run, train)
     run.fit()
-    assert_near(run.state["model"], expected, 1e-12)
+    assert_equals_loop(run, run.state["model"], expected)
 
 
 def test_with_beta_0_it_is_fedavg_bit_for_bit(tmp_path):
