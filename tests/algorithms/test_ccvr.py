@@ -76,7 +76,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             for p, gradient in zip(network.parameters(), gradients, strict=True):
                 p -= 0.2 * gradient
 
-    trained = rounds_by_hand(run, train)
+    trained, _ = rounds_by_hand(run, train)
     run.fit()
     assert_equals_loop(run, run.state["model"], trained)
     model = copy.deepcopy(run.worker.template.backbone)

@@ -58,7 +58,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, nesterov):
         moves = ahead if nesterov else momentum
         return {name: w + server_lr * moves[name] for name, w in before.items()}
 
-    expected = rounds_by_hand(run, lambda local, client, batches: cross_entropy_steps(local, batches), serve)
+    expected, _ = rounds_by_hand(run, lambda local, client, batches: cross_entropy_steps(local, batches), serve)
     run.fit()
     assert_equals_loop(run, run.state["model"], expected)
     assert_near(run.state["momentum"], momentum, 1e-12)

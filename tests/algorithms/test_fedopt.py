@@ -100,7 +100,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, rule, method):
     def train(local, client, batches):
         cross_entropy_steps(local, batches)
 
-    expected = rounds_by_hand(run, train, serve, "uniform" if rule == "adagrad" else "samples")
+    expected, _ = rounds_by_hand(run, train, serve, "uniform" if rule == "adagrad" else "samples")
     run.fit()
     assert_equals_loop(run, run.state["model"], expected)
     assert_near(run.state["first_moment"], m, 1e-12)
