@@ -25,9 +25,9 @@ def distillation_by_hand(logits, teacher, targets, tau):
     """Return the batch's mean of `τ² Σ_c q_g(c) log(q_g(c) / q(c))` over the classes that are not a sample's own."""
     total = 0.0
     for own, other, y in zip(logits, teacher, targets.tolist(), strict=True):
-        rest = [c for c in range(len(own)) if c != y]
-        q, q_g = ([(v[c] / tau).exp() / sum((v[d] / tau).exp() for d in rest) for c in rest] for v in (own, other))
-        total = total + tau**2 * sum(b * (b / a).log() for a, b in zip(q, q_g, strict=True))
+        q, q_g = ((torch.cat([v[:y], v[y + 1 :]]) / tau).exp() for v in (own, other))
+        q, q_g = q / q.sum(), q_g / q_g.sum()
+        total = total + tau**2 * (q_g * (q_g / q).log()).sum()
     return total / len(targets)
 
 
