@@ -148,11 +148,16 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     def flat(model):
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
+    def measured_loss(model, x, y):
+        """Return the mean loss, which evaluation sums in float32 over batches of 128."""
+        batches = zip(x.split(128), y.split(128), strict=True)
+        return sum(F.cross_entropy(model(a).float(), b, reduction="sum").item() for a, b in batches) / len(y)
+
     for round in range(1, 4):
         before, participants = copy.deepcopy(models), run.server.participants(round)
         for k in participants:
             x, y = samples_of(run, k)
-            losses = {id(m): F.cross_entropy(m(x), y).item() for m in [previous[k], *before.values()]}
+            losses = {id(m): measured_loss(m, x, y) for m in [previous[k], *before.values()]}
             heard = [before[k], *(before[j] for j in sorted(trained - {k}))]
             lengths = [float((flat(m) - flat(previous[k])).norm()) + 1e-5 for m in heard]
             gains = [losses[id(previous[k])] - losses[id(m)] for m in heard]
