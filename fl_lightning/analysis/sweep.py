@@ -146,6 +146,8 @@ class Study:
     def _propose(self, number: int) -> dict[str, Any]:
         if self.sweep.method == "grid":
             return self.sweep.grid()[number]
+        if number == 0 and self.sweep.start:
+            return dict(self.sweep.start)
         seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
         sampler = TPESampler(seed=seed) if self.sweep.method == "bayes" else RandomSampler(seed=seed)
         copy = optuna.create_study(direction=self._study.direction, sampler=sampler)

@@ -92,6 +92,7 @@ class Sweep:
         rounds_to_prune: A trial that reached this round does not end early.
         run_cap: Maximum number of trials; None for no limit.
         seeds: Each trial is run with each of these seeds, and its value is the mean. If empty, a trial is one run.
+        start: The values of the first trial; if empty, the search method chooses them.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Sweep:
     rounds_to_prune: float
     run_cap: int | None
     seeds: tuple[int, ...] = ()
+    start: Mapping[str, Any] = field(default_factory=dict)
 
     def command(self, drawn: Mapping[str, Any], seed: int | None = None) -> tuple[str, ...]:
         """Return the command line of a run of a trial.

@@ -143,6 +143,15 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--seed": value(int, "Seed of random and bayes.", default=0),
         "--set": value(str, "Set a key in every trial.", action="append", metavar="KEY=VALUE"),
     },
+    "benchmark": {
+        "benchmark": value(str, "A benchmark file, or the name of an included one.", metavar="FILE"),
+        "--workers": value(int, "Number of runs at a time.", default=1),
+        "--threads": THREADS,
+        "--set": value(str, "Set keys in every run.", nargs="+", metavar="KEY=VALUE"),
+        "--out": value(str | None, "The benchmark's folder; runs/benchmarks/NAME by default.", metavar="FOLDER"),
+        "--percent": PERCENT,
+        "--format": FORMAT,
+    },
     "reproduce": {
         "table": value(str, "A table's file, or the name of an included one: `fl-lightning list papers`."),
         "--rows": value(str, "Rows, by name or part of a name; all by default.", nargs="+"),

@@ -33,6 +33,7 @@ class Stream(IntEnum):
     VALIDATION = 10
     AVAILABILITY = 11
     CALIBRATION = 12
+    VALIDATION_SHARE = 14
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

@@ -174,6 +174,9 @@ class Scenario:
             the seed, stratified by class. By default all. The test set stays whole.
         objective: The learning task: `Classification`, `MultiLabel`, `Regression` or a class of your own; by default
             inferred from the labels.
+        validation_share: For tuning: this share of each client's training samples, in (0, 1), stratified by class,
+            takes the place of the client's test samples, and all clients' shares together that of the global test
+            set. No test sample is used then. By default, models are tested on the test sets.
 
     Raises:
         ConfigError: A number is out of range; or `long_tail` or `train_samples` is set with a partition that needs
@@ -187,6 +190,7 @@ class Scenario:
     long_tail: float | None = None
     train_samples: int | float | None = None
     objective: Objective | None = None
+    validation_share: float | None = None
 
     def __post_init__(self) -> None:
         check_number("scenario.clients", self.clients, "[1, inf)")
@@ -198,6 +202,7 @@ class Scenario:
         if n is not None and not (_is_number(n) and (0 < n < 1 if isinstance(n, float) else n >= 1)):
             what = "is neither an integer of at least 1 nor a share between 0 and 1"
             raise ConfigError(f"scenario.train_samples: {n} {what}")
+        check_number("scenario.validation_share", self.validation_share, "(0, 1)")
         for key in ("long_tail", "train_samples"):
             if self.partition.needs_whole_dataset and getattr(self, key) is not None:
                 what = f"{type(self.partition).__name__} refers to samples of the whole dataset by index"
@@ -210,6 +215,10 @@ class Scenario:
             ConfigError: The data cannot be read or are invalid, the partition is not possible, or a client would have
                 no training sample.
         """
+        federated = self._build(seed)
+        return hold_out_validation(federated, self.validation_share, seed) if self.validation_share else federated
+
+    def _build(self, seed: int) -> FederatedData:
         data = self.dataset.checked(self.objective)
         objective = self.objective or self.dataset.objective or objective_of(data.y_train)
         if not objective.classes:
@@ -341,6 +350,26 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
     n = len(data.y_train)
     table = replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:])
     return FederatedData(table, PackedShards(splits.train, [part + n for part in splits.test]), splits.ids, objective)
+
+
+def hold_out_validation(federated: FederatedData, share: float, seed: int) -> FederatedData:
+    """Return federated data in which all tests use a share of the clients' training samples instead of test samples.
+
+    Raises:
+        ConfigError: No client has enough training samples.
+    """
+    labels, parts = federated.objective.strata(federated.data.y_train).numpy(), []
+    for client, shard in enumerate(federated.shards):
+        train = shard.train.numpy()
+        held = stratified_sample(labels[train], share, generator(seed, Stream.VALIDATION_SHARE, client))
+        parts.append((train[~held], train[held]))
+    shards = PackedShards(*zip(*parts, strict=True))
+    everything, _ = shards.concatenate("test")
+    if not len(everything):
+        raise ConfigError(f"scenario.validation_share: {share} holds out no sample of any client. Raise it")
+    data = federated.data
+    data = replace(data, x_test=data.x_train[everything], y_test=data.y_train[everything])
+    return replace(federated, data=data, shards=shards)
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

@@ -24,6 +24,7 @@ import pytest
 import sqlalchemy
 import yaml
 from commands import TINY, contents, run, summary, table, tiny
+from fake_runs import FakeRuns, Killed, numbers
 from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage
 from scipy import stats
@@ -73,61 +74,6 @@ def content(method="grid", parameters=None, **more):
 
 def parsed(method="grid", parameters=None, settings=(), **more):
     return parse_sweep(content(method, parameters, **more), Path("some.yaml"), settings)
-
-
-def numbers(words):
-    """Return the numbers on a trial's command line, by key."""
-    pairs = (word.removeprefix("--").split("=") for word in words if "=" in word)
-    return {key: float(value) for key, value in pairs if re.fullmatch(r"[-+.\de]+", value)}
-
-
-class Killed(BaseException):
-    """Simulates that the sweep is killed."""
-
-
-class FakeRuns:
-    """Replaces `run_jobs`: a function returns the metrics of a trial.
-
-    Args:
-        figure: Takes a trial's values by key; returns the metric by round, or a reason to fail.
-        kill: The step at which the sweep is killed; each trial has one step before it runs and one after.
-        summary: Entries of each trial's `final/summary.json`.
-    """
-
-    def __init__(self, figure, kill=None, **summary):
-        self.figure, self.kill, self.summary = figure, kill, summary
-        self.steps, self.ran = 0, []
-
-    def step(self):
-        self.steps += 1
-        if self.steps == self.kill:
-            raise Killed
-
-    def __call__(self, jobs, program, workers, threads, should_stop):
-        for job in jobs:
-            self.step()
-            if (job.folder / "final/summary.json").exists():
-                yield JobResult(job, 0, "")
-                continue
-            self.ran.append(job.words)
-            metrics = self.figure(numbers(job.words))
-            job.folder.mkdir(parents=True, exist_ok=True)
-            if isinstance(metrics, str):
-                (job.folder / FAILED).write_text(metrics)
-                yield JobResult(job, 1, metrics)
-                continue
-            (job.folder / "config.yaml").write_text(f"rounds: {len(metrics)}\n")
-            for end in range(1, len(metrics) + 1):
-                lines = [f"{number},{value!r}\n" for number, value in enumerate(metrics[:end], 1)]
-                (job.folder / "metrics.csv").write_text("round,global/acc\n" + "".join(lines))
-                if should_stop and should_stop(job):
-                    yield JobResult(job, 143, "stopped by SIGTERM")
-                    break
-            else:
-                (job.folder / "final").mkdir()
-                (job.folder / "final/summary.json").write_text(json.dumps({"rounds": len(metrics)} | self.summary))
-                self.step()
-                yield JobResult(job, 0, "")
 
 
 def run_faked(monkeypatch, folder, sweep, fake, **options):

@@ -154,7 +154,7 @@ TYPED = {
 }
 
 
-SLOW_COMMANDS = ("sweep", "reproduce")
+SLOW_COMMANDS = ("sweep", "reproduce", "benchmark")
 
 
 def test_wrong_names_are_refused_without_importing_torch(here):

@@ -542,6 +542,7 @@ NUMBERS = {
     "local_test": [True, -0.1, 1, np.nan, np.inf, "0.5"],
     "long_tail": [True, 0.5, -1, np.nan, np.inf],
     "train_samples": [True, 0, -1, 0.0, 1.0, 1.5, np.nan, np.inf],
+    "validation_share": [0, 1, -0.1, np.nan, np.inf],
 }
 
 

@@ -328,6 +328,15 @@
     }
   }
 
+  function extraSection({ title, tables, figures }, i) {
+    const [heading, ...rest] = title.split("; ");
+    const place = section(`section-${i}`, heading, rest.join("; "));
+    for (const source of figures) place.append(make("img", { src: source, alt: heading, className: "figure" }));
+    for (const { header, rows, notes } of tables) {
+      place.append(table(header, rows), ...notes.map((text) => make("p", { className: "note", textContent: text })));
+    }
+  }
+
   function settings(place) {
     const own = [...new Set(data.runs.flatMap((run) => Object.keys(run.settings)))];
     const valuesOf = (group, key) => [...new Set(group.runs.map((run) => run.settings[key] ?? "–"))].join(", ");
@@ -366,6 +375,7 @@
     const rest = (name) => !Object.values(is).some((holds) => holds(name));
     const among = (names, holds, then) => names.some(holds) && then(names.filter(holds));
 
+    data.sections.forEach(extraSection);
     const rows = data.summary.rows.map((row, i) => [[swatch(groups[i]), " ", groups[i].name], ...row]);
     const overview = table(["", ...data.summary.columns], rows);
     overview.querySelectorAll("tbody tr").forEach((row, i) => redraws.push(() => { row.hidden = !groups[i].shown; }));

@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
 from fl_lightning.analysis.comparison import compare, format_setting, group_labels, join_names, spread
+from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.summary import read_columns
@@ -56,12 +57,27 @@ MOST_TEXT = 300
 """Maximum number of characters of a setting's value."""
 
 
-def write_report(runs: Sequence[Run], path: Path) -> list[str]:
+class Section(NamedTuple):
+    """A part of a report in addition to those that every report has.
+
+    Args:
+        title: The title.
+        tables: The tables.
+        figures: SVG images.
+    """
+
+    title: str
+    tables: Sequence[ResultTable]
+    figures: Sequence[bytes] = ()
+
+
+def write_report(runs: Sequence[Run], path: Path, sections: Sequence[Section] = ()) -> list[str]:
     """Write the HTML report of some runs to a file.
 
     Args:
         runs: At least one run.
         path: The file; an existing report is replaced.
+        sections: Sections to show first.
 
     Returns:
         A line for each part that was left out.
@@ -71,12 +87,19 @@ def write_report(runs: Sequence[Run], path: Path) -> list[str]:
     """
     if path.exists() and not is_report(path):
         raise ConfigError(f"-o: {path} exists and is not a report. Name another file, or remove it")
-    data = contents(runs)
+    data = contents(runs) | {"sections": list(map(section_data, sections))}
     try:
         write_atomically(path, page(data))
     except OSError as error:
         raise ConfigError(f"-o: {path} cannot be written: {one_line(error)}") from error
     return data["left_out"]
+
+
+def section_data(section: Section) -> dict[str, Any]:
+    """Return a section as JSON data, with figures as data URLs."""
+    tables = [{"header": each.header, "rows": each.rows, "notes": each.notes} for each in section.tables]
+    figures = [f"data:image/svg+xml;base64,{base64.b64encode(each).decode()}" for each in section.figures]
+    return {"title": section.title, "tables": tables, "figures": figures}
 
 
 def is_report(path: Path) -> bool:
@@ -143,6 +166,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
         "summary": summary(groups),
         "partitions": partitions(runs, names, left_out),
         "images": last_images(runs, names, left_out),
+        "sections": [],
         "left_out": left_out,
     }
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "report": "Write runs as an HTML report.",
     "export": "Write a run's model to a file.",
     "sweep": "Run a W&B sweep file on this machine, without a server.",
+    "benchmark": "Tune methods with equal budgets, and compare them.",
     "reproduce": "Run a paper's table and compare with its numbers.",
     "new": "Write a small project: a method, a config, a sweep, a test.",
     "list": "List the names that a config can use.",

@@ -1,0 +1,374 @@
+"""Tune each method of a benchmark with the same number of trials, run it with fresh seeds, and read its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings
+from fl_lightning.analysis.comparison import Difference, Spread, paired_difference, spread
+from fl_lightning.analysis.executor import Job, Program, earlier_result, is_finished, run_folder
+from fl_lightning.analysis.sweep import (
+    TrialResult,
+    describe_sweep,
+    rank_settings,
+    run_sweep,
+    write_trials,
+)
+from fl_lightning.analysis.sweep_file import Parameter, Sweep, parse_sweep
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.evaluation.summary import best_and_last
+from fl_lightning.runs.folder import lock_run_dir
+from fl_lightning.runs.reader import DamagedRun, Run, open_run_folder
+
+TUNING, RUNS, UNTUNED = "tuning", "runs", "untuned"
+"""Folders of a benchmark: the trials, the runs with tuned values, and those with the values of the configs."""
+MOVED = "moved"
+"""Folder of the second half of an entry's trials, if ranges were moved."""
+EDGE = 0.1
+"""Share of a range at each end that counts as its edge; of the logarithm of a logarithmic range."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the class and the configs of a method say about its tuning.
+
+    Args:
+        search_space: The ranges of the class, by option.
+        settings: The values that the configs give, by key.
+    """
+
+    search_space: Settings
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class TunedEntry:
+    """An entry of a benchmark with the results of its trials.
+
+    Args:
+        entry: The entry.
+        trials: The results of all trials.
+        edges: The tuned keys whose best value lies at the edge of its range.
+    """
+
+    entry: Entry
+    trials: Sequence[TrialResult]
+    edges: Sequence[str] = ()
+
+    @cached_property
+    def best(self) -> TrialResult | None:
+        """The best complete trial; None if none is complete."""
+        return best_trial(self.trials, self.entry.table.maximize)
+
+    def jobs(self, folder: Path) -> dict[int, Job]:
+        """Return the runs with the tuned values by seed, given the folder of the benchmark; empty if no trial ended."""
+        if self.best is None:
+            return {}
+        values = tuple(f"--{key}={value}" for key, value in self.best.settings.items())
+        return entry_jobs(self.entry, folder / RUNS, values)
+
+
+def entry_jobs(entry: Entry, parent: Path, values: Sequence[str] = ()) -> dict[int, Job]:
+    """Return the runs of an entry by seed.
+
+    Args:
+        entry: The entry.
+        parent: The folder of the runs of all entries.
+        values: Words of the command line with tuned values.
+    """
+    words = (*entry.words(), *values)
+    folder = parent / entry.folder
+    return {
+        seed: Job(run_folder(folder, seed, {"words": words}), (*words, f"--seed={seed}"))
+        for seed in entry.benchmark.seeds
+    }
+
+
+# --- Tuning ----------------------------------------------------------------------------------------------------------
+
+
+def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None) -> tuple[Sweep, dict[str, Any]]:
+    """Return the sweep over some ranges for an entry, and its description in the syntax of a sweep file.
+
+    Args:
+        entry: The entry.
+        ranges: The ranges by key.
+        defaults: If given, the first trial has these values.
+
+    Raises:
+        ConfigError: A range is invalid; the message names the method and the key.
+    """
+    tuning, table = entry.benchmark.tuning, entry.table
+    content: dict[str, Any] = {
+        "program": "fl-lightning",
+        "command": ["${program}", "fit", *entry.tuning_words(), "${args}"],
+        "method": "bayes",
+        "metric": {"name": table.metric, "goal": "maximize" if table.maximize else "minimize"},
+        "parameters": dict(ranges),
+        "seeds": list(tuning.seeds),
+    }
+    if tuning.early_terminate:
+        content["early_terminate"] = dict(tuning.early_terminate)
+    sweep = parse_sweep(content, Path(entry.name))
+    if defaults:
+        values = {key: start_value(each, defaults.settings.get(key)) for key, each in sweep.parameters.items()}
+        sweep = replace(sweep, start=values)
+    return sweep, content
+
+
+def start_value(parameter: Parameter, default: Any) -> Any:
+    """Return the default of a key as a value of its range: the nearest bound if it is outside, or the middle if unset.
+
+    Args:
+        parameter: The range.
+        default: The default; None, or a value of another type, if the configs set none.
+    """
+    numbers = parameter.distribution
+    if isinstance(numbers, CategoricalDistribution):
+        same = (one for one in numbers.choices if one == default or parameter.words[one] == str(default))
+        return next(same, numbers.choices[0])
+    assert isinstance(numbers, FloatDistribution | IntDistribution)
+    low, high = numbers.low, numbers.high
+    if isinstance(default, bool) or not isinstance(default, int | float):
+        default = math.sqrt(low * high) if numbers.log else (low + high) / 2
+    value = min(max(default, low), high)
+    return round(value) if isinstance(numbers, IntDistribution) else parameter.rounded(float(value))
+
+
+def tune(
+    entry: Entry,
+    defaults: Defaults,
+    out: Path,
+    program: Program,
+    workers: int = 1,
+    threads: int | None = None,
+    allows: Callable[[Sequence[str]], bool] = lambda words: True,
+    show: Callable[[TrialResult, int], None] = lambda result, most: None,
+) -> TunedEntry:
+    """Run an entry's missing trials, and return the results of all.
+
+    The first trial has the values of the configs, the others those that Optuna proposes. If after the first half of the
+    trials the best value of a logarithmic range lies at its edge, the range is moved so that this value lies in its
+    middle, for the other half. The number of trials stays the same, so that no method gets more of them.
+
+    Args:
+        entry: The entry.
+        defaults: What its class and configs say.
+        out: The folder of the benchmark.
+        program: Runs a trial.
+        workers: Number of runs at a time.
+        threads: Number of torch threads of each run.
+        allows: Whether a command line is valid. A range is not moved to values that the method refuses.
+        show: Called when a trial ends, with its result and the number of all trials.
+
+    Raises:
+        ConfigError: A range or the first trial is wrong.
+        Interrupted: SIGINT or SIGTERM was received.
+    """
+    trials, folder = entry.benchmark.tuning.trials, out / TUNING / entry.folder
+    half, seed = -(-trials // 2), entry.benchmark.tuning.seeds[0]
+    ranges = entry.ranges(defaults.search_space)
+    if not ranges:
+        raise ConfigError(f"{entry.name}: nothing to tune. Give search: a range, such as that of optimizer.lr")
+
+    def run(folder: Path, ranges: Settings, count: int, start: Defaults | None) -> tuple[Sweep, list[TrialResult]]:
+        sweep, content = entry_sweep(entry, ranges, start)
+        with lock_run_dir(folder):
+            describe_sweep(folder, sweep, content, seed)
+            results = run_sweep(sweep, folder, program, seed, count, workers, threads, show)
+            write_trials(folder / "trials.csv", sweep, results)
+        return sweep, results
+
+    sweep, results = run(folder, ranges, half, defaults)
+    best = best_trial(results[:half], entry.table.maximize)
+    moved = moved_ranges(entry, ranges, edge_keys(sweep, best), best, allows) if best else {}
+    if not moved:
+        sweep, results = run(folder, ranges, trials, defaults)
+        best = best_trial(results, entry.table.maximize)
+        return TunedEntry(entry, results, list(edge_keys(sweep, best)))
+    second, others = run(folder / MOVED, ranges | moved, trials - half, None)
+    results = [*results[:half], *others]
+    best = best_trial(results, entry.table.maximize)
+    return TunedEntry(entry, results, list(edge_keys(second if best in others else sweep, best)))
+
+
+def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | None:
+    """Return the best complete trial; None if none is complete."""
+    complete = [result for result in results if result.state == "complete"]
+    return rank_settings(complete, maximize)[0].results[0] if complete else None
+
+
+def edge_keys(sweep: Sweep, best: TrialResult | None) -> dict[str, bool]:
+    """Return the keys whose best value lies at the edge of a numeric range: whether it is the upper edge."""
+    found: dict[str, bool] = {}
+    if best is None:
+        return found
+    for key, parameter in sweep.parameters.items():
+        numbers = parameter.distribution
+        if isinstance(numbers, FloatDistribution | IntDistribution) and numbers.low < numbers.high:
+            scale: Callable[[float], float] = math.log if numbers.log else float
+            value, low, high = map(scale, (float(best.settings[key]), numbers.low, numbers.high))
+            place = (value - low) / (high - low)
+            if not EDGE < place < 1 - EDGE:
+                found[key] = place > 0.5
+    return found
+
+
+def moved_ranges(
+    entry: Entry,
+    ranges: Settings,
+    edges: Mapping[str, bool],
+    best: TrialResult,
+    allows: Callable[[Sequence[str]], bool],
+) -> dict[str, Any]:
+    """Return the logarithmic ranges that are to move by half their length, so that the best value is in the middle.
+
+    Other ranges are all that there is: a fraction, or a list of choices.
+    """
+    found = {}
+    for key, upwards in edges.items():
+        if ranges[key].get("distribution") == "log_uniform_values":
+            low, high = ranges[key]["min"], ranges[key]["max"]
+            factor = math.sqrt(high / low) if upwards else math.sqrt(low / high)
+            new = {"distribution": "log_uniform_values", "min": low * factor, "max": high * factor}
+            values = {**best.settings, key: str(new["max" if upwards else "min"])}
+            if allows((*entry.tuning_words(), *(f"--{name}={value}" for name, value in values.items()))):
+                found[key] = new
+    return found
+
+
+# --- Results ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EntryResult:
+    """The results of an entry's runs with fresh seeds.
+
+    Args:
+        tuned: The entry with its trials.
+        runs: The finished runs with the tuned values, by seed.
+        untuned: The finished runs with the values of the configs, by seed.
+        failures: The reasons of failed runs.
+    """
+
+    tuned: TunedEntry
+    runs: Mapping[int, Run]
+    untuned: Mapping[int, Run]
+    failures: Sequence[str] = ()
+
+    @property
+    def entry(self) -> Entry:
+        """The entry."""
+        return self.tuned.entry
+
+    def values(self, what: str = "last", untuned: bool = False) -> dict[int, float]:
+        """Return the metric of each seed: `last`, `best` or `last10` as `best_and_last` has them."""
+        table, runs = self.entry.table, self.untuned if untuned else self.runs
+        figures = {seed: best_and_last(run.rounds, table.metric, not table.maximize) for seed, run in runs.items()}
+        return {seed: figure[what] for seed, figure in figures.items() if figure}
+
+    def spread(self, what: str = "last", untuned: bool = False) -> Spread | None:
+        """Return the mean and the standard deviation over the seeds; None without a finished run."""
+        return spread(self.values(what, untuned).values())
+
+    def difference(self, reference: EntryResult | None, untuned: bool = False) -> Difference | None:
+        """Return the difference of the last value from a reference with the same seeds; None without a common seed."""
+        if reference is None or reference is self:
+            return None
+        ours, theirs = self.values(untuned=untuned), reference.values(untuned=untuned)
+        seeds = [seed for seed in ours if seed in theirs]
+        return paired_difference([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+
+    @cached_property
+    def bytes(self) -> float | None:
+        """Mean bytes of a run, up and down; None without a finished run."""
+        totals = [
+            sum(row.get(f"comm/{way}_bytes", 0) for row in run.rounds for way in ("up", "down"))
+            for run in self.runs.values()
+        ]
+        return fmean(totals) if totals else None
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """Mean seconds of a run's rounds; None without a finished run."""
+        times = [sum(row.get("time/round_s", 0) for row in run.rounds) for run in self.runs.values()]
+        return fmean(times) if times else None
+
+
+class BenchmarkResult:
+    """The results of a benchmark: of every method in every scenario of every table.
+
+    Args:
+        benchmark: The benchmark.
+        results: The results of all entries.
+    """
+
+    def __init__(self, benchmark: Benchmark, results: Sequence[EntryResult]) -> None:
+        self.benchmark = benchmark
+        self._results = {(r.entry.table.name, r.entry.scenario, r.entry.method): r for r in results}
+
+    def result(self, table: str, scenario: str, method: str) -> EntryResult | None:
+        """Return the results of a method in a scenario of a table; None if it is not in the table."""
+        return self._results.get((table, scenario, method))
+
+    def of_table(self, table: str) -> list[EntryResult]:
+        """Return the results of a table, by scenario and method."""
+        return [result for (name, *_), result in self._results.items() if name == table]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All finished runs with tuned values."""
+        return [run for result in self._results.values() for run in result.runs.values()]
+
+    def ranks(self, table: str, untuned: bool = False) -> dict[str, list[float]]:
+        """Return the rank of each method in each scenario of a table; 1 is the best, and equal means share a rank.
+
+        A method without a result in a scenario has the last rank there.
+        """
+        of_table = next(one for one in self.benchmark.tables if one.name == table)
+        ranks: dict[str, list[float]] = {method: [] for method in of_table.methods}
+        for scenario in self.benchmark.scenarios:
+            spreads = {method: self._results[table, scenario, method].spread(untuned=untuned) for method in ranks}
+            worst = -math.inf if of_table.maximize else math.inf
+            means = {
+                method: worst if each is None or math.isnan(each.mean) else each.mean
+                for method, each in spreads.items()
+            }
+            for method, mean in means.items():
+                better = sum(other > mean if of_table.maximize else other < mean for other in means.values())
+                equal = sum(other == mean for other in means.values())
+                ranks[method].append(better + (equal + 1) / 2)
+        return ranks
+
+
+def read_results(benchmark: Benchmark, tuned: Sequence[TunedEntry], out: Path) -> BenchmarkResult:
+    """Read the finished runs of a benchmark from its folder."""
+    results = []
+    for one in tuned:
+        runs, failed = _finished(one.jobs(out))
+        untuned, others = _finished(entry_jobs(one.entry, out / UNTUNED)) if benchmark.untuned else ({}, [])
+        failures = [f"tuned, {reason}" for reason in failed] + [f"untuned, {reason}" for reason in others]
+        results.append(EntryResult(one, runs, untuned, failures))
+    return BenchmarkResult(benchmark, results)
+
+
+def _finished(jobs: Mapping[int, Job]) -> tuple[dict[int, Run], list[str]]:
+    """Return the finished runs by seed, and the reasons of the failed ones."""
+    runs, failures = {}, []
+    for seed, job in jobs.items():
+        if is_finished(job.folder):
+            try:
+                runs[seed] = open_run_folder(job.folder)
+            except DamagedRun as error:
+                failures.append(f"seed {seed}: {error}")
+        elif ended := earlier_result(job):
+            failures.append(f"seed {seed}: {ended.reason}")
+    return runs, failures

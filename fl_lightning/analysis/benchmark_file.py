@@ -1,0 +1,344 @@
+"""Read benchmark files: which methods compete in which scenarios, and how they are tuned and tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.analysis.baselines import to_word
+from fl_lightning.analysis.executor import folder_name
+from fl_lightning.core.config import read_config
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.spelling import nearest, suggest
+from fl_lightning.evaluation.summary import better_goal
+
+Settings = Mapping[str, Any]
+"""Options of `fit`, by key."""
+
+KEYS = ("config", "settings", "scenarios", "tables", "methods", "search", "tuning", "seeds", "reference", "untuned")
+TABLE_KEYS = ("metric", "goal", "methods", "settings")
+METHOD_KEYS = ("settings", "search")
+TUNING_KEYS = ("trials", "seeds", "settings", "early_terminate")
+SET_ELSEWHERE = {"config": "config", "algorithm": "methods", "seed": "seeds", "run_dir": "--out", "resume": "--out"}
+"""Options of `fit` that `settings` cannot have, with the part of the benchmark that sets them."""
+
+TUNING_SETTINGS = {"scenario.validation_share": 0.2, "logger": False}
+"""Settings of all trials, unless the file has others: trials never see a test sample."""
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """How a method of a benchmark differs from the class of its name.
+
+    Args:
+        settings: Options of `fit`. The class is that of the method's name, unless they have `algorithm`.
+        search: Ranges in the syntax of a sweep file, in addition to the common ones and those of the class. None
+            instead of a range removes it.
+    """
+
+    settings: Settings = field(default_factory=dict)
+    search: Settings = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BenchmarkTable:
+    """A table of a benchmark: methods that are tuned and compared by one metric.
+
+    Args:
+        name: The name of the table.
+        metric: A column of `metrics.csv`. The value of a run is that of its last evaluated round.
+        maximize: Whether larger values are better.
+        methods: The names of the methods.
+        settings: Options of all runs of the table.
+    """
+
+    name: str
+    metric: str
+    maximize: bool
+    methods: tuple[str, ...]
+    settings: Settings = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How each method is tuned.
+
+    Args:
+        trials: Number of trials of each method in each scenario of each table.
+        seeds: Each trial is run with each of these seeds, and its value is the mean.
+        settings: Options of all trials.
+        early_terminate: Which trials end early, in the syntax of a sweep file; None if all run to their end.
+    """
+
+    trials: int
+    seeds: tuple[int, ...]
+    settings: Settings = field(default_factory=dict)
+    early_terminate: Settings | None = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark as its file describes it.
+
+    Args:
+        name: The name of the file, without its suffix.
+        configs: Config files that all runs share; later ones override earlier ones.
+        settings: Options of all runs; they override the configs.
+        scenarios: The options of each scenario, by name.
+        tables: The tables.
+        methods: The options of methods that differ from the class of their name, by name.
+        search: Ranges that all methods are tuned over, by key, in the syntax of a sweep file.
+        tuning: How each method is tuned.
+        seeds: The seeds of the tuned methods, different from those of the tuning.
+        reference: The method that the others are compared with.
+        untuned: Whether to run each method also with the values of the configs, to show what tuning changed.
+        overrides: Options of all runs that override all others.
+    """
+
+    name: str
+    configs: tuple[str, ...]
+    settings: Settings
+    scenarios: Mapping[str, Settings]
+    tables: tuple[BenchmarkTable, ...]
+    methods: Mapping[str, MethodOptions]
+    search: Settings
+    tuning: Tuning
+    seeds: tuple[int, ...]
+    reference: str = "FedAvg"
+    untuned: bool = True
+    overrides: Settings = field(default_factory=dict)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every method in every scenario of every table."""
+        for table in self.tables:
+            for scenario in self.scenarios:
+                for method in table.methods:
+                    yield Entry(self, table, scenario, method)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method in a scenario of a table. It is tuned for this scenario and this table's metric alone.
+
+    Args:
+        benchmark: The benchmark.
+        table: The table.
+        scenario: The name of the scenario.
+        method: The name of the method.
+    """
+
+    benchmark: Benchmark
+    table: BenchmarkTable
+    scenario: str
+    method: str
+
+    @property
+    def name(self) -> str:
+        """The entry as text, such as `global, Dirichlet 0.1, FedAvg`."""
+        return ", ".join(filter(None, (self.table.name, self.scenario, self.method)))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the entry below those of all trials and all runs."""
+        return Path(*map(folder_name, filter(None, (self.table.name, self.scenario, self.method))))
+
+    @property
+    def options(self) -> MethodOptions:
+        """The options of the method."""
+        return self.benchmark.methods.get(self.method, MethodOptions())
+
+    def words(self) -> tuple[str, ...]:
+        """Return the `fit` command line of the entry's runs, without the tuned values and the seed."""
+        own = dict(self.options.settings)
+        first = {"algorithm": own.pop("algorithm", self.method)}
+        scenario = self.benchmark.scenarios[self.scenario]
+        configs = (f"--config={name}" for name in self.benchmark.configs)
+        parts = (first, self.benchmark.settings, scenario, self.table.settings, own, self.benchmark.overrides)
+        return (*configs, *(word for part in parts for word in setting_words(part)))
+
+    def tuning_words(self) -> tuple[str, ...]:
+        """Return the `fit` command line of the entry's trials, without the values that vary and the seed."""
+        return (*self.words(), *setting_words(TUNING_SETTINGS | dict(self.benchmark.tuning.settings)))
+
+    def ranges(self, search_space: Settings) -> dict[str, Any]:
+        """Return the range of each key to tune, given the `search_space` of the method's class."""
+        own = {f"algorithm.{key}": value for key, value in search_space.items()}
+        found = own | dict(self.benchmark.search) | dict(self.options.search)
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def setting_words(settings: Settings) -> list[str]:
+    """Return settings as words of a command line."""
+    return [f"--{key}={to_word(value)}" for key, value in settings.items()]
+
+
+# --- The file --------------------------------------------------------------------------------------------------------
+
+
+def benchmark_path(name: str) -> Path:
+    """Return the path of a benchmark file, given this path or the name of a benchmark that is included in the package.
+
+    Raises:
+        ConfigError: The file does not exist.
+    """
+    folder = Path(str(files("fl_lightning.configs"))) / "benchmarks"
+    included = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    if Path(name).is_file():
+        return Path(name)
+    if name.removesuffix(".yaml") in included:
+        return included[name.removesuffix(".yaml")]
+    fix = suggest(nearest(name, included), included)
+    raise ConfigError(f"benchmark: {name} is neither a file here nor an included benchmark. {fix}")
+
+
+def read_benchmark(path: Path) -> Benchmark:
+    """Read a benchmark file.
+
+    Raises:
+        ConfigError: The file does not exist or is invalid; the message names the key.
+    """
+    content = read_config(path)
+    try:
+        return _benchmark(path.stem, content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _benchmark(name: str, content: Any) -> Benchmark:
+    _check_keys("", content, KEYS, needed=("config", "tables", "tuning", "seeds"))
+    config = content["config"]
+    configs = tuple(config if isinstance(config, list) else [config])
+    if not configs or not all(isinstance(one, str) and one for one in configs):
+        raise ConfigError(f"config: {config!r} is not the name of a config, or a list of names")
+    scenarios = content.get("scenarios", {"": {}})
+    if not isinstance(scenarios, Mapping) or not scenarios:
+        raise ConfigError("scenarios: it needs lines `NAME: {key: value, ...}`")
+    scenarios = {str(key): _settings(f"scenarios: {key}", value) for key, value in scenarios.items()}
+    tables = content["tables"]
+    if not isinstance(tables, Mapping) or not tables:
+        raise ConfigError("tables: it needs lines `NAME: {metric: global/acc, methods: [FedAvg, ...]}`")
+    found = tuple(_table(str(key), value) for key, value in tables.items())
+    listed = {method for table in found for method in table.methods}
+    methods = content.get("methods", {})
+    _check_keys("methods", methods, sorted(listed))
+    untuned, reference = content.get("untuned", True), content.get("reference", "FedAvg")
+    if not isinstance(untuned, bool):
+        raise ConfigError(f"untuned: {untuned!r} is neither true nor false")
+    if "reference" in content and reference not in listed:
+        raise ConfigError(f"reference: {reference} is in no table. {suggest(None, sorted(listed))}")
+    tuning, seeds = _tuning(content["tuning"]), _seeds("seeds", content["seeds"])
+    if common := sorted({*seeds} & {*tuning.seeds}):
+        raise ConfigError(f"seeds: {common[0]} is a seed of the tuning, too. Test with other seeds")
+    _check_folders([*scenarios], "scenarios")
+    _check_folders([table.name for table in found], "tables")
+    return Benchmark(
+        name,
+        configs,
+        _settings("settings", content.get("settings", {})),
+        scenarios,
+        found,
+        {str(key): _method(str(key), value) for key, value in methods.items()},
+        _search("search", content.get("search", {})),
+        tuning,
+        seeds,
+        reference,
+        untuned,
+    )
+
+
+def parse_overrides(words: Sequence[str]) -> Settings:
+    """Return the settings of words KEY=VALUE.
+
+    Raises:
+        ConfigError: A word has another form, or the key cannot be set.
+    """
+    settings = {}
+    for word in words:
+        key, sign, settings[key] = word.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"--set: {word!r} is not of the form KEY=VALUE")
+    return _settings("--set", settings)
+
+
+def _check_keys(where: str, content: Any, keys: Sequence[str], needed: Sequence[str] = ()) -> None:
+    prefix = f"{where}: " if where else ""
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{prefix}it needs lines `key: value` ({content!r}). Keys: {', '.join(keys)}.")
+    for key in content:
+        if key not in keys:
+            near = get_close_matches(str(key), keys, 1)
+            raise ConfigError(f"{prefix}unknown key {key}. {suggest(near[0] if near else None, keys)}")
+    for key in needed:
+        if key not in content:
+            raise ConfigError(f"{prefix}{key} is missing")
+
+
+def _settings(where: str, content: Any) -> Settings:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where}: it needs {{key: value, ...}} with options of fit ({content!r})")
+    for key in content:
+        if key in SET_ELSEWHERE and not (key == "algorithm" and where.startswith("methods")):
+            raise ConfigError(f"{where}: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
+    return content
+
+
+def _search(where: str, content: Any) -> Settings:
+    """Check a mapping of ranges. The ranges themselves are checked with those of the method's class, as a sweep."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where}: it needs lines `KEY: {{min: ..., max: ...}}` as in a sweep file ({content!r})")
+    return content
+
+
+def _table(name: str, content: Any) -> BenchmarkTable:
+    where = f"tables: {name}"
+    _check_keys(where, content, TABLE_KEYS, needed=("metric", "methods"))
+    metric, methods = content["metric"], content["methods"]
+    if not isinstance(metric, str):
+        raise ConfigError(f"{where}: metric: {metric!r} is not the name of a metric, such as global/acc")
+    goal = content.get("goal") or better_goal(metric)
+    if goal not in ("maximize", "minimize"):
+        raise ConfigError(f"{where}: goal: which values of {metric} are better is not known. Set maximize or minimize")
+    if not isinstance(methods, list) or not methods or not all(isinstance(one, str) for one in methods):
+        raise ConfigError(f"{where}: methods: {methods!r} is not a list of names, such as [FedAvg, FedProx]")
+    if twice := next((one for i, one in enumerate(methods) if one in methods[:i]), None):
+        raise ConfigError(f"{where}: methods: {twice} is given twice. Leave one out")
+    _check_folders(methods, f"{where}: methods")
+    settings = _settings(f"{where}: settings", content.get("settings", {}))
+    return BenchmarkTable(name, metric, goal == "maximize", tuple(methods), settings)
+
+
+def _method(name: str, content: Any) -> MethodOptions:
+    where = f"methods: {name}"
+    _check_keys(where, content, METHOD_KEYS)
+    settings = _settings(f"{where}: settings", content.get("settings", {}))
+    return MethodOptions(settings, _search(f"{where}: search", content.get("search", {})))
+
+
+def _tuning(content: Any) -> Tuning:
+    _check_keys("tuning", content, TUNING_KEYS, needed=("trials", "seeds"))
+    trials = content["trials"]
+    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
+        raise ConfigError(f"tuning: trials: {trials!r} is not a number of at least 1")
+    seeds = _seeds("tuning: seeds", content["seeds"])
+    settings = _settings("tuning: settings", content.get("settings", {}))
+    return Tuning(trials, seeds, settings, content.get("early_terminate"))
+
+
+def _seeds(where: str, content: Any) -> tuple[int, ...]:
+    numbers = content if isinstance(content, list) else []
+    valid = numbers and all(type(number) is int and number >= 0 for number in numbers)
+    if not valid or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"{where}: {content!r} is not a list of different numbers from 0, such as [0, 1, 2]")
+    return tuple(numbers)
+
+
+def _check_folders(names: Sequence[str], where: str) -> None:
+    """Raise an error if two names would have the same folder."""
+    folders: dict[str, str] = {}
+    for name in names:
+        if (other := folders.setdefault(folder_name(name), name)) != name:
+            raise ConfigError(f"{where}: {other} and {name} would share the folder {folder_name(name)}. Rename one")

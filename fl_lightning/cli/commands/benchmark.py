@@ -1,0 +1,165 @@
+"""`fl-lightning benchmark`: tune each method with the same number of trials, and compare them with fresh seeds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+from jsonargparse import ArgumentParser, Namespace
+
+from fl_lightning.analysis.benchmark import (
+    RUNS,
+    UNTUNED,
+    BenchmarkResult,
+    Defaults,
+    TunedEntry,
+    entry_jobs,
+    entry_sweep,
+    read_results,
+    tune,
+)
+from fl_lightning.analysis.benchmark_file import Entry, benchmark_path, parse_overrides, read_benchmark
+from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
+from fl_lightning.analysis.executor import Job, folder_name
+from fl_lightning.analysis.sweep import TrialResult
+from fl_lightning.cli.jobs import FIT, Environment, Words, in_job_processes, open_experiment, run_missing
+from fl_lightning.cli.sweep_metric import check_metric
+from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.files import write_atomically
+from fl_lightning.runs.reader import Run
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Run the missing trials and runs of a benchmark, and print its tables. Return 1 if a run failed."""
+    check_positive("--", workers=given.workers, threads=given.threads)
+    benchmark = read_benchmark(benchmark_path(given.benchmark))
+    benchmark = replace(benchmark, overrides=parse_overrides(given.set or []))
+    out = Path(given.out or Path("runs", "benchmarks", benchmark.name))
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    entries = list(benchmark.entries())
+    defaults = read_defaults(entries, given.workers)
+    check_entries(entries, defaults)
+    tuned = [tune_entry(entry, defaults[entry.table.name, entry.method], out, given) for entry in entries]
+    failed = run_all(tuned, out, given)
+    result = read_results(benchmark, tuned, out)
+    write_results(result, out, given.percent)
+    print_results(result, given.format, given.percent)
+    print(f"benchmark: {out}", file=sys.stderr)
+    return 1 if failed or any(one.best is None for one in tuned) else 0
+
+
+# --- Before the first trial ---
+
+
+def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str], Defaults]:
+    """Return what the class and the configs of each method of each table say about its tuning.
+
+    Raises:
+        ConfigError: A setting is wrong; the message names the table, the scenario and the method.
+    """
+    first: dict[tuple[str, str], Entry] = {}
+    for entry in entries:
+        first.setdefault((entry.table.name, entry.method), entry)
+    found = in_job_processes(defaults_of, [entry.tuning_words() for entry in first.values()], workers)
+    defaults = {}
+    for key, entry in first.items():
+        try:
+            defaults[key] = Defaults(*next(found))
+        except ConfigError as error:
+            raise ConfigError(f"{entry.name}: {error}") from error
+    return defaults
+
+
+def defaults_of(words: Words, environment: Environment) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the search space of a command line's method, and the values of its configs. Runs in a job process."""
+    with open_experiment(words, environment) as (run, config):
+        return run.algorithm.search_space, Run(Path(), config, []).settings
+
+
+def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], Defaults]) -> None:
+    """Check the ranges and the metric of each method in one scenario, and each scenario with one method.
+
+    Raises:
+        ConfigError: A trial could not run or would not have the metric.
+    """
+    checked: set[tuple[str, str]] = set()
+    for entry in entries:
+        places = {(entry.table.name, entry.method), ("scenario", entry.scenario)}
+        if not places <= checked:
+            checked |= places
+            ranges = entry.ranges(defaults[entry.table.name, entry.method].search_space)
+            try:
+                check_metric(entry_sweep(entry, ranges)[0])
+            except ConfigError as error:
+                raise ConfigError(f"{entry.name}: {error}") from error
+
+
+# --- Tuning and runs ---
+
+
+def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) -> TunedEntry:
+    """Run the missing trials of an entry, and report each on stderr as it ends."""
+
+    def show(result: TrialResult, most: int) -> None:
+        values = " ".join(f"{key}={value}" for key, value in result.settings.items())
+        text = f"{entry.name}: trial {result.number + 1} of {most}, {values}: {result.describe()}"
+        print(text, file=sys.stderr, flush=True)
+
+    return tune(entry, defaults, out, FIT, given.workers, given.threads, is_allowed, show)
+
+
+def is_allowed(words: Words) -> bool:
+    """Return whether a command line can be built, in a job process."""
+    try:
+        list(in_job_processes(defaults_of, [words]))
+    except (ConfigError, BrokenProcessPool):
+        return False
+    return True
+
+
+def run_all(tuned: Sequence[TunedEntry], out: Path, given: Namespace) -> bool:
+    """Run the missing runs of all entries, tuned and untuned, and return whether one failed."""
+    jobs: list[Job] = [job for one in tuned for job in one.jobs(out).values()]
+    failed = [ended for ended in run_missing(jobs, out / RUNS, given.workers, given.threads) if ended.code]
+    if tuned[0].entry.benchmark.untuned:
+        others = [job for one in tuned for job in entry_jobs(one.entry, out / UNTUNED).values()]
+        failed += [one for one in run_missing(others, out / UNTUNED, given.workers, given.threads) if one.code]
+    return bool(failed)
+
+
+# --- Results ---
+
+
+def write_results(result: BenchmarkResult, out: Path, percent: bool) -> None:
+    """Write the tables as Markdown and CSV, figures of the ranks, and an HTML report to the benchmark's folder."""
+    from fl_lightning.analysis.html_report.report import Section, write_report
+    from fl_lightning.analysis.rank_figure import rank_figure  # imports matplotlib
+
+    write_atomically(out / "results.md", as_markdown(result, percent))
+    write_atomically(out / "results.csv", as_csv(result))
+    sections = []
+    for (title, parts), table in zip(tables(result, percent), result.benchmark.tables, strict=True):
+        before = result.ranks(table.name, untuned=True) if result.benchmark.untuned else None
+        figure, path = rank_figure(result.ranks(table.name), before), out / f"ranks-{folder_name(table.name)}.pdf"
+        figure.savefig(path)
+        figure.savefig(path.with_suffix(".svg"))
+        sections.append(Section(title, parts, [path.with_suffix(".svg").read_bytes()]))
+    if runs := result.runs:
+        write_report(runs, out / "report.html", sections)
+
+
+def print_results(result: BenchmarkResult, form: str, percent: bool) -> None:
+    """Print the tables of a benchmark in a format: `table`, `csv`, `latex` or `markdown`."""
+    if form == "csv":
+        print(as_csv(result), end="")
+        return
+    for title, parts in tables(result, percent):
+        print(f"% {title}" if form == "latex" else title, end="\n\n")
+        for part in parts:
+            writers = {"table": part.plain, "latex": part.latex, "markdown": part.markdown}
+            print(writers[form](), end="\n\n")

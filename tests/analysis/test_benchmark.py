@@ -1,0 +1,459 @@
+"""`fl-lightning benchmark`: the file, equal-budget tuning, and the tables and ranks of its results."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from commands import run, tiny
+from fake_runs import FakeRuns, Killed
+from scipy import stats
+
+from fl_lightning.analysis import benchmark as benchmarks
+from fl_lightning.analysis import sweep as sweeps
+from fl_lightning.analysis.benchmark import (
+    BenchmarkResult,
+    Defaults,
+    EntryResult,
+    TunedEntry,
+    entry_jobs,
+    entry_sweep,
+    moved_ranges,
+    start_value,
+    tune,
+)
+from fl_lightning.analysis.benchmark_file import Benchmark, benchmark_path, parse_overrides, read_benchmark
+from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
+from fl_lightning.analysis.comparison import paired_difference
+from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
+from fl_lightning.analysis.sweep import TrialResult
+from fl_lightning.analysis.sweep_file import parse_sweep
+from fl_lightning.cli.jobs import FIT
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs.reader import Run
+
+LOG = {"distribution": "log_uniform_values", "min": 0.01, "max": 1.0}
+CONTENT = {
+    "config": "digits_fedavg",
+    "settings": {"rounds": 4},
+    "scenarios": {"skewed": {"scenario.partition.alpha": 0.1}, "even": {"scenario.partition": "IID"}},
+    "tables": {
+        "global": {"metric": "global/acc", "methods": ["FedAvg", "Prox"], "settings": {"batch_size": 8}},
+        "worst": {"metric": "client/loss_mean", "methods": ["FedAvg"]},
+    },
+    "methods": {"Prox": {"settings": {"algorithm": "FedProx", "loss": 1}, "search": {"algorithm.mu": LOG}}},
+    "search": {"optimizer.lr": LOG},
+    "tuning": {"trials": 6, "seeds": [7, 8], "settings": {"rounds": 2}},
+    "seeds": [0, 1],
+}
+
+
+def benchmark(tmp_path: Path, **more) -> Benchmark:
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({**CONTENT, **more}, sort_keys=False))
+    return read_benchmark(tmp_path / "b.yaml")
+
+
+# --- The file ---
+
+
+def test_entries_are_all_methods_in_all_scenarios_of_all_tables(tmp_path):
+    entries = list(benchmark(tmp_path).entries())
+    assert [entry.name for entry in entries] == [
+        "global, skewed, FedAvg",
+        "global, skewed, Prox",
+        "global, even, FedAvg",
+        "global, even, Prox",
+        "worst, skewed, FedAvg",
+        "worst, even, FedAvg",
+    ]
+    assert [entry.table.maximize for entry in entries] == [True] * 4 + [False] * 2
+    assert entries[1].folder == Path("global/skewed/Prox")
+
+
+def test_later_parts_of_a_command_line_override_earlier_ones(tmp_path):
+    _, prox, *_ = benchmark(tmp_path).entries()
+    settings = ["--algorithm=FedProx", "--rounds=4", "--scenario.partition.alpha=0.1", "--batch_size=8", "--loss=1"]
+    assert prox.words() == ("--config=digits_fedavg", *settings)
+    trial = ("--scenario.validation_share=0.2", "--logger=false", "--rounds=2")
+    assert prox.tuning_words() == (*prox.words(), *trial)
+
+
+def test_set_overrides_all_other_settings(tmp_path):
+    changed = replace(benchmark(tmp_path), overrides=parse_overrides(["rounds=9", "scenario.dataset.path=a=b.csv"]))
+    _, prox, *_ = changed.entries()
+    assert prox.words()[-2:] == ("--rounds=9", "--scenario.dataset.path=a=b.csv")
+    for word, message in (
+        ("rounds", "--set: 'rounds' is not of the form KEY=VALUE"),
+        ("seed=1", "--set: seed is set by"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_overrides([word])
+
+
+def test_ranges_are_those_of_the_class_of_the_file_and_of_the_method(tmp_path):
+    _, prox, *_ = benchmark(tmp_path).entries()
+    of_class = {"mu": {"values": [1]}, "tau": {"values": [2]}}
+    assert prox.ranges(of_class) == {"algorithm.mu": LOG, "algorithm.tau": {"values": [2]}, "optimizer.lr": LOG}
+    methods = {"Prox": {"settings": {"algorithm": "FedProx"}, "search": {"optimizer.lr": None}}}
+    _, prox, *_ = benchmark(tmp_path, methods=methods).entries()
+    assert prox.ranges({}) == {}
+
+
+TABLE = {"metric": "global/acc", "methods": ["FedAvg"]}
+WRONG = [
+    ({"zzz": 3}, "unknown key zzz. Available: config, "),
+    ({"config": []}, "config: [] is not the name of a config, or a list of names"),
+    ({"settings": {"seed": 1}}, "settings: seed is set by seeds. Leave it out"),
+    ({"settings": [1]}, "settings: it needs {key: value, ...} with options of fit ([1])"),
+    ({"scenarios": {}}, "scenarios: it needs lines `NAME: {key: value, ...}`"),
+    ({"scenarios": {"a b": {}, "a-b": {}}}, "scenarios: a b and a-b would share the folder a-b. Rename one"),
+    ({"scenarios": {"a": {"algorithm": "FedAvg"}}}, "scenarios: a: algorithm is set by methods. Leave it out"),
+    ({"tables": {}}, "tables: it needs lines `NAME: {metric: global/acc, methods: [FedAvg, ...]}`"),
+    ({"tables": {"a": {"metric": "global/acc"}}}, "tables: a: methods is missing"),
+    ({"tables": {"a": TABLE | {"metrics": 1}}}, "tables: a: unknown key metrics. Did you mean metric?"),
+    ({"tables": {"a": TABLE | {"methods": ["A", "A"]}}}, "tables: a: methods: A is given twice. Leave one out"),
+    ({"tables": {"a": TABLE | {"methods": "A"}}}, "tables: a: methods: 'A' is not a list of names, such as"),
+    ({"tables": {"a": TABLE | {"metric": "train/x"}}}, "tables: a: goal: which values of train/x are better is not"),
+    ({"methods": {"MOON": {}}}, "methods: unknown key MOON. Available: FedAvg, Prox."),
+    ({"methods": {"Prox": {"search": 1}}}, "methods: Prox: search: it needs lines `KEY: {min: ..., max: ...}`"),
+    ({"tuning": {"trials": 3}}, "tuning: seeds is missing"),
+    ({"tuning": {"trials": 0, "seeds": [9]}}, "tuning: trials: 0 is not a number of at least 1"),
+    ({"tuning": {"trials": True, "seeds": [9]}}, "tuning: trials: True is not a number of at least 1"),
+    ({"seeds": [1, 1]}, "seeds: [1, 1] is not a list of different numbers from 0, such as [0, 1, 2]"),
+    ({"seeds": [0, 7]}, "seeds: 7 is a seed of the tuning, too. Test with other seeds"),
+    ({"reference": "Local"}, "reference: Local is in no table. Available: FedAvg, Prox."),
+    ({"untuned": 1}, "untuned: 1 is neither true nor false"),
+]
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize(("more", "message"), WRONG)
+def test_a_wrong_file_is_refused(more, message, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        benchmark(tmp_path, **more)
+    assert str(refused.value).startswith(f"{tmp_path / 'b.yaml'}: {message}")
+
+
+def test_a_missing_file_is_refused_with_the_included_ones():
+    assert benchmark_path("digits").name == "digits.yaml"
+    with pytest.raises(
+        ConfigError, match=r"^benchmark: digit is neither a file here nor an included benchmark. Did you"
+    ):
+        benchmark_path("digit")
+
+
+# --- Tuning ---
+
+
+def trial(number=0, state="complete", value: float | None = 0.5, **settings: str) -> TrialResult:
+    return TrialResult(number, Path(), settings, state, value, 2, "")
+
+
+@pytest.mark.parametrize(
+    ("distribution", "default", "value"),
+    [
+        (LOG, 0.3, 0.3),
+        (LOG, 5, 1.0),
+        (LOG, None, 0.1),  # the middle of the logarithms
+        ({"min": 0.0, "max": 1.0}, "x", 0.5),
+        ({"min": 0.0, "max": 1.0}, True, 0.5),
+        ({"min": 2, "max": 5}, 4, 4),
+        ({"values": ["a", "b"]}, "b", "b"),
+        ({"values": [0.1, 0.5]}, 0.5, 0.5),
+        ({"values": [1, 2]}, None, 1),
+    ],
+)
+def test_the_first_trial_has_the_values_of_the_configs(distribution, default, value, tmp_path):
+    _, prox, *_ = benchmark(tmp_path).entries()
+    sweep, _ = entry_sweep(prox, {"k": distribution}, Defaults({}, {"k": default}))
+    assert sweep.start == {"k": pytest.approx(value) if isinstance(value, float) else value}
+    assert start_value(sweep.parameters["k"], default) == sweep.start["k"]
+
+
+def test_a_range_is_moved_by_half_its_length_if_its_best_value_is_at_the_edge(tmp_path):
+    entry = next(benchmark(tmp_path).entries())
+    ranges = {"a": LOG, "b": LOG, "c": LOG, "d": {"min": 0.0, "max": 1.0}}
+    sweep, _ = entry_sweep(entry, ranges)
+    best = trial(a="0.8", b="0.1", c="0.011", d="0.99")
+    edges = benchmarks.edge_keys(sweep, best)
+    assert edges == {"a": True, "c": False, "d": True}
+    moved = moved_ranges(entry, ranges, edges, best, lambda words: True)
+    assert moved.keys() == {"a", "c"}
+    assert [moved["a"]["min"], moved["a"]["max"]] == pytest.approx([0.1, 10])
+    assert [moved["c"]["min"], moved["c"]["max"]] == pytest.approx([0.001, 0.1])
+    asked = []
+    assert not moved_ranges(entry, ranges, {"a": True}, best, lambda words: bool(asked.append(words)))
+    assert float(next(word for word in asked[0] if word.startswith("--a=")).removeprefix("--a=")) == pytest.approx(10)
+
+
+def test_the_edge_is_the_tenth_at_each_end(tmp_path):
+    sweep = parse_sweep(
+        yaml.safe_load(
+            "{program: fl-lightning, command: ['${program}', fit, '${args}'], method: bayes, "
+            "metric: {name: global/acc, goal: maximize}, parameters: {a: {min: 0.0, max: 1.0}}}"
+        ),
+        Path("x.yaml"),
+    )
+    at_edge = [bool(benchmarks.edge_keys(sweep, trial(a=str(place)))) for place in (0.09, 0.11, 0.5, 0.89, 0.91)]
+    assert at_edge == [True, False, False, False, True]
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Replace runs by a function of their values."""
+
+    def replace_runs(figure, kill=None) -> FakeRuns:
+        fake = FakeRuns(figure, kill)
+        monkeypatch.setattr(sweeps, "run_jobs", fake)
+        return fake
+
+    return replace_runs
+
+
+def at(best: float):
+    """Return a function whose maximum over the learning rate is at `best`."""
+    return lambda values: [0.0, -abs(math.log(values["optimizer.lr"] / best))]
+
+
+def tuned(entry, folder, first=0.1, **options) -> TunedEntry:
+    return tune(entry, Defaults({}, {"optimizer.lr": first}), folder, FIT, **options)
+
+
+@pytest.mark.parametrize(("best", "first", "is_moved"), [(0.1, 0.1, False), (30, 1.0, True)])
+def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_path, fakes):
+    entry = next(benchmark(tmp_path).entries())
+    fake = fakes(at(best))
+    found = tuned(entry, tmp_path, first=first)
+    assert len(found.trials) == 6
+    assert len(fake.ran) == 6 * 2  # two seeds each
+    assert fake.ran[0][-2:] == (f"--optimizer.lr={first}", "--seed=7")
+    folder = tmp_path / "tuning/global/skewed/FedAvg"
+    assert (folder / "moved").is_dir() == is_moved
+    assert found.best == max(found.trials, key=lambda one: one.value)
+    again = fakes(at(best))
+    assert [one.settings for one in tuned(entry, tmp_path, first=first).trials] == [
+        one.settings for one in found.trials
+    ]
+    assert not again.ran
+    lines = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
+    assert len(lines) == (3 if is_moved else 6)
+
+
+def test_a_range_that_the_method_refuses_is_not_moved_and_the_best_is_marked(tmp_path, fakes):
+    entry = next(benchmark(tmp_path).entries())
+    fakes(at(30))
+    found = tuned(entry, tmp_path, allows=lambda words: False)
+    assert not (tmp_path / "tuning/global/skewed/FedAvg/moved").exists()
+    value = float(found.best.settings["optimizer.lr"])
+    assert list(found.edges) == (["optimizer.lr"] if math.log10(value) > -0.2 else [])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("step", range(1, 26))
+def test_a_killed_tuning_continues_with_the_same_trials(step, tmp_path, fakes):
+    entry = next(benchmark(tmp_path).entries())
+    fakes(at(30))
+    whole = tuned(entry, tmp_path / "whole")
+    fakes(at(30), kill=step)
+    try:
+        tuned(entry, tmp_path / "killed")
+    except Killed:
+        fakes(at(30))
+    found = tuned(entry, tmp_path / "killed")
+    assert [(one.settings, one.value) for one in found.trials] == [(one.settings, one.value) for one in whole.trials]
+
+
+def test_failed_trials_count_and_an_entry_without_a_complete_one_has_no_runs(tmp_path, fakes):
+    entry = next(benchmark(tmp_path).entries())
+    fakes(lambda values: "loss is NaN")
+    found = tuned(entry, tmp_path)
+    assert [one.state for one in found.trials] == ["failed"] * 6
+    assert found.best is None
+    assert found.jobs(tmp_path) == {}
+
+
+def test_nothing_to_tune_is_refused(tmp_path):
+    entry = next(benchmark(tmp_path, search={}).entries())
+    with pytest.raises(ConfigError, match=r"^global, skewed, FedAvg: nothing to tune. Give search: a range"):
+        tuned(entry, tmp_path)
+
+
+# --- Results ---
+
+ROWS = {"comm/up_bytes": 10.0, "comm/down_bytes": 20.0, "time/round_s": 0.5}
+
+
+def finished(*values: float) -> Run:
+    rows = [
+        {"round": float(i), "global/acc": value, "client/loss_mean": value, **ROWS} for i, value in enumerate(values, 1)
+    ]
+    return Run(Path(), {}, rows, {})
+
+
+def results_of(tmp_path, scores: dict[tuple[str, str], list[list[float]]], **more) -> BenchmarkResult:
+    """Return results, given one list of values by round per seed, by scenario and method; untuned runs have half."""
+    tables = {"global": {"metric": "global/acc", "methods": list(dict.fromkeys(method for _, method in scores))}}
+    found = benchmark(tmp_path, tables=tables, methods={}, **more)
+    entries = []
+    for entry in found.entries():
+        values = dict(enumerate(scores[entry.scenario, entry.method]))
+        runs = {seed: finished(*each) for seed, each in values.items()}
+        untuned = {seed: finished(*np.array(each) / 2) for seed, each in values.items()}
+        trials = [trial(0, value=0.7, **{"optimizer.lr": "0.12345"}), trial(1, "failed", None, **{"optimizer.lr": "1"})]
+        entries.append(EntryResult(TunedEntry(entry, trials, ["optimizer.lr"]), runs, untuned))
+    return BenchmarkResult(found, entries)
+
+
+@pytest.fixture
+def result(tmp_path) -> BenchmarkResult:
+    return results_of(
+        tmp_path,
+        {
+            ("skewed", "FedAvg"): [[0.1, 0.5], [0.2, 0.6]],
+            ("skewed", "Prox"): [[0.9, 0.7], [0.1, 0.7]],
+            ("skewed", "Local"): [],
+            ("even", "FedAvg"): [[0.1, 0.8], [0.2, 0.8]],
+            ("even", "Prox"): [[0.1, 0.8], [0.2, 0.8]],
+            ("even", "Local"): [[0.1, 0.9], [0.2, 0.9]],
+        },
+    )
+
+
+def test_ranks_share_ties_and_a_missing_result_is_last(result):
+    assert result.ranks("global") == {"FedAvg": [2, 2.5], "Prox": [1, 2.5], "Local": [3, 1]}
+    values = [[0.55, 0.8], [0.7, 0.8], [-math.inf, 0.9]]
+    expected = [stats.rankdata([-row[j] for row in values]).tolist() for j in range(2)]
+    assert [[ranks[j] for ranks in result.ranks("global").values()] for j in range(2)] == expected
+
+
+def test_lower_values_rank_first_if_they_are_better(tmp_path):
+    scores = {("skewed", "A"): [[2.0]], ("skewed", "B"): [[1.0]], ("even", "A"): [[1.0]], ("even", "B"): [[2.0]]}
+    found = results_of(tmp_path, scores)
+    found.benchmark = replace(
+        found.benchmark, tables=(replace(found.benchmark.tables[0], maximize=False, metric="client/loss_mean"),)
+    )
+    assert found.ranks("global") == {"A": [2, 1], "B": [1, 2]}
+
+
+def test_readings_bytes_and_seconds(result):
+    one = result.result("global", "skewed", "Prox")
+    assert one.values() == {0: 0.7, 1: 0.7}
+    assert one.values("best") == {0: 0.9, 1: 0.7}
+    assert one.values("last10") == {0: pytest.approx(0.8), 1: pytest.approx(0.4)}
+    assert one.values(untuned=True) == {0: 0.35, 1: 0.35}
+    assert (one.bytes, one.seconds) == (60, 1)
+
+
+def test_differences_are_paired_by_seed_with_a_confidence_interval(result):
+    base, prox = (result.result("global", "skewed", name) for name in ("FedAvg", "Prox"))
+    difference = prox.difference(base)
+    assert difference.mean == pytest.approx(0.15)
+    expected = stats.ttest_rel([0.7, 0.7], [0.5, 0.6]).confidence_interval(0.95)
+    assert difference.interval() == pytest.approx((expected.low, expected.high))
+    assert base.difference(base) is None
+    assert paired_difference([0.1], [0.2]).interval() is None
+
+
+def test_the_tables_show_results_differences_and_the_tuning(result):
+    [(title, [scores, differences, tuning])] = tables(result, in_percent=True)
+    assert title == (
+        "global: global/acc in percent in the last round, seeds 0, 1; each method is tuned for this metric in each "
+        "scenario (6 trials, seeds 7, 8)"
+    )
+    assert scores.header == ["method", "skewed", "even", "rank", "rank untuned"]
+    assert scores.rows[0] == ["Prox", "70.00 ± 0.00", "80.00 ± 0.00", "1.75", "1.75"]
+    assert scores.rows[1] == ["Local", "-", "90.00 ± 0.00", "2.00", "2.00"]
+    assert scores.bold == {(0, 1), (1, 2)}
+    assert differences.rows[0][0] == "Prox"
+    assert differences.rows[0][1].startswith("+15.00 [")
+    assert tuning.rows[0][:6] == ["skewed", "FedAvg", "2 (1 failed)", "optimizer.lr=0.123*", "70.00", "27.50 ± 3.54"]
+    assert tuning.notes[-1].startswith("* at the edge")
+    assert as_markdown(result).count("|") > 20
+    lines = list(csv.DictReader(as_csv(result).splitlines()))
+    assert len(lines) == 6 * 2
+    assert lines[0] | {"last": "0.5", "untuned_last": "0.25", "bytes": "60.0", "method": "FedAvg"} == lines[0]
+
+
+def test_without_the_reference_there_is_no_table_of_differences(tmp_path):
+    scores = {(scenario, name): [[0.5]] for scenario in ("skewed", "even") for name in ("A", "B")}
+    [(_, parts)] = tables(results_of(tmp_path, scores, untuned=False))
+    assert [part.header[0] for part in parts] == ["method", "scenario"]
+    assert parts[0].header[-1] == "rank"
+
+
+@pytest.mark.parametrize(("methods", "q"), [(2, 1.960), (3, 2.343), (5, 2.728), (10, 3.164)])  # Demšar 2006, Table 5(a)
+def test_the_critical_difference_is_demsars(methods, q):
+    expected = q * math.sqrt(methods * (methods + 1) / (6 * 14))
+    assert critical_difference(methods, 14) == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_figure_shows_mean_ranks_and_the_critical_difference():
+    figure = rank_figure({"A": [1, 2], "B": [2, 1], "C": [3, 3]}, {"A": [3, 3], "B": [1, 1], "C": [2, 2]})
+    old, new = figure.axes[0].lines
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["C", "A", "B"]
+    assert new.get_xdata().tolist() == [3, 1.5, 1.5]
+    assert old.get_xdata().tolist() == [2, 3, 1]
+    assert f"critical difference {critical_difference(3, 2):.2f}" in figure.notes[1]
+    assert len(rank_figure({"A": [1], "B": [2]}).notes) == 1
+
+
+# --- The command ---
+
+
+@pytest.mark.thorough
+def test_the_command_tunes_runs_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny()))
+    content = {
+        "config": "tiny.yaml",
+        "tables": {"global": {"metric": "global/acc", "methods": ["FedAvg", "FedSAM"]}},
+        "search": {"optimizer.lr": LOG},
+        "tuning": {"trials": 2, "seeds": [9]},
+        "seeds": [0, 1],
+    }
+    Path("b.yaml").write_text(yaml.safe_dump(content))
+    first = run("benchmark", "b.yaml", "--workers", "2", "--format", "markdown")
+    assert first.code == 0, first.err
+    assert first.out.count("| FedSAM |") >= 2
+    folder = Path("runs/benchmarks/b")
+    assert {path.name for path in folder.iterdir()} >= {
+        "results.md",
+        "results.csv",
+        "ranks-global.svg",
+        "tuning",
+        "runs",
+    }
+    config = yaml.safe_load(next(folder.glob("tuning/global/FedSAM/trials/*/seed_9/config.yaml")).read_text())
+    assert config["scenario"]["validation_share"] == 0.2
+    again = run("benchmark", "b.yaml", "--format", "markdown")
+    assert (again.code, again.out) == (0, first.out)
+    assert "0 of 4 runs are missing" in again.err
+    best = json.loads(next(folder.glob("runs/global/FedSAM/seed_0-*/final/summary.json")).read_text())
+    assert f"{best['global/acc_last']:.4f}"[:4] in (folder / "results.csv").read_text()
+
+
+@pytest.mark.thorough
+def test_unknown_methods_settings_and_metrics_are_refused_before_the_first_trial(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = {"metric": "global/acc", "methods": ["FedAvg", "FedSMA"]}
+    content = {"config": "digits_fedavg", "tables": {"t": table}, "tuning": {"trials": 1, "seeds": [9]}, "seeds": [0]}
+    content["search"] = {"optimizer.lr": LOG}
+    Path("b.yaml").write_text(yaml.safe_dump(content))
+    assert "t, FedSMA: " in (refused := run("benchmark", "b.yaml")).err
+    assert refused.code == 2
+    table["methods"], table["metric"], table["goal"] = ["FedAvg"], "global/acx", "maximize"
+    Path("b.yaml").write_text(yaml.safe_dump(content))
+    assert "t, FedAvg: metric: no run has global/acx. Use one of global/acc, " in run("benchmark", "b.yaml").err
+    assert not Path("runs").exists()
+
+
+def test_runs_with_other_values_have_other_folders(tmp_path):
+    entry = next(benchmark(tmp_path).entries())
+    one, same, other = (entry_jobs(entry, tmp_path, [f"--optimizer.lr={lr}"]) for lr in ("0.1", "0.1", "0.2"))
+    assert one == same
+    assert one[0].folder != other[0].folder
+    assert one[1].words[-2:] == ("--optimizer.lr=0.1", "--seed=1")

@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.data import IID, Arrays, Dirichlet, FederatedData, Scenario
+
+
+@pytest.fixture
+def arrays(tmp_path: Path) -> Arrays:
+    """Four classes of 100 and a test set of 10 each; every input is its own number."""
+    x = np.arange(440, dtype=np.float32)[:, None]
+    y = np.arange(440) % 4
+    np.savez(tmp_path / "a.npz", x_train=x[:400], y_train=y[:400], x_test=x[400:], y_test=y[400:])
+    return Arrays(str(tmp_path / "a.npz"))
+
+
+def inputs(data: FederatedData, part: str) -> list[set[float]]:
+    """Return the inputs of each client's `train` or `test` samples."""
+    return [set(data.data.x_train[getattr(shard, part)].flatten().tolist()) for shard in data.shards]
+
+
+@pytest.mark.parametrize("local_test", [0, 0.25, "official"])
+def test_clients_and_the_global_model_are_tested_on_a_share_of_the_training_samples(arrays, local_test) -> None:
+    whole, tuning = (
+        Scenario(arrays, Dirichlet(0.5), clients=5, local_test=local_test, validation_share=share).build(3)
+        for share in (None, 0.2)
+    )
+    for before, train, test in zip(
+        inputs(whole, "train"), inputs(tuning, "train"), inputs(tuning, "test"), strict=True
+    ):
+        assert train | test == before
+        assert not train & test
+        assert len(test) == round(0.2 * len(before))
+    everything = torch.cat([tuning.data.x_train[shard.test] for shard in tuning.shards]).flatten().tolist()
+    assert tuning.data.x_test.flatten().tolist() == everything
+    assert torch.equal(tuning.data.y_test, tuning.data.x_test.flatten().long() % 4)
+
+
+def test_the_share_is_stratified_and_depends_on_the_seed(arrays: Arrays) -> None:
+    one, other = (Scenario(arrays, IID(), clients=1, local_test=0, validation_share=0.1).build(seed) for seed in (0, 1))
+    assert one.class_counts("test").tolist() == [[10] * 4]
+    assert inputs(one, "test") != inputs(other, "test")
+
+
+def test_a_share_too_small_for_every_client_is_refused(arrays: Arrays) -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.validation_share: 0.01 holds out no sample of any client"):
+        Scenario(arrays, IID(), clients=40, validation_share=0.01).build(0)
