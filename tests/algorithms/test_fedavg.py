@@ -18,7 +18,7 @@ from experiments import (
     untimed,
     weights_after,
 )
-from loops import assert_equals_loop, cross_entropy_steps, rounds_by_hand
+from loops import assert_equals_loop, rounds_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedSKC
@@ -63,7 +63,7 @@ def test_a_run_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     run = experiment(tmp_path, FedAvg(), model=NoDropout, **UNEQUAL)
-    expected, _ = rounds_by_hand(run, lambda local, client, batches: cross_entropy_steps(local, batches))
+    expected, _ = rounds_by_hand(run)
     run.fit()
     assert_equals_loop(run, run.state["model"], expected)
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, same_bytes
-from loops import assert_equals_loop, cross_entropy_steps, rounds_by_hand
+from loops import assert_equals_loop, rounds_by_hand
 
 from fl_lightning.algorithms import FedPer
 from fl_lightning.core.errors import ConfigError
@@ -31,10 +31,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, personal, begin):
     """Each participant trains the shared part and its personal part. Shared parts are averaged."""
     run = experiment(tmp_path, FedPer(personal), model=DEEP, **UNEQUAL)
 
-    def train(local, client, batches):
-        cross_entropy_steps(local, batches)
-
-    shared, own = rounds_by_hand(run, train, personal=begin)
+    shared, own = rounds_by_hand(run, personal=begin)
     run.fit()
     assert_equals_loop(run, run.state["model"], shared)
     assert run.memory.keys() == own.keys()

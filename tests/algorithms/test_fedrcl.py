@@ -44,6 +44,7 @@ def batch(classes, samples=12, width=6, spread=0.3):
     return centres[y] + spread * torch.randn(samples, width, dtype=torch.float64), y
 
 
+@pytest.mark.thorough
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     w_s, w_p, tau, threshold = 0.7, 0.4, 0.3, 0.6

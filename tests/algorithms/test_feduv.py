@@ -33,6 +33,7 @@ def uniformity_by_hand(z, detach=False):
     return torch.exp(-distances / (sigma.detach() if detach else sigma)).mean()
 
 
+@pytest.mark.thorough
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, mu = 1.5, 0.7

@@ -2,7 +2,7 @@
 
 import torch
 from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, same_bytes
-from loops import assert_equals_loop, assert_publications_equal_loop, cross_entropy_steps, peers_by_hand
+from loops import assert_equals_loop, assert_publications_equal_loop, peers_by_hand
 from peers import model_of, published
 
 from fl_lightning.algorithms import PeerFedPer, Ring
@@ -12,7 +12,7 @@ from fl_lightning.core.state_dicts import weighted_mean
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     run = experiment(tmp_path, PeerFedPer(graph=Ring()), **UNEQUAL)
-    expected = peers_by_hand(run, lambda local, client, batches: cross_entropy_steps(local, batches), personal="head.")
+    expected = peers_by_hand(run, personal="head.")
     run.fit()
     assert_publications_equal_loop(run, expected)
     for client, memory in run.memory.items():

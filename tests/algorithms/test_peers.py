@@ -20,7 +20,7 @@ from experiments import (
     same_bytes,
 )
 from fl_lightning.callbacks import RoundCallback
-from loops import assert_publications_equal_loop, cross_entropy_steps, peers_by_hand
+from loops import assert_publications_equal_loop, peers_by_hand
 from methods import assert_same_run
 from peers import Watching, mean_by_hand, model_of, peers_in, published
 from task_runners import Backwards
@@ -176,7 +176,7 @@ def test_two_rounds_equal_a_hand_written_loop(tmp_path):
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     run = experiment(tmp_path, PeerAlgorithm(graph=Ring()), model=NoDropout, **UNEQUAL)
-    expected = peers_by_hand(run, lambda local, client, batches: cross_entropy_steps(local, batches))
+    expected = peers_by_hand(run)
     run.fit()
     assert_publications_equal_loop(run, expected)
 

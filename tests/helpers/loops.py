@@ -1,6 +1,6 @@
 """Whole runs compared with independent loops that are written by hand, in float64.
 
-With `FL_LIGHTNING_LOOPS=FILE`, each comparison appends its method and its largest relative difference to the file.
+With `FL_LIGHTNING_LOOPS=FILE`, each comparison appends its method, largest relative difference and test file.
 `docs/loops.py` makes the table of docs/correctness.md from them.
 """
 
@@ -8,6 +8,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 
+import torch
 from experiments import assert_near, descend, local_batches
 from peers import mean_by_hand, model_of, published
 from torch import Tensor, nn
@@ -23,14 +24,15 @@ def assert_equals_loop(run: FederatedOrchestrator, weights: State, expected: Sta
     assert_near(weights, expected, tolerance)
     if path := os.environ.get("FL_LIGHTNING_LOOPS"):
         with open(path, "a") as file:
-            file.write(f"{type(run.algorithm).__name__} {relative_difference(weights, expected)}\n")
+            test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0].rpartition("/")[2]
+            file.write(f"{type(run.algorithm).__name__} {relative_difference(weights, expected)} {test}\n")
 
 
 def relative_difference(weights: State, expected: State) -> float:
-    """Return the largest difference of a tensor's entries over the tensor's largest entry, over all tensors."""
-    gaps = [(weights[n].double() - value.double()).abs().max() for n, value in expected.items()]
-    sizes = [value.double().abs().max().clamp(min=1e-300) for value in expected.values()]
-    return max(float(gap / size) for gap, size in zip(gaps, sizes, strict=True))
+    """Return the largest difference of two models' entries over the largest entry."""
+    names = [name for name, value in expected.items() if value.is_floating_point()]
+    one, other = (torch.cat([model[name].flatten().double() for name in names]) for model in (weights, expected))
+    return float((one - other).abs().max() / other.abs().max())
 
 
 def steps_of(run: FederatedOrchestrator, round: int, client: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -44,9 +46,14 @@ def cross_entropy_steps(network: nn.Module, batches: Iterator[tuple[Tensor, Tens
         descend(network, F.cross_entropy(network(x), y), lr)
 
 
+def plain_training(network: nn.Module, client: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """Train a client's network on the cross-entropy alone, as the argument `train` of the loops below."""
+    cross_entropy_steps(network, batches)
+
+
 def rounds_by_hand(
     run: FederatedOrchestrator,
-    train: Callable[..., None],
+    train: Callable[..., None] = plain_training,
     serve: Callable[[State, State], State] = lambda before, mean: mean,
     weighting: str = "samples",
     personal: str | tuple[str, ...] = (),
@@ -78,7 +85,10 @@ def rounds_by_hand(
 
 
 def peers_by_hand(
-    run: FederatedOrchestrator, train: Callable[..., None], weighting: str = "samples", personal: str | tuple = ()
+    run: FederatedOrchestrator,
+    train: Callable[..., None] = plain_training,
+    weighting: str = "samples",
+    personal: str | tuple[str, ...] = (),
 ) -> dict[int, State]:
     """Return the models that clients on a ring of four publish, after rounds that are written by hand.
 
