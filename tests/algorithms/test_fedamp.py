@@ -25,8 +25,6 @@ from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
 
-ALL = {"clients_per_round": 6}
-
 
 def test_message_weights_equal_the_formula():
     own, *others = torch.randn(4, 7, dtype=torch.float64)

@@ -19,7 +19,6 @@ from fl_lightning.models import MLP
 pytestmark = pytest.mark.numeric
 
 C, WIDTH = 4, 3
-PLAIN = {"rounds": 3, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
 
 
 def uploads(local, held):
