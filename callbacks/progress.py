@@ -120,10 +120,19 @@ class Bars(Progress):
         return self.make_tasks_table(self.tasks), *notes, ""
 
 
-def describe_progress(run: FederatedRun, resumable: bool) -> str:
-    """Return a message that says after which round a run was interrupted, and how to resume it."""
-    rest = f"resume it with: fl-lightning fit --resume {run.run_dir}" if resumable else "nothing is kept"
-    return f"after round {run.round} of {run.rounds}; {rest}"
+def describe_progress(run: FederatedRun, has_config: bool) -> str:
+    """Return a message that says after which round a run was interrupted, and how to resume it.
+
+    Args:
+        run: The run.
+        has_config: Whether the run can be rebuilt from its config, as `fit --resume` does.
+    """
+    fix = f"resume it with: fl-lightning fit --resume {run.run_dir}"
+    if run.is_dry_run:
+        fix = "nothing is kept"
+    elif not has_config:
+        fix = f"resume it with: FederatedOrchestrator(..., run_dir={str(run.run_dir)!r}).fit(resume=True)"
+    return f"after round {run.round} of {run.rounds}; {fix}"
 
 
 def describe_end(run: FederatedRun, first_round: int) -> str:

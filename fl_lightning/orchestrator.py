@@ -127,7 +127,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
         self.callbacks, self.round = with_defaults(callbacks or []), 0
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
-        self._signals = RunSignals(lambda: describe_progress(self, resumable=not self.is_dry_run))
+        self._signals = RunSignals(lambda: describe_progress(self, self.record.has_config))
         self.is_dry_run = False
 
     def _set_run_dir(self, run_dir: Path) -> None:
@@ -243,7 +243,7 @@ class FederatedOrchestrator(ArgumentsMixin):
             self._signals.check()
             self.record.writer.check()
             self._notify("on_client_end", result)
-            if has_upload(result, self.on_client_failure, self.data.names):
+            if has_upload(result, self.on_client_failure, self.data):
                 results.append(replace(result, upload=None, memory={}))
                 yield result
         require_uploads(round, len(results), len(participants), self.min_clients)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from matplotlib import rc_context
+from matplotlib.ticker import MaxNLocator
 
 from fl_lightning.runs.paper_figure import COLOURS, STYLE, PaperFigure, paper_figure
 
@@ -59,6 +60,7 @@ def rank_figure(
             test = f"Nemenyi's test, p = 0.05, critical difference {critical:.2f}"
             notes.append(f"Shaded: not significantly worse than the best ({test}).")
         axes.set_yticks(rows, methods)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(0.5, len(methods) + 0.5)
         axes.set_xlabel("mean rank")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)

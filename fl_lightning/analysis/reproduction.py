@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from scipy import stats
 
-from fl_lightning.analysis.comparison import Difference, Spread, paired_difference, spread
 from fl_lightning.analysis.executor import Job, is_finished
 from fl_lightning.analysis.paper_table import Claim, PaperTable, PaperValue, Unit
+from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
 from fl_lightning.evaluation.summary import best_and_last
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
 
-class Reading(NamedTuple):
+class SeedResult(NamedTuple):
     """The result of one run, that is, of one seed of a cell in the reproduced table.
 
     Args:
@@ -41,17 +41,17 @@ class Cell:
     """A cell of a reproduced table: our results and the paper's number.
 
     Args:
-        readings: The results of our runs, by seed.
+        results: The results of our runs, by seed.
         paper: The paper's number, if it has one.
     """
 
-    readings: Mapping[int, Reading]
+    results: Mapping[int, SeedResult]
     paper: PaperValue | None = None
 
     @cached_property
     def values(self) -> dict[int, float]:
         """The results of the cell's finished runs, by seed."""
-        return {seed: one.value for seed, one in self.readings.items() if one.value is not None}
+        return {seed: one.value for seed, one in self.results.items() if one.value is not None}
 
     @cached_property
     def spread(self) -> Spread | None:
@@ -61,13 +61,13 @@ class Cell:
     @cached_property
     def last10(self) -> float | None:
         """Our mean of the metric over the last ten evaluated rounds, averaged over seeds; None without such means."""
-        means = [one.last10 for one in self.readings.values() if one.last10 is not None]
+        means = [one.last10 for one in self.results.values() if one.last10 is not None]
         return fmean(means) if means else None
 
     @cached_property
     def reached(self) -> bool:
         """Whether all runs of the cell reached the target accuracy; if not, the mean round count is a lower bound."""
-        return all(one.reached for one in self.readings.values())
+        return all(one.reached for one in self.results.values())
 
     @cached_property
     def difference(self) -> float | None:
@@ -140,12 +140,12 @@ class Reproduction:
         self.table = table
         self.cells: dict[tuple[str, str], Cell] = {}
         for column, row in product(table.columns, table.rows):
-            figure, series, readings = table.figure(column, row), table.series(column, row), {}
+            figure, series, results = table.figure(column, row), table.series(column, row), {}
             for seed in table.seeds:
                 folder = jobs[column, row, seed].folder
                 reason = (failures or {}).get(folder, "")
-                readings[seed] = Reading(reason=reason) if reason else read_result(folder, figure, series, table.unit)
-            self.cells[column, row] = Cell(readings, table.paper_values.get((column, row)))
+                results[seed] = SeedResult(reason=reason) if reason else read_result(folder, figure, series, table.unit)
+            self.cells[column, row] = Cell(results, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
         """Return the rank correlations between our numbers and the paper's over the rows of a column."""
@@ -166,28 +166,28 @@ class Reproduction:
             seed: sign * (better.values[seed] - than.values[seed])
             for seed in self.table.seeds
             if seed in better.values and seed in than.values
-            if better.readings[seed].reached or than.readings[seed].reached
+            if better.results[seed].reached or than.results[seed].reached
         }
         return Verdict(claim, column, papers, margins)
 
 
-def read_result(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
+def read_result(folder: Path, figure: str, series: str, unit: Unit) -> SeedResult:
     """Return the result of a run in the table's unit, from its folder; empty if the run has not finished."""
     if not is_finished(folder):
-        return Reading()
+        return SeedResult()
     try:
         run = open_run_folder(folder)
     except DamagedRun as error:
-        return Reading(reason=str(error))
+        return SeedResult(reason=str(error))
     summary = run.summary
     if figure not in summary:
-        return Reading(reason=f"its run has no {figure}; it has {', '.join(summary)}")
+        return SeedResult(reason=f"its run has no {figure}; it has {', '.join(summary)}")
     value = summary[figure]
     if value is None:
-        return Reading(float(summary["rounds"] or 0) + 1, reached=False)
+        return SeedResult(float(summary["rounds"] or 0) + 1, reached=False)
     if unit == "rounds":
-        return Reading(float(value))
-    return Reading(100 * value, last10=100 * best_and_last(run.rounds, series)["last10"])
+        return SeedResult(float(value))
+    return SeedResult(100 * value, last10=100 * best_and_last(run.rounds, series)["last10"])
 
 
 def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:

@@ -57,12 +57,12 @@ def format_cell(cell: Cell) -> str:
 
 def format_ours(cell: Cell) -> str:
     """Return our mean ± standard deviation in a cell (`>` marks a lower bound) and how many runs are done or failed."""
-    count = sum(bool(one.reason) for one in cell.readings.values())
+    count = sum(bool(one.reason) for one in cell.results.values())
     failed = f"{count} failed" if count else ""
     if not cell.spread:
         return failed or MISSING
     number = ("" if cell.reached else "> ") + mean_and_std(cell.spread.mean, cell.spread.std, ".1f")
-    finished = f"{len(cell.values)} of {len(cell.readings)}" if len(cell.values) < len(cell.readings) else ""
+    finished = f"{len(cell.values)} of {len(cell.results)}" if len(cell.values) < len(cell.results) else ""
     notes = ", ".join(filter(None, [finished, failed]))
     return number + (f" ({notes})" if notes else "")
 
@@ -103,9 +103,9 @@ def failures(reproduction: Reproduction) -> list[str]:
     """Return one line for each error that made runs of the table fail, with the affected cells and seeds."""
     cells: dict[str, list[str]] = {}
     for (column, row), cell in reproduction.cells.items():
-        for seed, reading in cell.readings.items():
-            if reading.reason:
-                cells.setdefault(reading.reason, []).append(f"{row} / {column} / seed {seed}")
+        for seed, result in cell.results.items():
+            if result.reason:
+                cells.setdefault(result.reason, []).append(f"{row} / {column} / seed {seed}")
     return [f"failed: {'; '.join(names)}: {reason}" for reason, names in cells.items()]
 
 
@@ -132,7 +132,7 @@ def as_csv(reproduction: Reproduction) -> str:
     table, lines = reproduction.table, list[Sequence[object]]([COLUMNS])
     for (column, row), cell in reproduction.cells.items():
         mean, std = cell.spread[:2] if cell.spread else (None, None)
-        ours = [len(cell.values), len(cell.readings) - len(cell.values), mean, std, "" if cell.reached else "lower"]
+        ours = [len(cell.values), len(cell.results) - len(cell.values), mean, std, "" if cell.reached else "lower"]
         papers = [*(cell.paper or (None, None)), cell.difference]
         lines.append([column, row, table.figure(column, row), table.unit, *ours, *papers, cell.last10])
     return to_csv(lines).rstrip("\n")

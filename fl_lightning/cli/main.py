@@ -18,7 +18,7 @@ from typing import Any
 from fl_lightning import __version__
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.quick_exit import skip_final_collection
-from fl_lightning.core.errors import ConfigError, FLError, one_line, users_place
+from fl_lightning.core.errors import ConfigError, FLError, locate_user_code, one_line
 from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_interrupt
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import discard_stdout, prepare_terminal, print_to_stderr
@@ -88,7 +88,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     """Return the exit code and message for an error that ended a command; no message for a signal or closed pipe."""
     if isinstance(error, FLError):
         cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
-        place = users_place(cause) if cause else getattr(error, "place", "")
+        place = locate_user_code(cause) if cause else getattr(error, "place", "")
         return error.exit_code, f"{one_line(error)}{place}"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return 2, f"{one_line(str(error.filename))}: {error.strerror}"
@@ -98,7 +98,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # such as by `| head`
         return 128 + signal.SIGPIPE, ""
     if isinstance(error, Exception):
-        return 1, f"{type(error).__name__}: {one_line(error)}{users_place(error)}; --debug shows where"
+        return 1, f"{type(error).__name__}: {one_line(error)}{locate_user_code(error)}; --debug shows where"
     first = next(each for each in reversed(chain) if not isinstance(each, Exception))  # Lightning ends a fit in its own
     frame, line = _raised_in(first)
     where = f"{frame.f_code.co_filename}, line {line} ({frame.f_code.co_name})"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser
 
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_source, kind_of, names
@@ -254,7 +255,8 @@ class Names:
             key: The key that names the class.
         """
         known = list(dict.fromkeys(one.partition(".")[0] for one in arguments_of(key, path)))
-        if not (meant := [*filter(None, [nearest(name, known)])]):
+        meant = [*filter(None, [nearest(name, known)])]
+        if not meant and arguments(key, path) is not None:  # an argument of the user's class may have any name
             found = _same_last_part(name.replace("-", "_"), self.settings()) or _from_other_tools(name)
             meant = [self._as_typed(one, f"{key}.{name}") for one in found]
         return f"{path.rpartition('.')[2]} has no key {name!r}. {suggest(' or '.join(meant[:3]), known)}"
@@ -320,7 +322,7 @@ def arguments_of(key: str, path: str) -> list[str]:
     known = arguments(key, path)
     if known is None:
         with suppress(Exception):  # a wrong path is reported elsewhere
-            known = list(inspect.signature(find_object(path)).parameters)
+            known = ArgumentParser().add_class_arguments(find_object(path), fail_untyped=False)
     return known or []
 
 

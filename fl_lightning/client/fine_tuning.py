@@ -12,7 +12,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
 
 
-def learnable(backbone: nn.Module) -> frozenset[str]:
+def trainable_names(backbone: nn.Module) -> frozenset[str]:
     """Return the names of a backbone's parameters with `requires_grad=True`."""
     return frozenset(name for name, parameter in backbone.named_parameters() if parameter.requires_grad)
 
@@ -46,7 +46,7 @@ def fine_tune(
         learns: Returns whether the parameter or layer of this name is trained. The rest is frozen and in eval mode.
     """
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
-    among = learnable(module.backbone)
+    among = trainable_names(module.backbone)
     learn_only(module.backbone, learns, among)
     normed = any(isinstance(layer, _BatchNorm) and layer.training for layer in module.backbone.modules())
     optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)

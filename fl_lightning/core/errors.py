@@ -44,11 +44,13 @@ class ClientFailure(FLError):
 
     Attributes:
         label: The client with its name, such as `client 3 (north)`. Tasks do not know the names, so it is set later.
-        place: File and line in the user's own code that raised the error, see `users_place`.
+        diverged: Whether a loss or an upload contains NaN or Inf.
+        place: File and line in the user's own code that raised the error, see `locate_user_code`.
     """
 
     exit_code = 1
     label = place = ""
+    diverged = False
 
     def __init__(self, client: int, round: int, reason: str) -> None:
         super().__init__(client, round, reason)
@@ -92,7 +94,7 @@ def one_line(error: BaseException | str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
 
 
-def users_place(error: BaseException) -> str:
+def locate_user_code(error: BaseException) -> str:
     """Return the file and line of the user's code that raised an error, as ` (mine.py, line 7)`; empty if not found.
 
     It is the innermost frame called from this package that belongs neither to a library nor to this package.

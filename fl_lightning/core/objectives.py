@@ -19,6 +19,8 @@ __all__ = ["Classification", "MultiLabel", "Objective", "Regression"]
 
 ClassWeights = Literal["balanced"] | list[float]
 Reduction = Literal["mean", "sum"]
+LARGE_TARGET = 10
+"""Magnitude of regression targets above which they may be the reason why a loss diverged."""
 AnyObjective = TypeVar("AnyObjective", bound="Objective")
 
 
@@ -114,6 +116,10 @@ class Objective(Capable, ABC):
             outputs: Number of the network's outputs, `C`.
         """
         raise NotImplementedError
+
+    def divergence_hint(self, labels: Tensor) -> str:
+        """Return a sentence about training labels that may be the reason why a loss diverged; empty if they are not."""
+        return ""
 
     def strata(self, labels: Tensor) -> Tensor:
         """Return the group of each sample, `(n,)`, for stratified splits and partitions by label: 0 without classes."""
@@ -265,6 +271,13 @@ class Regression(Objective):
         """Return the mean absolute error (`mae`) and the loss `criterion` (`loss`), each summed over a batch."""
         error = (outputs - targets.view_as(outputs)).abs().mean(dim=1).sum()
         return {"mae": error, "loss": self.loss(outputs, targets, "sum")}
+
+    def divergence_hint(self, labels: Tensor) -> str:
+        """Return a sentence with the range of the targets and how to scale them; empty if they are small."""
+        low, high = map(float, labels.aminmax())
+        if max(-low, high) <= LARGE_TARGET:
+            return ""
+        return f"The targets range from {low:g} to {high:g}. Scale them to about -1 to 1 in the data"
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return a batch's outputs and targets in the same shape: `(B,)` for one number per sample, else `(B, T)`."""

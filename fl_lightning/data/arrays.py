@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs
-from fl_lightning.data.files import BadFile, check_exists, read_mapped, read_npz, whole_numbers
+from fl_lightning.data.files import BadFile, check_exists, npz_names, read_mapped, read_npz, whole_numbers
 from fl_lightning.data.transforms import Normalize
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
@@ -27,6 +29,9 @@ class Arrays(Dataset):
     `(n, height, width, channels)` with 1 or 3 channels, or `(n, channels, height, width)`. Labels are integers from 0,
     one per sample; `(n, L)` of 0 and 1 for a multi-label target; or floating-point numbers to predict, `(n,)` or
     `(n, T)`. Optional arrays `client_train` and `client_test` hold the client id of each sample.
+
+    For several inputs per sample, the arrays are `x_train_<name>` and `x_test_<name>`, and `name` is a parameter of the
+    network's `forward`. They can have any shape `(n, ...)`, and can also hold booleans.
 
     The `.npy` files of a folder are memory-mapped: `uint8` and `float32` inputs stay on disk until a batch needs them.
 
@@ -46,7 +51,7 @@ class Arrays(Dataset):
         """Read the `.npz` file, or memory-map the `.npy` files, and return the training and test data."""
         arrays = self._arrays()
         y_train, y_test = (self._labels(name, arrays[name]) for name in ("y_train", "y_test"))
-        x_train, x_test = (self._inputs(name, arrays[name]) for name in ("x_train", "x_test"))
+        x_train, x_test = (self._inputs(name, arrays) for name in ("x_train", "x_test"))
         clients: dict[str, Any] = {name: arrays.get(name) for name in CLIENTS}
         return LoadedData(x_train, y_train, x_test, y_test, self._outputs(y_train, y_test), Normalize(), **clients)
 
@@ -65,14 +70,15 @@ class Arrays(Dataset):
                 fix = "Write it with numpy.save"
                 return self._map_folder(path)
             if check_exists(path):
-                return read_npz(path, NAMES, CLIENTS)
+                return read_npz(path, required_names(npz_names(path)), CLIENTS)
         except BadFile as error:
             raise ConfigError(f"scenario.dataset.path: {error}. {fix}") from error
         raise self._error("no such file")
 
     def _map_folder(self, folder: Path) -> dict[str, np.ndarray]:
-        present = [name for name in (*NAMES, *CLIENTS) if check_exists(folder / f"{name}.npy")]
-        if missing := [f"{name}.npy" for name in NAMES if name not in present]:
+        names = required_names([path.stem for path in folder.glob("*.npy")])
+        present = [name for name in (*names, *CLIENTS) if check_exists(folder / f"{name}.npy")]
+        if missing := [f"{name}.npy" for name in names if name not in present]:
             raise BadFile(folder, f"is a folder, it needs to be a file, or to contain {', '.join(missing)}")
         return {name: read_mapped(folder / f"{name}.npy") for name in present}
 
@@ -97,15 +103,34 @@ class Arrays(Dataset):
             raise self._error(f"label {outputs - 1} in {samples} samples is too large. {fix}")
         return self.num_classes or outputs
 
-    def _inputs(self, name: str, values: np.ndarray) -> Tensor:
-        if values.dtype.kind not in "iuf":
-            raise self._error(f"{name} is {values.dtype}; it needs whole numbers or floating point")
-        dtype = np.float32 if values.dtype.kind == "f" else np.int64
-        with np.errstate(over="ignore"):  # overflow becomes Inf, which is refused
-            x = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(dtype, copy=False))
+    def _inputs(self, name: str, arrays: dict[str, np.ndarray]) -> Tensor | Inputs:
+        if name not in arrays:
+            several = {key: values for key, values in arrays.items() if key.startswith(f"{name}_")}
+            return Inputs({key.removeprefix(f"{name}_"): self._tensor(key, several[key]) for key in several})
+        values = arrays[name]
+        x = self._tensor(name, values)
         if x.ndim == 3:
             return x.unsqueeze(1)
         if x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
             x = x.permute(0, 3, 1, 2)
             return x if isinstance(values, np.memmap) else x.contiguous()
         return x
+
+    def _tensor(self, name: str, values: np.ndarray) -> Tensor:
+        if values.dtype.kind not in "iufb":
+            raise self._error(f"{name} is {values.dtype}; it needs whole numbers or floating point")
+        dtype = {"f": np.float32, "b": np.bool_}.get(values.dtype.kind, np.int64)
+        with np.errstate(over="ignore"):  # overflow becomes Inf, which is refused
+            return torch.from_numpy(values if values.dtype == np.uint8 else values.astype(dtype, copy=False))
+
+
+def required_names(present: Collection[str]) -> Sequence[str]:
+    """Return the names of the arrays that must be there: `NAMES`, or those of several inputs of each sample.
+
+    Args:
+        present: The arrays that are there.
+    """
+    several = sorted(name.removeprefix("x_train_") for name in present if name.startswith("x_train_"))
+    if "x_train" in present or not several:
+        return NAMES
+    return [*(f"x_{split}_{name}" for split in ("train", "test") for name in several), "y_train", "y_test"]

@@ -119,6 +119,12 @@ def read_npz(path: Path, names: Iterable[str] | None = None, optional: Iterable[
         return {name: archive[name] for name in (*names, *(name for name in optional if name in archive))}
 
 
+def npz_names(path: Path) -> list[str]:
+    """Return the names of the arrays in an `.npz` file."""
+    with open_file(path, ".npz file") as file, np.load(file, allow_pickle=False) as archive:
+        return list(archive.files)
+
+
 def read_mapped(path: Path) -> np.ndarray:
     """Return the array of an `.npy` file, memory-mapped. Writes to the array do not change the file."""
     with open_file(path, ".npy file"):

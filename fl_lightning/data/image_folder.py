@@ -74,6 +74,8 @@ class ImageFolder(CustomDataset):
         self.options = ImageOptions(size, channels, mean, std, augment, cache)
 
     def _samples(self) -> Samples:
+        if self.path.endswith((".csv", ".parquet")) and os.path.isfile(self.path):
+            raise ConfigError(f"{KEY}.path: {one_line(self.path)}: is a file. Did you mean --{KEY} ImageTable?")
         root = existing_path(self.path, folder=True)
         with self._naming_path():
             if self.pattern:

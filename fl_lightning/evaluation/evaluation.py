@@ -92,10 +92,10 @@ def evaluate(
     Raises:
         ConfigError: A metric fails.
     """
-    tally = Tally(objective, measures)
+    accumulator = ScoreAccumulator(objective, measures)
     for x, y in batches:
-        tally.add(module(x).detach().float(), y)
-    return tally.score()
+        accumulator.add(module(x).detach().float(), y)
+    return accumulator.score()
 
 
 def evaluate_each(
@@ -126,19 +126,19 @@ def evaluate_each(
     remaining = iter(batches)
     outputs = y = torch.empty(0)
     for size in sizes:
-        tally = Tally(objective, measures)
-        while tally.n < size:
+        accumulator = ScoreAccumulator(objective, measures)
+        while accumulator.n < size:
             if not len(y):
                 x, y = next(remaining)
                 outputs = module(x).detach().float()
-            missing = size - tally.n
-            tally.add(outputs[:missing], y[:missing])
+            missing = size - accumulator.n
+            accumulator.add(outputs[:missing], y[:missing])
             outputs, y = outputs[missing:], y[missing:]
-        scores.append(tally.score() if size else None)
+        scores.append(accumulator.score() if size else None)
     return scores
 
 
-class Tally:
+class ScoreAccumulator:
     """Accumulates the loss and metrics of a model over one set of samples, batch by batch.
 
     Args:
@@ -151,7 +151,7 @@ class Tally:
 
     def __init__(self, objective: Objective, measures: Sequence[Measure]) -> None:
         self.objective, self.n = objective, 0
-        self._running = [measure.start() for measure in measures]
+        self._accumulators = [measure.start() for measure in measures]
         self._sums: list[dict[str, Tensor]] = []  # kept on the device, since each copy to the CPU would wait
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
@@ -161,7 +161,7 @@ class Tally:
             ConfigError: A metric fails.
         """
         self._sums.append(self.objective.sums(outputs, targets))
-        for each in self._running:
+        for each in self._accumulators:
             each.update(*self.objective.predictions(outputs, targets))
         self.n += len(targets)
 
@@ -175,7 +175,7 @@ class Tally:
             raise ValueError("nothing to evaluate on: no batch")
         parts = torch.stack([torch.stack(list(sums.values())) for sums in self._sums])
         means = parts.cpu().double().sum(dim=0) / self.n
-        extra = {each.name: each.value() for each in self._running}
+        extra = {each.name: each.value() for each in self._accumulators}
         defined = {name: value for name, value in extra.items() if math.isfinite(value)}
         return Score(self.n, dict(zip(self._sums[-1], means.tolist(), strict=True)) | defined)
 
@@ -208,7 +208,8 @@ def client_summary(scores: Sequence[Score]) -> Row:
             sign = -1 if is_lower_better(name) else 1
             worst = sign * np.sort(sign * values)[: math.ceil(len(values) / 10)]
             row[f"client/{name}_weighted"] = float(np.average(values, weights=n))
-            row[f"client/{name}_std"] = float(values.std())
+            with np.errstate(invalid="ignore"):  # the metric of a client that diverged can be Inf
+                row[f"client/{name}_std"] = float(values.std())
             row[f"client/{name}_worst_decile"] = float(worst.mean())
     return row
 

@@ -55,15 +55,15 @@ class Measure:
     make: Callable[[], Metric]
     positive: int | None = None
 
-    def start(self) -> Running:
+    def start(self) -> MetricAccumulator:
         """Return a new accumulator of the metric, to which no batch has been added yet."""
         metric = self.make()
         over_classes = isinstance(metric, AUROCS) and metric.average in ("macro", "weighted")
-        kind = RunningAUROC if over_classes or isinstance(metric, BINARY_AUROC) else Running
+        kind = AUROCAccumulator if over_classes or isinstance(metric, BINARY_AUROC) else MetricAccumulator
         return kind(self.name, metric, self.positive)
 
 
-class Running:
+class MetricAccumulator:
     """An accumulator of one torchmetrics metric, which is updated batch by batch.
 
     Args:
@@ -100,7 +100,7 @@ class Running:
         return float(value.double().mean())
 
 
-class RunningAUROC(Running):
+class AUROCAccumulator(MetricAccumulator):
     """AUROC averaged over the classes (or labels) that have both positive and negative samples.
 
     Torchmetrics counts 0 for all other classes, but a client's few samples often lack a class.

@@ -6,24 +6,26 @@ import warnings
 from typing import Literal
 
 from fl_lightning.core.errors import TooFewClients
-from fl_lightning.core.names import Names
 from fl_lightning.core.task import Result
+from fl_lightning.data.scenario import FederatedData
 
 
-def has_upload(result: Result, on_client_failure: Literal["raise", "drop"], names: Names = Names()) -> bool:
+def has_upload(result: Result, on_client_failure: Literal["raise", "drop"], data: FederatedData) -> bool:
     """Return whether a client succeeded, so that its upload is aggregated. Warn if a failed client is dropped.
 
     Args:
         result: The client's result.
         on_client_failure: What to do if the client failed.
-        names: The clients' names, for the message.
+        data: The data, for the message: the names of the clients and the labels.
 
     Raises:
         ClientFailure: The client failed and `on_client_failure` is `raise`.
     """
     if not result.failure:
         return True
-    result.failure.label = names.client(result.client)
+    result.failure.label = data.names.client(result.client)
+    hint = data.objective.divergence_hint(data.data.y_train) if result.failure.diverged else ""
+    result.failure.reason = ". ".join(filter(None, (result.failure.reason, hint)))
     if on_client_failure == "raise":
         raise result.failure
     warnings.warn(f"{result.failure}; dropped from this round", stacklevel=2)

@@ -123,6 +123,11 @@ class Record:
         self._created_folders = self._contexts.enter_context(lock_run_dir(self.run_dir))
         return self._created_folders
 
+    @property
+    def has_config(self) -> bool:
+        """Whether the run has a resolved config, from which the command line can rebuild it."""
+        return bool(self._settings)
+
     def set_data(self, data: FederatedData, device: torch.device) -> None:
         """Set the data and the training device of the run, which fingerprints contain."""
         self._data, self._digest, self._device = data, data.digest(), device

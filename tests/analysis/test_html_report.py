@@ -21,6 +21,7 @@ from PIL import Image
 from run_folders import write_counts, write_image, write_run
 
 from fl_lightning.analysis.html_report import report as page
+from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.runs.partition import group_clients
 from fl_lightning.runs.reader import open_runs
 
@@ -486,6 +487,19 @@ def test_a_page_loads_nothing_and_its_policy_allows_only_its_scripts(folder):
 
 
 # --- the command ---
+
+
+def test_sections_come_first_with_tables_and_figures_and_hostile_cells_are_text(folder, tmp_path):
+    rows = [[HOSTILE, "1"]]
+    section = page.Section("ranks; tuned", [ResultTable(["method", "rank"], rows, notes=["n"])], [b"<svg/>"])
+    page.write_report(open_runs([folder]), tmp_path / "page.html", [section])
+    text = (tmp_path / "page.html").read_text()
+    data = re.search('<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    [found] = json.loads(data)["sections"]
+    assert found["title"] == "ranks; tuned"
+    assert found["tables"] == [{"header": ["method", "rank"], "rows": rows, "notes": ["n"]}]
+    assert base64.b64decode(found["figures"][0].removeprefix("data:image/svg+xml;base64,")) == b"<svg/>"
+    assert HOSTILE not in text
 
 
 def test_the_command_writes_a_page_and_names_the_parts_left_out(folder, tmp_path):

@@ -13,9 +13,7 @@ import yaml
 from commands import TINY, contents, run, tiny, untimed_rows
 from run_folders import changed
 
-from fl_lightning.analysis.executor import FAILED, JobResult, earlier_result
 from fl_lightning.analysis.multirun import combinations, multirun_jobs, parse_grid, split_values
-from fl_lightning.cli import jobs
 from fl_lightning.cli.commands import multirun
 from fl_lightning.core.errors import ConfigError
 
@@ -31,28 +29,14 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started(started, monkeypatch):
     """Run jobs and checks in this process; return the started jobs, in order."""
-    found = []
-
-    def run_jobs(missing, program, workers, threads):
-        for job in missing:
-            if earlier := earlier_result(job):
-                yield earlier
-                continue
-            found.append((job, workers, threads))
-            outcome = run("fit", *job.words, "--run_dir", job.folder)
-            if outcome.code == 1:
-                (job.folder / FAILED).write_text(outcome.err)
-            yield JobResult(job, outcome.code, outcome.err.strip())
-
-    monkeypatch.setattr(jobs, "run_jobs", run_jobs)
 
     def in_this_process(function, command_lines, workers):
         yield from (function(words, dict(os.environ)) for words in command_lines)
 
     monkeypatch.setattr(multirun, "in_job_processes", in_this_process)
-    return found
+    return started
 
 
 def folders(out="runs/multirun/tiny"):

@@ -23,13 +23,12 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 from fl_lightning.analysis.baselines import expand_baseline
-from fl_lightning.analysis.comparison import paired_difference
-from fl_lightning.analysis.executor import FAILED, JobResult, is_finished
+from fl_lightning.analysis.executor import is_finished
 from fl_lightning.analysis.paper_table import PaperValue, read_table, scaling, settings_of, table_jobs
 from fl_lightning.analysis.reproduction import (
     Cell,
-    Reading,
     Reproduction,
+    SeedResult,
     margin_needed,
     rank_correlations,
     read_result,
@@ -43,7 +42,7 @@ from fl_lightning.analysis.reproduction_table import (
     format_ours,
     verdict_line,
 )
-from fl_lightning.cli import jobs
+from fl_lightning.analysis.statistics import paired_difference
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
 from fl_lightning.core.errors import ConfigError
@@ -112,24 +111,6 @@ def here(tmp_path, monkeypatch):
     Path("table.yaml").write_text(TABLE)
     Path("rounds.yaml").write_text(ROUNDS)
     return tmp_path
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """Run jobs in this process; return the started jobs, in order."""
-    started = []
-
-    def run_jobs(jobs, program, workers, threads):
-        for job in jobs:
-            started.append((job, workers, threads))
-            outcome = run("fit", *job.words, "--run_dir", job.folder)
-            reason = outcome.err.strip().removeprefix("fl-lightning: error: ")
-            if outcome.code == 1:
-                (job.folder / FAILED).write_text(reason + "\n")
-            yield JobResult(job, outcome.code, reason)
-
-    monkeypatch.setattr(jobs, "run_jobs", run_jobs)
-    return started
 
 
 def leave_run(folder: Path, **summary):
@@ -389,17 +370,17 @@ def test_the_tables_are_listed(here):
 
 def test_a_cell_is_read_from_its_runs(here):
     leave_run(Path("run"), **{"global/acc_last": 0.625, "R_0.5": 7, "R_0.9": None})
-    assert read_result(Path("run"), "global/acc_last", "global/acc", "percent") == Reading(62.5, last10=50.0)
-    assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading(7.0)
-    assert read_result(Path("run"), "R_0.9", "R_0.9", "rounds") == Reading(21.0, reached=False)
+    assert read_result(Path("run"), "global/acc_last", "global/acc", "percent") == SeedResult(62.5, last10=50.0)
+    assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == SeedResult(7.0)
+    assert read_result(Path("run"), "R_0.9", "R_0.9", "rounds") == SeedResult(21.0, reached=False)
     missing = read_result(Path("run"), "R_0.7", "R_0.7", "rounds")
     assert missing.reason == "its run has no R_0.7; it has rounds, global/acc_last, R_0.5, R_0.9"
-    assert read_result(Path("nowhere"), "R_0.5", "R_0.5", "rounds") == Reading()
+    assert read_result(Path("nowhere"), "R_0.5", "R_0.5", "rounds") == SeedResult()
     Path("run/metrics.csv").write_text("nonsense")
     damaged = read_result(Path("run"), "R_0.5", "R_0.5", "rounds")
     assert damaged.reason.startswith("run: ")
     Path("run/final/summary.json").unlink()
-    assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading()
+    assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == SeedResult()
 
 
 def test_the_mean_of_the_last_ten_skips_rounds_without_an_evaluation(here):
@@ -496,18 +477,20 @@ def test_two_runs_that_never_reach_the_target_are_not_compared(here):
 
 
 def test_cells_as_text():
-    two = {0: Reading(70.0), 1: Reading(72.0)}
+    two = {0: SeedResult(70.0), 1: SeedResult(72.0)}
     assert format_ours(Cell(two)) == "71.0 ± 1.4"
-    assert format_ours(Cell({0: Reading(70.0)})) == "70.0"
-    assert format_ours(Cell(two | {2: Reading()})) == "71.0 ± 1.4 (2 of 3)"
-    assert format_ours(Cell(two | {2: Reading(reason="nan")})) == "71.0 ± 1.4 (2 of 3, 1 failed)"
-    assert format_ours(Cell({0: Reading(reason="nan"), 1: Reading()})) == "1 failed"
-    assert format_ours(Cell({0: Reading()})) == "-"
+    assert format_ours(Cell({0: SeedResult(70.0)})) == "70.0"
+    assert format_ours(Cell(two | {2: SeedResult()})) == "71.0 ± 1.4 (2 of 3)"
+    assert format_ours(Cell(two | {2: SeedResult(reason="nan")})) == "71.0 ± 1.4 (2 of 3, 1 failed)"
+    assert format_ours(Cell({0: SeedResult(reason="nan"), 1: SeedResult()})) == "1 failed"
+    assert format_ours(Cell({0: SeedResult()})) == "-"
     assert format_cell(Cell(two, PaperValue(70.25, 0.5))) == "71.0 ± 1.4\n70.25 ± 0.5 (+0.8)"
     assert format_cell(Cell(two, PaperValue(73.1))) == "71.0 ± 1.4\n73.1 (-2.1)"
     assert format_cell(Cell(two)) == "71.0 ± 1.4\n-"
-    assert format_cell(Cell({0: Reading(70.0, last10=68.0), 1: Reading(72.0, last10=69.0)})) == "71.0 ± 1.4\n-\n68.5"
-    assert format_cell(Cell({0: Reading()}, PaperValue(99.0, 0.0))) == "-\n99 ± 0"
+    assert (
+        format_cell(Cell({0: SeedResult(70.0, last10=68.0), 1: SeedResult(72.0, last10=69.0)})) == "71.0 ± 1.4\n-\n68.5"
+    )
+    assert format_cell(Cell({0: SeedResult()}, PaperValue(99.0, 0.0))) == "-\n99 ± 0"
 
 
 def test_the_whole_table_in_markdown(here):
@@ -576,20 +559,20 @@ def test_csv_has_a_line_for_each_cell(here):
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-def test_only_missing_runs_are_started(here, at_once):
+def test_only_missing_runs_are_started(here, started):
     words = ["reproduce", "table.yaml", "--rows", "Uni", "--columns", "alpha 1", "--threads", "1"]
     code, out, err = run(*words, "--seeds", "3", "--workers", "2")
     assert code == 0
-    ((job, workers, threads),) = at_once
+    ((job, workers, threads),) = started
     assert (job.folder.parent, workers, threads) == (Path("runs/reproduce/table/tiny/Uniform"), 2, 1)
     assert err.splitlines()[0] == "1 of 1 runs are missing; the folder is runs/reproduce/table"
     assert err.splitlines()[1] == f"1 of 1, {job.folder.relative_to('runs/reproduce/table')}: done"
-    at_once.clear()
+    started.clear()
     code, out, err = run(*words)
-    assert [p.words[-1] for p, *_ in at_once] == ["0"]
+    assert [p.words[-1] for p, *_ in started] == ["0"]
     assert err.splitlines()[0] == "1 of 2 runs are missing; the folder is runs/reproduce/table"
-    at_once.clear()
-    assert (run(*words).out, at_once) == (out, [])
+    started.clear()
+    assert (run(*words).out, started) == (out, [])
     shown = run(*words, "--show", "--format", "csv")
     (line,) = csv.DictReader(io.StringIO(shown.out))
     summaries = [json.loads(path.read_text()) for path in Path("runs").rglob("summary.json")]
@@ -597,7 +580,7 @@ def test_only_missing_runs_are_started(here, at_once):
     assert len(summaries) == 2
 
 
-def test_a_scaled_run_has_fewer_rounds_epochs_and_samples(here, at_once):
+def test_a_scaled_run_has_fewer_rounds_epochs_and_samples(here, started):
     Path("tiny.yaml").write_text(CONFIG.replace("rounds: 2", "rounds: 12").replace("max_epochs: 1", "max_epochs: 3"))
     words = ["--rows", "FedSKC", "--columns", "0.1", "--seeds", "0", "--out", "here"]
     code, out, _ = run("reproduce", "table.yaml", *words, "--scale", "0.1", "--set", "batch_size=8")
@@ -616,17 +599,17 @@ def test_a_scaled_run_has_fewer_rounds_epochs_and_samples(here, at_once):
     assert held == math.ceil(0.1 * len(Digits().load().y_train))
 
 
-def test_failed_runs_are_reported(here, at_once):
+def test_failed_runs_are_reported(here, started):
     words = ["reproduce", "table.yaml", "--rows", "FedSKC", "--columns", "alpha 1", "--seeds", "0"]
     words += ["--set", "optimizer.lr=1e30"]
     code, out, err = run(*words)
-    assert (code, len(at_once)) == (1, 1)
+    assert (code, len(started)) == (1, 1)
     assert "failed: " in err
     assert "1 failed" in out
     assert out.splitlines()[-1].startswith("failed: FedSKC / alpha 1 / seed 0: ")
-    at_once.clear()
+    started.clear()
     shown = run(*words, "--show")
-    assert (shown.code, shown.out, at_once) == (0, out, [])
+    assert (shown.code, shown.out, started) == (0, out, [])
 
 
 def test_each_reason_is_reported_once(here):

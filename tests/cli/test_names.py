@@ -271,12 +271,18 @@ def test_in_a_config_the_fix_is_a_key(more, message, here):
 
 def test_arguments_of_the_users_own_class_are_checked(here):
     Path("named.py").write_text(
-        "from fl_lightning.algorithms import FedAvg\nclass Mine(FedAvg):\n    def __init__(self, nu: float = 1):\n"
-        "        super().__init__()\n"
+        "from fl_lightning.algorithms import FedAvg, FedProx\n"
+        "class Mine(FedAvg):\n    def __init__(self, nu: float = 1):\n        super().__init__()\n"
+        "class Extended(FedProx):\n    def __init__(self, nu: float = 1, **more):\n        super().__init__(**more)\n"
     )
     fit_mine = ["fit", "--config", "tiny.yaml", "--algorithm", "named.Mine"]
     assert "algorithm: Mine has no key 'mu'. Available: nu.\n" in run(*fit_mine, "--algorithm.mu", "1").err
     assert "the config has no key 'nu'. Did you mean --algorithm.nu?\n" in run(*fit_mine, "--nu", "1").err
+    for elsewhere in ("alpha", "lr"):  # a partition's and an optimizer's
+        answer = f"algorithm: Mine has no key '{elsewhere}'. Available: nu.\n"
+        assert run(*fit_mine, f"--algorithm.{elsewhere}", "1").err == f"fl-lightning: error: {answer}"
+    extended = run("fit", "--config", "tiny.yaml", "--algorithm", "named.Extended", "--algorithm.alpha", "1")
+    assert "algorithm: Extended has no key 'alpha'. Available: nu, mu, " in extended.err
     assert run(*fit_mine, "--algorithm.nu", "2").code == 0
 
 

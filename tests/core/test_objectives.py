@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSKC, FedUV
 from fl_lightning.cli.catalogue import classes
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.core.objectives import Classification, MultiLabel, Objective, Regression, objective_of
 from fl_lightning.data import IID, Dataset, Dirichlet, LoadedData, QuantitySkew, Scenario
 from fl_lightning.data.partitions import Pathological, Shards
@@ -29,13 +29,13 @@ WITHOUT_CLASSES = ["several labels", "one number", "three numbers"]
 class Made(Dataset):
     """A dataset whose labels or numbers are a fixed function of random inputs."""
 
-    def __init__(self, kind: str, n: int = 240) -> None:
-        self.kind, self.n = kind, n
+    def __init__(self, kind: str, n: int = 240, scale: float = 1.0) -> None:
+        self.kind, self.n, self.scale = kind, n, scale
 
     def load(self) -> LoadedData:
         rng = torch.Generator().manual_seed(0)
         x = torch.randn(self.n + 60, DIMENSIONS, generator=rng, dtype=torch.float32)
-        y = x @ torch.randn(DIMENSIONS, LABELS, generator=rng, dtype=torch.float32) + 0.1
+        y = x @ torch.randn(DIMENSIONS, LABELS, generator=rng, dtype=torch.float32) * self.scale + 0.1
         if self.kind == "several labels":
             y = (y > 0).long()
         elif self.kind == "one number":
@@ -130,6 +130,22 @@ def test_client_metrics_are_computed_on_its_own_samples(tmp_path, kind):
         assert test[f"client_{client}/{name}"] == pytest.approx(values[-1], rel=1e-6)
     assert test[f"client/{name}_weighted"] == pytest.approx(np.average(values, weights=sizes), rel=1e-6)
     assert test[f"client/{name}_worst_decile"] == pytest.approx(min(values) if name == "acc" else max(values), rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["sequential", pytest.param("processes", marks=pytest.mark.thorough)])
+def test_a_run_that_diverges_names_the_range_of_the_targets(tmp_path, engine):
+    run = experiment(tmp_path, scenario=Scenario(Made("one number", scale=400.0), IID(), 6), rounds=20, engine=engine)
+    with pytest.raises(ClientFailure, match="'mse' is NaN or Inf: lower the learning rate") as raised:
+        run.fit()
+    low, high = (float(value) for value in run.data.data.y_train.aminmax())
+    hint = f". The targets range from {low:g} to {high:g}. Scale them to about -1 to 1 in the data"
+    assert str(raised.value).endswith(hint)
+
+
+def test_small_targets_and_classes_are_no_reason_to_diverge():
+    assert Regression().divergence_hint(torch.tensor([-10.0, 3.0])) == ""
+    assert "from -10.5 to 3. " in Regression().divergence_hint(torch.tensor([-10.5, 3.0]))
+    assert Classification().divergence_hint(torch.tensor([900, 3])) == ""
 
 
 def test_the_best_round_has_the_lowest_error(tmp_path):

@@ -86,6 +86,12 @@ def empty_folder(folder: Path) -> None:
 FOLDERS = {
     "no folder": (lambda root: None, "nowhere", "nowhere: no such folder"),
     "a file": (lambda root: (root / "a").write_text(""), "a", "a: is a file, it needs to be a folder"),
+    "a table": (
+        lambda root: (root / "a.csv").touch(),
+        "a.csv",
+        "is a file. Did you mean --scenario.dataset ImageTable?",
+    ),
+    "no table": (lambda root: None, "a.csv", "a.csv: no such folder"),
     "one class": (lambda root: (root / "a" / "b").mkdir(parents=True), "a", "has 1 folder(s). It needs one per class"),
     "no test": (
         lambda root: (root / "mine" / "test").rename(root / "away"),

@@ -1,6 +1,7 @@
 """Custom data: image folders, tables, texts, Hugging Face and torch datasets, and mapped arrays."""
 
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,41 @@ def test_labels_of_arrays_can_be_numbers_or_multi_label_targets(
         data = Arrays(str(tmp_path / path)).load()
         assert (data.y_train.dtype, data.y_test.dtype, data.num_classes) == (dtype, dtype, outputs)
         assert np.allclose(data.y_train.numpy(), train)
+
+
+def save_several(folder: Path, **changes: np.ndarray) -> dict[str, np.ndarray]:
+    """Write a folder and an `.npz` file with a scan, an age, a mask and the words of each sample."""
+    arrays = {"y_train": np.arange(20) % 3, "y_test": np.arange(6) % 3}
+    for split, n in (("train", 20), ("test", 6)):
+        inputs = {"scan": images(n, 5, 4, 3), "age": np.linspace(0, 1, n), "mask": np.eye(n, 7) > 0}
+        inputs["words"] = np.arange(n * 7, dtype=np.int16).reshape(n, 7)
+        arrays |= {f"x_{split}_{name}": values for name, values in inputs.items()}
+    arrays |= changes
+    folder.mkdir()
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    np.savez(folder.with_suffix(".npz"), **arrays)
+    return arrays
+
+
+@pytest.mark.parametrize("path", ["a", "a.npz"])
+def test_arrays_can_have_several_inputs(path: str, tmp_path: Path) -> None:
+    arrays = save_several(tmp_path / "a", x_test_unused=np.zeros(6))
+    data = Arrays(str(tmp_path / path)).checked()
+    dtypes = {"age": torch.float32, "mask": torch.bool, "scan": torch.uint8, "words": torch.int64}
+    for split in ("train", "test"):
+        inputs = dict(getattr(data, f"x_{split}").items())
+        assert {name: x.dtype for name, x in inputs.items()} == dtypes
+        for name, x in inputs.items():
+            np.testing.assert_allclose(x.numpy(), arrays[f"x_{split}_{name}"], rtol=1e-6)
+    assert data.in_shape == {"age": (), "mask": (7,), "scan": (5, 4, 3), "words": (7,)}
+
+
+@pytest.mark.parametrize(("path", "ending"), [("a", ".npy"), ("a.npz", "")])
+def test_several_inputs_need_the_same_names_for_testing(path: str, ending: str, tmp_path: Path) -> None:
+    save_several(tmp_path / "a", x_train_site=np.zeros(20))
+    message = refusal(lambda: Arrays(str(tmp_path / path)))
+    assert re.search(rf"{path}: (has no|is a folder, .* contain) x_test_site{ending}\. ", message)
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from commands import rows, run
 from layouts import table, write_csv, write_image_folder, write_image_table, write_sites, write_text_table
 
 from fl_lightning.cli.catalogue import descriptions
+from fl_lightning.core.config import shipped_text
 from fl_lightning.data import Table, TorchDataset
 from fl_lightning.data.datasets import LoadedData
 
@@ -51,7 +52,7 @@ def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch
                 assert code == 0, f"{command}\n{err}"
                 assert len(rows(Path(f"run{commands}"))) == 1
                 commands += 1
-    assert commands == 10
+    assert commands == 11
 
 
 @pytest.mark.thorough
@@ -67,6 +68,14 @@ def test_the_configs_of_the_page_load(tmp_path: Path, monkeypatch: pytest.Monkey
     configs = ["--config", "digits_fedavg.yaml", "--config", "fake.yaml"]
     code, out, err = run("fit", *configs, *QUICK, "--run_dir", "run")
     assert code == 0, out + err
+
+
+def test_the_configs_for_your_own_data_train_in_mixed_precision() -> None:
+    configs = re.findall(r"^\| .* \| `(\w+_fedavg\.yaml)` \|$", PAGE, re.M)
+    assert len(configs) == 6
+    for config in configs:
+        assert yaml.safe_load(shipped_text(config, "configs"))["trainer"]["precision"] == "bf16-mixed"
+    assert "`trainer.precision: bf16-mixed`" in PAGE
 
 
 def test_the_page_lists_the_datasets_and_the_fields_of_loaded_data() -> None:

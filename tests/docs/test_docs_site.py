@@ -138,6 +138,25 @@ def test_your_algorithm_page_runs(work_dir, monkeypatch, capsys):
 
 
 @pytest.mark.thorough
+def test_the_best_settings_of_the_sweeps_page_are_compared(work_dir, capsys):
+    page = (ROOT / "docs" / "sweeps.md").read_text()
+    section = page.partition("### Compare the best setting with FedAvg")[2].partition("\n### ")[0]
+    for _, title, text in FENCE.findall(section):
+        if title:
+            Path(title).write_text(text)
+    lines = [line for line in section.replace("\\\n", " ").splitlines() if line.startswith("fl-lightning ")]
+    assert [line.split()[1] for line in lines] == ["sweep", "fit", "sweep", "sweep", "fit", "compare"]
+    for line in lines:
+        reduced = ["--set", "rounds=1", "--set", "trainer.max_steps=1", "--set", "logger=null"]
+        words = shlex.split(line)[1:] + (reduced if " sweep " in line else [])
+        if "--seeds" in words:
+            del words[words.index("6") - 2 : words.index("6") + 1]  # two seeds suffice here
+        assert main(words) == 0, line
+        assert not line.startswith("fl-lightning fit") or "\nFedSKC " in capsys.readouterr().out
+    assert re.search(r"^FedSKC +2 .* [+-]\d+\.\d\d ± ", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 def test_your_model_page_runs(work_dir, monkeypatch, capsys):
     monkeypatch.syspath_prepend(work_dir)
@@ -150,13 +169,32 @@ def test_your_model_page_runs(work_dir, monkeypatch, capsys):
         Path("net.yaml").write_text(text)
         run("fl-lightning fit --config digits_fedavg.yaml --config net.yaml --rounds 1")
     commands = [line for _, _, text in blocks for line in text.replace("\\\n", " ").splitlines()]
-    commands = [line for line in commands if line.startswith("fl-lightning fit")]
+    commands = [line for line in commands if line.startswith("fl-lightning fit") and "bert." not in line]
     assert len(commands) == 4
     for line in commands:
         run(line)
     runpy.run_path("script.py", run_name="__main__")
     assert sum("client/train_acc" in header for header in columns()) == 3
     capsys.readouterr()
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+def test_the_hugging_face_models_of_your_model_page_run(work_dir, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(work_dir)
+    page = (ROOT / "docs" / "your-model.md").read_text()
+    for _, title, text in FENCE.findall(page):
+        if title in ("bert.py", "tokens.py"):
+            Path(title).write_text(text)
+    runpy.run_path("tokens.py")
+    commands = re.findall(r"^fl-lightning fit .*bert\.Bert .*$", page.replace("\\\n", " "), re.M)
+    assert len(commands) == 2
+    for number, line in enumerate(commands):
+        run(f"{line} --run_dir run{number} --trainer.precision 32-true")
+        assert main(["test", f"run{number}"]) == 0
+    assert main(["export", "run0", "-o", "bert.onnx"]) == 0
+    assert "attention_mask int64 (32,), input_ids int64 (32,)" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

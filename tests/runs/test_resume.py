@@ -71,22 +71,28 @@ class Interrupter(Engine):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_run_after_the_client_and_it_can_be_resumed(tmp_path, signum):
+@pytest.mark.parametrize(
+    ("signum", "config", "fix"),
+    [
+        (signal.SIGINT, None, "FederatedOrchestrator(..., run_dir='{}').fit(resume=True)"),
+        (signal.SIGTERM, {"rounds": 4}, "fl-lightning fit --resume {}"),
+    ],
+)
+def test_signal_ends_the_run_after_the_client_and_it_can_be_resumed(tmp_path, signum, config, fix):
     options = {"rounds": 4, "checkpoint_every": 10, "trainer": ONE_EPOCH}
     whole = experiment(tmp_path / "whole", FedSKC(), **options)
     whole.fit()
     handler = signal.getsignal(signum)
     stopped = experiment(tmp_path / "parts", FedSKC(), engine=Interrupter(3, signum), **options)
-    with pytest.raises(
-        Interrupted, match=rf"stopped by {signum.name} after round 2 of 4; resume it with: .*--resume"
-    ) as stop:
-        stopped.fit()
+    with pytest.raises(Interrupted) as stop:
+        stopped.fit(config=config)
+    fix = fix.format(tmp_path / "parts")
+    assert str(stop.value) == f"stopped by {signum.name} after round 2 of 4; resume it with: {fix}"
     assert stop.value.exit_code == 128 + signum
     assert signal.getsignal(signum) == handler
     assert stopped.checkpoints.rounds() == [2, 0]
     rest = experiment(tmp_path / "parts", FedSKC(), **options)
-    rest.fit(resume=True)
+    rest.fit(resume=True, config=config)
     assert same_bytes(whole.state["model"], rest.state["model"])
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 

@@ -13,7 +13,7 @@ from typing import Any
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Batches, Buffers
 from fl_lightning.algorithms.personalized.fedper import FedPer
-from fl_lightning.client.fine_tuning import fine_tune, learn_only, learnable
+from fl_lightning.client.fine_tuning import fine_tune, learn_only, trainable_names
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError, check_number
 
@@ -33,7 +33,7 @@ class HeadThenBody(ClientModule):
     def __init__(self, *parts: Any, personal: tuple[str, ...], head_epochs: int) -> None:
         super().__init__(*parts)
         self.personal, self.head_epochs = personal, head_epochs
-        self.among = learnable(self.backbone)
+        self.among = trainable_names(self.backbone)
 
     def check_fit(self) -> None:
         """Raise an error if `head_epochs` leaves no epoch of the fit to train the body."""

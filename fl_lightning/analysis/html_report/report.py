@@ -25,8 +25,9 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
-from fl_lightning.analysis.comparison import compare, format_setting, group_labels, join_names, spread
+from fl_lightning.analysis.comparison import compare, format_setting, group_labels, join_names
 from fl_lightning.analysis.result_table import ResultTable
+from fl_lightning.analysis.statistics import spread
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.summary import read_columns

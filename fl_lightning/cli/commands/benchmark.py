@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.benchmark import (
     RUNS,
+    TUNING,
     UNTUNED,
     BenchmarkResult,
     Defaults,
@@ -31,6 +32,7 @@ from fl_lightning.cli.jobs import FIT, Environment, Words, in_job_processes, ope
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.files import write_atomically
+from fl_lightning.runs.folder import lock_run_dir
 from fl_lightning.runs.reader import Run
 
 
@@ -43,11 +45,12 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     entries = list(benchmark.entries())
     defaults = read_defaults(entries, given.workers)
-    check_entries(entries, defaults)
-    tuned = [tune_entry(entry, defaults[entry.table.name, entry.method], out, given) for entry in entries]
-    failed = run_all(tuned, out, given)
-    result = read_results(benchmark, tuned, out)
-    write_results(result, out, given.percent)
+    check_entries([entry for entry in entries if not (out / TUNING / entry.folder).exists()], defaults)
+    with lock_run_dir(out):
+        tuned = [tune_entry(entry, defaults[entry.table.name, entry.method], out, given) for entry in entries]
+        failed = run_all(tuned, out, given)
+        result = read_results(benchmark, tuned, out)
+        write_results(result, out, given.percent)
     print_results(result, given.format, given.percent)
     print(f"benchmark: {out}", file=sys.stderr)
     return 1 if failed or any(one.best is None for one in tuned) else 0
