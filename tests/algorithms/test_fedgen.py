@@ -18,6 +18,7 @@ from experiments import (
     local_batches,
     samples_of,
 )
+from loops import assert_equals_loop
 from torch import nn
 from torch.nn import functional as F
 
@@ -155,7 +156,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, reference):
         states = [end.state_dict() for end in ends]
         model.load_state_dict({n: sum(w * s[n] for w, s in zip(weights, states, strict=True)) for n in states[0]})
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
     assert_near(run.state["generator"], generating.state_dict() | {"label_counts": known}, 1e-12)
 
 
