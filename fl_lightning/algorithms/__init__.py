@@ -63,6 +63,11 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         DynamicServer as DynamicServer,
         FedDyn as FedDyn,
     )
+    from fl_lightning.algorithms.global_model.fedgen import (
+        FedGen as FedGen,
+        GeneratedFeatures as GeneratedFeatures,
+        SharedGenerator as SharedGenerator,
+    )
     from fl_lightning.algorithms.global_model.fedlc import CalibratedLoss as CalibratedLoss, FedLC as FedLC
     from fl_lightning.algorithms.global_model.fednh import FedNH as FedNH, PrototypeAveraging as PrototypeAveraging
     from fl_lightning.algorithms.global_model.fednova import (

@@ -218,7 +218,7 @@ class ClientModule(L.LightningModule):
 
     @property
     def class_counts(self) -> Tensor | None:
-        """Number of the client's training samples of each class, `(C,)`. It never leaves the client."""
+        """Number of the client's training samples of each class, `(C,)`. A method that sends it says so."""
         if callable(self._class_counts) and not isinstance(self._class_counts, Tensor):
             self._class_counts = self._class_counts()
         return cast("Tensor | None", self._class_counts)

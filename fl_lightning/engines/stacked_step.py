@@ -211,7 +211,7 @@ class StackedStep:
     Args:
         steps: Their steps in their current state. The module of the first computes the steps of all.
         device: The training device.
-        random_states: The clients' random states, which dropout draws from.
+        random_states: The clients' random states, which dropout, `torch.rand` and `torch.randn` draw from.
 
     Attributes:
         replaces: Whether functions that `ClientFunctions` replaces are called, as far as is known.
@@ -273,10 +273,11 @@ class StackedStep:
         """Check that the steps since `watch` have changed no tensor, attribute or random state that they may only read.
 
         Raises:
-            ConfigError: A step has changed something, or drawn random numbers other than dropout's.
+            ConfigError: A step has changed something, or drawn random numbers that are not those of `ClientFunctions`.
         """
         if not self.outside.unmoved():
-            raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
+            drawn = "dropout, torch.rand and torch.randn"
+            raise ConfigError(f"the step draws random numbers, and only those of {drawn} can be drawn for each client")
         now = versions({**self.constants, **self.free})
         if path := difference(self.held, plain(self.step)) or difference(self.written, now):
             raise impure(path)
@@ -337,8 +338,8 @@ class SharedTrainer:
 class ClientFunctions(TorchFunctionMode):
     """Replaces, inside `torch.vmap`, functions whose batched version differs from a client's own forward.
 
-    Dropout draws each client's mask from the client's own random state. Embeddings keep the padding vector out of the
-    gradient of every client. torch's batching rule does so for the first client only (seen in torch 2.15).
+    Dropout, `torch.rand` and `torch.randn` draw from the client's own random state. Embeddings keep the padding vector
+    out of the gradient of every client. torch's batching rule does so for the first client only (seen in torch 2.15).
 
     Args:
         random_states: The clients' random states.
@@ -357,6 +358,8 @@ class ClientFunctions(TorchFunctionMode):
         """Call a torch function or its replacement."""
         if func is F.dropout:
             return self.dropout(*args, **(kwargs or {}))
+        if func in (torch.rand, torch.randn) and not (kwargs or {}).get("generator"):
+            return self.draw(functools.partial(func, *args, **(kwargs or {})))
         if func is F.embedding:
             return self.embedding(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -365,16 +368,22 @@ class ClientFunctions(TorchFunctionMode):
         """Replacement for `F.dropout` that draws each client's mask from the client's own random state."""
         if not training or p in (0.0, 1.0):
             return F.dropout(input, p, training, inplace)
+
+        def mask() -> Tensor:
+            return torch.empty(input.shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p).div_(1 - p)
+
+        own = self.draw(mask)
+        return input.mul_(own) if inplace else input * own
+
+    def draw(self, one: Callable[[], Tensor]) -> Tensor:
+        """Call a function that draws random numbers once for each client, in the client's own random state."""
         self.used = True
-        outside = RandomStates(input.device)
-        masks = []
+        outside, drawn = RandomStates(self.place.device), []
         for random_states in self.random_states:
             with random_states.drawing_torch():
-                mask = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-                masks.append(mask.bernoulli_(1 - p).div_(1 - p))
+                drawn.append(one())
         with outside.drawing_torch():
-            own = torch.stack(masks).index_select(0, self.place.reshape(1)).squeeze(0)
-        return input.mul_(own) if inplace else input * own
+            return torch.stack(drawn).index_select(0, self.place.reshape(1).to(drawn[0].device)).squeeze(0)
 
     def embedding(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kw: Any) -> Tensor:
         """Replacement for `F.embedding` that keeps the padding vector out of every client's gradient."""

@@ -12,11 +12,11 @@ from experiments import (
     experiment,
     finished,
     in_float64,
-    local_batches,
     same_bytes,
     samples_of,
     weights_after,
 )
+from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import APFL, FedAvg
@@ -37,18 +37,18 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, adaptive):
         ends, sizes = [], []
         for client in run.server.participants(round):
             local, v, first = copy.deepcopy(model), own[client], True
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
+            for x, y in steps_of(run, round, client):
                 mixed, share = copy.deepcopy(v), alphas[client]
                 with torch.no_grad():
                     for m, a, b in zip(mixed.parameters(), v.parameters(), local.parameters(), strict=True):
                         m.copy_(share * a + (1 - share) * b)
-                gradients = torch.autograd.grad(F.cross_entropy(mixed(x.double()), y), list(mixed.parameters()))
+                gradients = torch.autograd.grad(F.cross_entropy(mixed(x), y), list(mixed.parameters()))
                 if adaptive and first:
                     parts = zip(v.parameters(), local.parameters(), gradients, strict=True)
                     slope = sum(((a - b) * g).sum().item() for a, b, g in parts)
                     alphas[client] = min(max(share - lr * slope, 0.0), 1.0)
                 first = False
-                descend(local, F.cross_entropy(local(x.double()), y), lr)
+                descend(local, F.cross_entropy(local(x), y), lr)
                 with torch.no_grad():
                     for a, g in zip(v.parameters(), gradients, strict=True):
                         a -= lr * share * g
@@ -57,11 +57,11 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, adaptive):
         mean = {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ends[0]}
         model.load_state_dict(mean)
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
     assert len({alphas[client] for client in run.memory}) == (len(run.memory) if adaptive else 1)
     for client, kept in run.memory.items():
         assert kept["mixing"]["alpha"].item() == pytest.approx(alphas[client], rel=1e-10)
-        assert_near(kept["own_model"], dict(sorted(own[client].state_dict().items())), 1e-11)
+        assert_equals_loop(run, kept["own_model"], own[client].state_dict())
         mixed = {
             n: alphas[client] * v + (1 - alphas[client]) * model.state_dict()[n]
             for n, v in own[client].state_dict().items()

@@ -6,11 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, assert_near, finished, in_float64, same_bytes
+from experiments import UNEQUAL, NormMLP, finished, full_batch, in_float64, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from loops import assert_equals_loop
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -150,19 +151,19 @@ def test_each_entry_is_averaged_over_the_clients_that_sent_it(clients, seed):
 # --- The method ---
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("clip", "participants"), [(None, 3), (0.5, 2)])
 @in_float64
-def test_two_rounds_equal_a_loop_by_hand(tmp_path, clip):
-    """Full-batch steps, gradient norms, the largest changes and their means; two more participants in round 2."""
+def test_a_run_equals_a_loop_by_hand(tmp_path, clip, participants):
+    """Full-batch steps, gradient norms, the largest changes and their means; of two participants, three in round 2."""
     lr, keep = 0.5, 0.3
     trainer = {"accelerator": "cpu", "max_epochs": 3, "gradient_clip_val": clip}
-    options = {"rounds": 2, "batch_size": 10_000, "optimizer": partial(torch.optim.SGD, lr=lr), "trainer": trainer}
+    options = UNEQUAL | full_batch(lr) | {"trainer": trainer, "clients_per_round": participants}
     decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    run = finished(tmp_path, CriticalFL(every=1, keep=keep), clients_per_round=2, round_lr_scheduler=decay, **options)
+    run = finished(tmp_path, CriticalFL(every=1, keep=keep), round_lr_scheduler=decay, **options)
     net = copy.deepcopy(run.worker.template.backbone)
     x, y = run.data.data.x_train, run.data.data.y_train
-    shared, participants, norms = {k: v.clone() for k, v in net.state_dict().items()}, 2, [0.0] * 11
-    for round, rate in ((1, lr), (2, lr / 2)):
+    shared, norms = {k: v.clone() for k, v in net.state_dict().items()}, [0.0] * 11
+    for round, rate in ((1, lr), (2, lr / 2), (3, lr / 4)):
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in shared.items()}
         weight = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in shared.items()}
         seen = []
@@ -191,8 +192,8 @@ def test_two_rounds_equal_a_loop_by_hand(tmp_path, clip):
                 weight[k] += n * sent
         shared = {k: torch.where(weight[k] > 0, total[k] / weight[k], v) for k, v in shared.items()}
         norms = [*norms[1:], sum(seen) / len(seen)]
-        participants = 4  # twice 2, of at most 4 of 6
-    assert_near(run.state["model"], shared)
+        participants = 3  # at most 0.75 of 4
+    assert_equals_loop(run, run.state["model"], shared)
     torch.testing.assert_close(run.state[CRITICAL]["norms"], torch.tensor(norms), rtol=1e-9, atol=1e-9)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from experiments import (
+    UNEQUAL,
     NormMLP,
     assert_near,
     descend,
@@ -20,6 +21,8 @@ from experiments import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import assert_equals_loop, steps_of
+from peers import mean_by_hand
 from torch import nn
 from torch.nn import functional as F
 
@@ -375,6 +378,34 @@ def test_the_first_download_is_the_initial_model_bit_for_bit(tmp_path, distribut
     initial = dict(run.worker.template.backbone.state_dict())
     for client in range(6):
         assert same_bytes(run.server.download(1, client).section("model"), initial)
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """Each client starts from its mixture of the class models."""
+    lam = 0.5
+    run = experiment(tmp_path, CwFedAvg(lam), **UNEQUAL)
+    run.load()
+    local = copy.deepcopy(run.worker.template.backbone)
+    class_models, known = [copy.deepcopy(local.state_dict())] * 10, dict.fromkeys(range(4), [0.1] * 10)
+    for round in range(1, 4):
+        ends, masses = [], []
+        for client in run.server.participants(round):
+            local.load_state_dict(mixed(known[client], class_models))
+            _, labels = samples_of(run, client)
+            shares = (labels.bincount(minlength=10).float() / len(labels)).double()  # class shares are float32
+            for x, y in steps_of(run, round, client):
+                norms = local.head.weight.square().sum(dim=1).sqrt()
+                gap = (shares - norms / norms.sum()).square().sum().sqrt()
+                descend(local, F.cross_entropy(local(x), y) + lam * gap, 0.2)
+            ends.append(copy.deepcopy(local.state_dict()))
+            known[client] = by_hand_distribution(local.head.weight)
+            masses.append([len(labels) * p for p in known[client]])
+        class_models = [mean_by_hand(ends, [mass[j] for mass in masses]) for j in range(10)]
+    run.fit()
+    for client in range(4):
+        start = run.server.download(4, client).section("model")
+        assert_equals_loop(run, start, mixed(known[client], class_models))
 
 
 @pytest.mark.fast_cases(1)

@@ -5,8 +5,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, assert_near, finished, in_float64, samples_of
+from experiments import UNEQUAL, NormMLP, assert_near, experiment, finished, in_float64, samples_of
+from loops import assert_publications_equal_loop, peers_by_hand
 from peers import model_of, published
+from torch.nn import functional as F
 
 from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, Ring
 from fl_lightning.algorithms.decentralized.dfedavgm import metropolis_weights
@@ -73,6 +75,26 @@ def test_in_a_complete_graph_it_is_fedavg_with_uniform_weights(tmp_path):
     x = [mixed(run, k, 2) for k in range(6)]
     for name in x[0]:
         assert all(torch.allclose(x[0][name], one[name], rtol=1e-9, atol=1e-9) for one in x)
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """On a ring, a client and its two neighbours have the same weight."""
+    run = experiment(tmp_path, DFedAvgM(graph=Ring()), **UNEQUAL | {"optimizer": MOMENTUM})
+
+    def train(local, client, batches):
+        before = [p.detach().clone() for p in local.parameters()]  # y^{-1} = y^0
+        for x, y in batches:
+            gradients = torch.autograd.grad(F.cross_entropy(local(x), y), list(local.parameters()))
+            now = [p.detach().clone() for p in local.parameters()]
+            with torch.no_grad():
+                for p, g, last in zip(local.parameters(), gradients, before, strict=True):
+                    p += -0.1 * g + 0.9 * (p - last)
+            before = now
+
+    expected = peers_by_hand(run, train, "uniform")
+    run.fit()
+    assert_publications_equal_loop(run, expected)
 
 
 @in_float64

@@ -1,13 +1,16 @@
 """DisPFL compared with its algorithms (baselines: D1)."""
 
+import copy
 import math
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, descend, experiment, finished, in_float64, publish, samples_of
+from experiments import UNEQUAL, NormMLP, descend, experiment, finished, in_float64, publish, samples_of
+from loops import assert_equals_loop, steps_of
 from peers import model_of, published
+from torch.nn import functional as F
 
 from fl_lightning.algorithms import DisPFL, PeerAlgorithm, Ring
 from fl_lightning.algorithms.decentralized.dispfl import (
@@ -133,6 +136,52 @@ def test_before_round_1_each_client_has_the_initial_weights_in_its_own_mask(tmp_
     module = run.worker.modules.receive(run.server.task(1, 0, run.server.download(1, 0)))
     for name, p in module.backbone.named_parameters():  # the mean of equal weights
         assert torch.equal(p.detach(), start[name] * published_weights(run, 0)[1][name])
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """With regrowth by gradients, from the masks that the run draws before round 1."""
+    rate, rounds = 0.4, 10
+    start, run = (experiment(tmp_path / name, DisPFL(0.4, rate, rounds, graph=Ring()), **UNEQUAL) for name in "ab")
+    start._build()
+    start._begin(None, None, None)
+    publish(start)
+    local = copy.deepcopy(start.worker.template.backbone)
+    trained, masks = zip(*(published_weights(start, k) for k in range(4)), strict=True)
+    trained, masks, following = list(trained), list(masks), [next_masks_of(start, k) for k in range(4)]
+    for round in range(1, 4):
+        weights, used = list(trained), list(masks)
+        alpha = rate / 2 * (1 + math.cos(math.pi * (round - 1) / rounds))
+        for k in start.server.participants(round):
+            group = [(k - 1) % 4, k, (k + 1) % 4]
+            masks[k], following[k] = following[k], {}
+            with torch.no_grad():
+                for name, p in local.named_parameters():
+                    total, count = sum(weights[j][name] for j in group), sum(used[j][name].double() for j in group)
+                    p.copy_(total / count.clamp(min=1) * masks[k][name])
+            for x, y in steps_of(start, round, k):
+                gradients = torch.autograd.grad(F.cross_entropy(local(x), y), list(local.parameters()))
+                with torch.no_grad():
+                    for (name, p), g in zip(local.named_parameters(), gradients, strict=True):
+                        p -= 0.2 * g * masks[k][name]
+            trained[k] = {name: p.detach().clone() for name, p in local.named_parameters()}
+            x, y = samples_of(start, k)
+            gradients = torch.autograd.grad(F.cross_entropy(local(x), y), list(local.parameters()))
+            for (name, weight), g in zip(trained[k].items(), gradients, strict=True):
+                inside = masks[k][name].flatten()
+                held = [i for i in range(len(inside)) if inside[i]]
+                smallest = sorted(held, key=weight.abs().flatten().tolist().__getitem__)
+                kept = set(smallest[math.ceil(alpha * len(held)) :])
+                free = [i for i in range(len(inside)) if i not in kept]
+                steepest = sorted(free, key=g.abs().flatten().tolist().__getitem__, reverse=True)
+                kept |= set(steepest[: len(held) - len(kept)])
+                following[k][name] = torch.tensor([i in kept for i in range(len(inside))]).view_as(weight)
+    run.fit()
+    for k in range(4):
+        weights, used = published_weights(run, k)
+        assert_equals_loop(run, weights, trained[k])
+        assert all(torch.equal(used[name], mask) for name, mask in masks[k].items())
+        assert all(torch.equal(next_masks_of(run, k)[name], mask) for name, mask in following[k].items())
 
 
 @pytest.mark.fast_cases(1)

@@ -10,10 +10,10 @@ from experiments import (
     descend,
     experiment,
     in_float64,
-    local_batches,
     same_bytes,
     weights_after,
 )
+from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedACG, FedAvg, WeightedMean
@@ -34,10 +34,10 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
                 p += lam * m
         for client in run.server.participants(round):
             local = copy.deepcopy(ahead)
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
+            for x, y in steps_of(run, round, client):
                 near = zip(local.parameters(), ahead.parameters(), strict=True)
                 distance = sum((p - a.detach()).square().sum() for p, a in near)
-                descend(local, F.cross_entropy(local(x.double()), y) + beta / 2 * distance, 0.2)
+                descend(local, F.cross_entropy(local(x), y) + beta / 2 * distance, 0.2)
             ends = zip(local.parameters(), ahead.parameters(), strict=True)
             changes.append([(p - a).detach() for p, a in ends])
         mean = [sum(parts) / 3 for parts in zip(*changes, strict=True)]
@@ -46,7 +46,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             for p, m in zip(model.parameters(), momentum, strict=True):
                 p += m
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
     assert_near(run.state["momentum"], dict(zip(run.state["momentum"], momentum, strict=True)), 1e-11)
 
 

@@ -1,17 +1,30 @@
 """FedALA's equations against brute force, its identities, and what a client keeps (baselines: B4)."""
 
+import copy
 import statistics
 from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, finished, same_bytes, task_of_round
+from experiments import (
+    UNEQUAL,
+    NormMLP,
+    assert_near,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    samples_of,
+    task_of_round,
+)
+from loops import assert_equals_loop, cross_entropy_steps, rounds_by_hand
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedALA
 from fl_lightning.algorithms.personalized import fedala as ala
 from fl_lightning.core.message import Message
+from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head
 
@@ -161,6 +174,46 @@ def test_nothing_is_learnt_if_both_models_are_equal():
 
 
 # --- Runs ---
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """A client's first mixture takes up to fifteen passes over its data, later ones take one pass."""
+    eta, threshold = 0.8, 0.05
+    run = experiment(tmp_path, FedALA(2, 100, eta, threshold, max_epochs=15), **UNEQUAL)
+    run.load()
+    last, mixing, rounds = {}, {}, iter([(r, k) for r in (1, 2, 3) for k in run.server.participants(r)])
+    initial = copy.deepcopy(run.worker.template.backbone.head.state_dict())
+
+    def train(local, client, batches):
+        round, _ = next(rounds)
+        received, own = copy.deepcopy(local.head.state_dict()), last.get(client, initial)
+        if not same_bytes(own, received):
+            x, y = samples_of(run, client)
+            seed_everything(0, Stream.PREPARATION, round, client)
+            chunks, losses = torch.randperm(len(y)).split(32), []
+            weights = mixing.get(client, {name: torch.ones_like(value) for name, value in own.items()})
+            for _ in range(1 if client in mixing else 15):
+                if len(losses) > 10 and statistics.pstdev(losses[-10:]) < threshold:
+                    break
+                for chosen in chunks:
+                    head = {n: (v + (received[n] - v) * weights[n]).requires_grad_() for n, v in own.items()}
+                    logits = F.linear(local.encoder(x[chosen]), head["weight"], head["bias"])
+                    loss = F.cross_entropy(logits, y[chosen])
+                    gradients = torch.autograd.grad(loss, list(head.values()))
+                    for (n, v), g in zip(own.items(), gradients, strict=True):
+                        weights[n] = (weights[n] - eta * g * (received[n] - v)).clamp(0, 1)
+                losses.append(loss.item())
+            mixing[client] = weights
+            local.head.load_state_dict({n: v + (received[n] - v) * weights[n] for n, v in own.items()})
+        cross_entropy_steps(local, batches)
+        last[client] = copy.deepcopy(local.head.state_dict())
+
+    expected, _ = rounds_by_hand(run, train)
+    run.fit()
+    assert_equals_loop(run, run.state["model"], expected)
+    for client, weights in mixing.items():
+        assert_near(run.memory[client][ala.WEIGHTS], {f"head.{n}": w for n, w in weights.items()}, 1e-12)
 
 
 def test_a_client_starts_from_its_mixture_and_keeps_its_trained_top_layers(tmp_path):

@@ -1,11 +1,22 @@
 """FedAMP and HeurFedAMP compared with their equations (baselines: B8)."""
 
+import copy
 import math
 from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, finished, full_batch, in_float64, same_bytes, samples_of
+from experiments import (
+    UNEQUAL,
+    NormMLP,
+    descend,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+)
+from loops import assert_equals_loop, steps_of
+from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAMP, HeurFedAMP, LastUploads
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
@@ -13,8 +24,6 @@ from fl_lightning.client.module import Step
 from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
-
-ALL = {"clients_per_round": 6}
 
 
 def test_message_weights_equal_the_formula():
@@ -82,41 +91,41 @@ def test_without_other_participants_the_cloud_model_is_the_clients_own():
 
 
 @in_float64
-def test_two_rounds_equal_a_loop_by_hand(tmp_path):
-    alpha, lam, lr = 0.5, 0.2, 0.1
-    run = experiment(
-        tmp_path,
-        FedAMP(alpha, 50.0, lam),
-        rounds=2,
-        **full_batch(lr, 2),
-        **ALL,
-    )
-    run._build()
-    run._begin(None, None, None)
-    assert run.server.download(1, 0).nbytes == 0
-    own = {k: run.worker.template.backbone.state_dict() for k in range(6)}
-    for round in (1, 2):
-        flat = {k: torch.cat([v.double().flatten() for v in model.values()]) for k, model in own.items()}
-        trained = {}
-        for k in range(6):
-            network = run.worker.modules.build_shared(own[k]).backbone
-            others = [j for j in range(6) if j != k]
-            weights = [alpha * math.exp(-float((flat[k] - flat[j]).square().sum()) / 50.0) / 50.0 for j in others]
-            x, y = samples_of(run, k)
-            for _ in range(2):
-                network.zero_grad()
-                torch.nn.functional.cross_entropy(network(x), y).backward()
-                with torch.no_grad():
-                    for name, p in network.named_parameters():
-                        cloud = (1 - sum(weights)) * own[k][name]
-                        cloud = cloud + sum(w * own[j][name] for w, j in zip(weights, others, strict=True))
-                        p -= lr * (p.grad + (lam / alpha * (p - cloud) if round == 2 else 0))
-            trained[k] = {name: p.detach().clone() for name, p in network.named_parameters()}
-        run._run_round(round)
-        own = trained
-        for k in range(6):
-            assert_near(run.memory[k]["uploaded"], own[k])
-    assert run.csv.rows == []
+@pytest.mark.parametrize("heuristic", [False, True])
+def test_a_run_equals_a_loop_by_hand(tmp_path, heuristic):
+    """Cloud models mix a client's own last model with those of the last round's other participants."""
+    alpha, sigma, lam = (1.0, 2.0, 0.4) if heuristic else (0.5, 50.0, 0.2)
+    method = HeurFedAMP(0.3, sigma, lam) if heuristic else FedAMP(alpha, sigma, lam)
+    run = experiment(tmp_path, method, **UNEQUAL)
+    run.load()
+    models, last = {k: copy.deepcopy(run.worker.template.backbone) for k in range(4)}, []
+    for round in range(1, 4):
+        before = {k: [p.detach().clone() for p in model.parameters()] for k, model in models.items()}
+        flat = {k: torch.cat([p.flatten() for p in parameters]) for k, parameters in before.items()}
+        participants = run.server.participants(round)
+        for k in participants:
+            others = [j for j in last if j != k]
+            if heuristic:
+                cosines = [float(flat[k] @ flat[j] / flat[k].norm() / flat[j].norm()) for j in others]
+                scores = [math.exp(sigma * cosine) for cosine in cosines]
+                weights = [0.7 * score / sum(scores) for score in scores]
+            else:
+                squares = [float((flat[k] - flat[j]).square().sum()) for j in others]
+                weights = [alpha / sigma * math.exp(-square / sigma) for square in squares]
+            clouds = [
+                (1 - sum(weights)) * own + sum(w * p for w, p in zip(weights, theirs, strict=True))
+                for own, *theirs in zip(before[k], *(before[j] for j in others), strict=True)
+            ]
+            for x, y in steps_of(run, round, k):
+                loss = F.cross_entropy(models[k](x), y)
+                if last:
+                    gaps = zip(models[k].parameters(), clouds, strict=True)
+                    loss = loss + lam / (2 * alpha) * sum((p - cloud).square().sum() for p, cloud in gaps)
+                descend(models[k], loss, 0.2)
+        last = participants
+    run.fit()
+    for k, memory in run.memory.items():
+        assert_equals_loop(run, memory["uploaded"], models[k].state_dict())
 
 
 def test_a_new_client_is_pulled_to_a_cloud_model_that_includes_the_initial_model(tmp_path):

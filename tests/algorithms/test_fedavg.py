@@ -6,7 +6,19 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, finished, in_float64, same_bytes, untimed, weights_after
+from experiments import (
+    UNEQUAL,
+    NoDropout,
+    NormMLP,
+    digits,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    untimed,
+    weights_after,
+)
+from loops import assert_equals_loop, rounds_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedSKC
@@ -46,6 +58,14 @@ def test_a_run_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
         model.load_state_dict({name: (value / total).float() for name, value in sums.items()})
 
     assert same_bytes(weights_after(tmp_path, seed=seed), dict(model.state_dict()))
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    run = experiment(tmp_path, FedAvg(), model=NoDropout, **UNEQUAL)
+    expected, _ = rounds_by_hand(run)
+    run.fit()
+    assert_equals_loop(run, run.state["model"], expected)
 
 
 @in_float64

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, same_bytes
+from experiments import UNEQUAL, NormMLP, assert_near, experiment, in_float64, same_bytes
+from loops import assert_equals_loop, rounds_by_hand
 from servers import mean_of, watched
 
 from fl_lightning.algorithms import FedAvgM
@@ -41,6 +42,26 @@ def test_a_run_equals_momentum_on_pseudo_gradients(tmp_path, nesterov, weighting
         for name, value in before["model"].items():
             assert after["model"][name].dtype == value.dtype
             assert name not in parameters or after["momentum"][name].dtype == value.dtype
+
+
+@in_float64
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_run_equals_a_loop_by_hand(tmp_path, nesterov):
+    beta, server_lr = 0.6, 0.8
+    run = experiment(tmp_path, FedAvgM(beta, server_lr, nesterov), **UNEQUAL)
+    momentum = {}
+
+    def serve(before, mean):
+        for name, w in before.items():
+            momentum[name] = beta * momentum.get(name, 0) + mean[name] - w
+        ahead = {name: beta * v + mean[name] - before[name] for name, v in momentum.items()}
+        moves = ahead if nesterov else momentum
+        return {name: w + server_lr * moves[name] for name, w in before.items()}
+
+    expected, _ = rounds_by_hand(run, serve=serve)
+    run.fit()
+    assert_equals_loop(run, run.state["model"], expected)
+    assert_near(run.state["momentum"], momentum, 1e-12)
 
 
 def test_aggregation_does_not_change_the_given_state(tmp_path):

@@ -1,21 +1,19 @@
 """FedBABU: the head is not trained before the fine-tuning (baselines: B3)."""
 
-import copy
 from functools import partial
 
 import pytest
 import torch
 from experiments import (
+    UNEQUAL,
     NormMLP,
-    assert_near,
     experiment,
     finished,
     in_float64,
     same_bytes,
-    samples_of,
 )
+from loops import assert_equals_loop, cross_entropy_steps, rounds_by_hand
 from torch import nn
-from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedBABU
 from fl_lightning.core.errors import ConfigError
@@ -58,19 +56,17 @@ def test_the_head_stays_initial_on_every_client(tmp_path, optimizer):
 
 
 @in_float64
-def test_a_fit_equals_a_loop_by_hand(tmp_path):
+def test_a_run_equals_a_loop_by_hand(tmp_path):
     """Only the body has a gradient, through the initial head."""
-    run = finished(tmp_path, FedBABU(), optimizer=HEAVY, rounds=1, clients_per_round=1, batch_size=10_000)
-    net = copy.deepcopy(run.worker.template.backbone)
-    x, y = samples_of(run, run.server.participants(1)[0])
-    body = list(net.encoder.parameters())
-    momentum = [torch.zeros_like(p) for p in body]
-    for _ in range(2):
-        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), body)
-        with torch.no_grad():
-            for p, m, g in zip(body, momentum, gradients, strict=True):
-                p -= 0.1 * m.mul_(0.9).add_(g + 0.1 * p)
-    assert_near(run.state["model"], weights(net, "encoder."))
+    run = experiment(tmp_path, FedBABU(), **UNEQUAL)
+
+    def train(local, client, batches):
+        local.head.requires_grad_(False)
+        cross_entropy_steps(local, batches)
+
+    body, _ = rounds_by_hand(run, train, weighting="uniform", personal="head.")
+    run.fit()
+    assert_equals_loop(run, run.state["model"], body)
 
 
 def test_batchnorm_statistics_of_a_frozen_head_are_shared(tmp_path):

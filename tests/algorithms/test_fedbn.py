@@ -5,14 +5,13 @@ import copy
 import pytest
 from experiments import (
     UNEQUAL,
-    assert_near,
     descend,
     experiment,
     finished,
     in_float64,
-    local_batches,
     same_bytes,
 )
+from loops import assert_equals_loop, steps_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,18 +42,18 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         for client in run.server.participants(round):
             local = copy.deepcopy(run.worker.template.backbone).train()
             local.load_state_dict(initial | own.get(client, {}) | shared)
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
-                descend(local, F.cross_entropy(local(x.double()), y), 0.2)
+            for x, y in steps_of(run, round, client):
+                descend(local, F.cross_entropy(local(x), y), 0.2)
             end = copy.deepcopy(local.state_dict())
             own[client] = {name: end[name] for name in NORMS}
             ends.append(end)
             sizes.append(len(run.data.shards[client].train))
         shared = {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in shared}
     run.fit()
-    assert_near(run.state["model"], shared, 1e-12)
+    assert_equals_loop(run, run.state["model"], shared)
     assert run.memory.keys() == own.keys()
     for client, entries in own.items():
-        assert_near(run.memory[client]["personal"], dict(sorted(entries.items())), 1e-12)
+        assert_equals_loop(run, run.memory[client]["personal"], dict(sorted(entries.items())))
 
 
 def test_a_client_is_evaluated_with_its_own_norm_layers(tmp_path):

@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import UNEQUAL, assert_near, experiment, finished, in_float64, local_batches, weights_after
+from experiments import UNEQUAL, assert_near, experiment, finished, in_float64, weights_after
+from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedCM, WeightedMean
@@ -24,8 +25,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, server_lr):
         start, changes, paths = [p.detach().clone() for p in model.parameters()], [], []
         for client in run.server.participants(round):
             local, steps = copy.deepcopy(model), 0
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
-                gradients = torch.autograd.grad(F.cross_entropy(local(x.double()), y), list(local.parameters()))
+            for x, y in steps_of(run, round, client):
+                gradients = torch.autograd.grad(F.cross_entropy(local(x), y), list(local.parameters()))
                 with torch.no_grad():
                     for p, g, d in zip(local.parameters(), gradients, direction, strict=True):
                         p -= lr * (alpha * g + (1 - alpha) * d)
@@ -40,7 +41,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, server_lr):
                 p.copy_(s + server_lr * sum(parts) / 3)
     assert len(set(paths)) > 1
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
     assert_near(run.state["direction"], dict(zip(run.state["direction"], direction, strict=True)), 1e-11)
 
 

@@ -3,7 +3,8 @@
 import copy
 
 import torch
-from experiments import UNEQUAL, assert_near, experiment, in_float64, local_batches
+from experiments import UNEQUAL, assert_near, experiment, in_float64
+from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DriftPenalty, FedDC
@@ -23,8 +24,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         overall = [sum(parts) / 4 for parts in zip(*updates.values(), strict=True)]
         for client in run.server.participants(round):
             local, steps = copy.deepcopy(model), 0
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
-                gradients = torch.autograd.grad(F.cross_entropy(local(x.double()), y), list(local.parameters()))
+            for x, y in steps_of(run, round, client):
+                gradients = torch.autograd.grad(F.cross_entropy(local(x), y), list(local.parameters()))
                 with torch.no_grad():
                     for i, (p, g) in enumerate(zip(local.parameters(), gradients, strict=True)):
                         pull = alpha * (drifts[client][i] + p - start[i])
@@ -40,7 +41,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             for i, p in enumerate(model.parameters()):
                 p.copy_(sum(end[i] for end in ends) / 3 + sum(h[i] for h in drifts.values()) / 4)
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-11)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
     for client, kept in run.memory.items():
         named = dict(zip(dict(model.named_parameters()), drifts[client], strict=True))
         assert_near(kept["term_drift_penalty"], dict(sorted(named.items())), 1e-11)

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from experiments import descend, finished, full_batch, in_float64, samples_of
+from experiments import UNEQUAL, descend, finished, full_batch, in_float64, samples_of
+from loops import assert_equals_loop
 from peers import mean_by_hand
 from torch.nn import functional as F
 
@@ -125,14 +126,13 @@ def by_hand(run, gamma, cumulative, plus):
 @pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path, kind, cumulative):
-    options = full_batch(0.1, 2)
-    run = finished(tmp_path, kind(2.0, cumulative), **options)
+    run = finished(tmp_path, kind(2.0, cumulative), **UNEQUAL | full_batch(0.1))
     teacher, known, models, shared = by_hand(run, 2.0, cumulative, plus=kind is FedDistillPlus)
     torch.testing.assert_close(run.state["mean_logits"]["values"], teacher, rtol=1e-9, atol=1e-9)
     assert torch.equal(run.state["mean_logits"]["known"], known)
     if kind is FedDistillPlus:
-        torch.testing.assert_close(run.state["model"], dict(shared.state_dict()), rtol=1e-9, atol=1e-9)
+        assert_equals_loop(run, run.state["model"], shared.state_dict())
         assert all("personal" not in memory for memory in run.memory.values())
     else:
         for k, memory in run.memory.items():
-            torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-9, atol=1e-9)
+            assert_equals_loop(run, memory["personal"], models[k].state_dict())

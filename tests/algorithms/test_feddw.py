@@ -1,12 +1,15 @@
 """FedDW's equations against brute force, and its identities (spec: 2. FedDW)."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
-from experiments import experiment, in_float64
+from experiments import UNEQUAL, assert_near, descend, experiment, in_float64, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import assert_equals_loop, steps_of
+from peers import mean_by_hand
 from torch import nn
 from torch.nn import functional as F
 
@@ -149,6 +152,36 @@ def test_a_bias_is_dropped_refused_or_kept():
         FedDW(drop_bias=False).client_module(model())
     with pytest.raises(ConfigError, match="DistillingWeights needs a classification layer without bias"):
         FedAvg(loss_terms=[DistillingWeights()]).client_module(model()).on_fit_start()
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """In rounds 2 and 3, no participant has class 1 or 6. Its row is kept."""
+    mu = 30.0
+    run = experiment(tmp_path, FedDW(mu), seed=1, **UNEQUAL)
+    run.load()
+    model, omega = copy.deepcopy(run.worker.template.backbone), torch.eye(10)
+    for round in range(1, 4):
+        ends, sizes, outputs = [], [], {}
+        for client in run.server.participants(round):
+            local = copy.deepcopy(model)
+            for x, y in steps_of(run, round, client):
+                relations = (local.head.weight @ local.head.weight.T).softmax(dim=1)
+                loss = F.cross_entropy(local(x), y) + mu * (relations - omega).square().sum() / 100
+                descend(local, loss, 0.2)
+            x, y = samples_of(run, client)
+            for label, output in zip(y.tolist(), local(x).detach().softmax(dim=1), strict=True):
+                outputs.setdefault(label, []).append(output)
+            ends.append(local.state_dict())
+            sizes.append(len(y))
+        assert set(range(10)) - outputs.keys() == [set(), {1}, {6}][round - 1]
+        for label, rows in outputs.items():
+            omega[label] = sum(rows) / len(rows)
+        model.load_state_dict(mean_by_hand(ends, sizes))
+    assert local.head.bias is None
+    run.fit()
+    assert_equals_loop(run, run.state["model"], model.state_dict())
+    assert_near(run.state["soft_labels"] | {"values": omega}, run.state["soft_labels"])
 
 
 @in_float64

@@ -3,7 +3,8 @@
 import copy
 
 import torch
-from experiments import UNEQUAL, assert_near, descend, experiment, in_float64, local_batches
+from experiments import UNEQUAL, assert_near, descend, experiment, in_float64
+from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DynamicRegularizer, FedDyn
@@ -22,8 +23,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         start, changes = [p.detach().clone() for p in model.parameters()], []
         for client in run.server.participants(round):
             local = copy.deepcopy(model)
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
-                loss = F.cross_entropy(local(x.double()), y)
+            for x, y in steps_of(run, round, client):
+                loss = F.cross_entropy(local(x), y)
                 for p, s, g in zip(local.parameters(), start, gradients[client], strict=True):
                     loss = loss - (g * p).sum() + alpha / 2 * ((p - s) ** 2).sum()
                 descend(local, loss, 0.2)
@@ -36,7 +37,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             for p, s, t, one in zip(model.parameters(), start, total, h, strict=True):
                 p.copy_(s + t / 3 - one / alpha)
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
     for client, kept in run.memory.items():
         named = dict(zip(dict(model.named_parameters()), gradients[client], strict=True))
         assert_near(kept["term_dynamic_regularizer"], dict(sorted(named.items())), 1e-12)

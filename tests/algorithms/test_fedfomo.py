@@ -1,11 +1,24 @@
 """FedFomo's equations against brute force, its identities, and the choice of models (baselines: B9)."""
 
+import copy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, finished, same_bytes, task_of_round
+from experiments import (
+    UNEQUAL,
+    NormMLP,
+    digits,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    samples_of,
+    task_of_round,
+)
+from loops import assert_equals_loop, cross_entropy_steps, steps_of
+from peers import mean_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedFomo
@@ -122,6 +135,44 @@ def test_benefits_use_the_validation_data_or_else_the_training_data():
 def test_eq4_normalises_the_positive_benefits():
     assert fomo.mixing_shares(torch.tensor([3.0, -2.0, 1.0])).tolist() == [0.75, 0.0, 0.25]
     assert fomo.mixing_shares(torch.tensor([-1.0, 0.0])).tolist() == [0.0, 0.0]
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """Clients receive the models of all others that have trained, and weigh them by their own training data."""
+    run = experiment(tmp_path, FedFomo(3, 0.0, validation=0.0), **UNEQUAL | {"scenario": digits(4, alpha=10.0)})
+    run.load()
+    models = {k: copy.deepcopy(run.worker.template.backbone) for k in range(4)}
+    previous, trained, positive = copy.deepcopy(models), set(), []
+
+    def flat(model):
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def measured_loss(model, x, y):
+        """Return the mean loss, which evaluation sums in float32 over batches of 128."""
+        batches = zip(x.split(128), y.split(128), strict=True)
+        return sum(F.cross_entropy(model(a).float(), b, reduction="sum").item() for a, b in batches) / len(y)
+
+    for round in range(1, 4):
+        before, participants = copy.deepcopy(models), run.server.participants(round)
+        for k in participants:
+            x, y = samples_of(run, k)
+            losses = {id(m): measured_loss(m, x, y) for m in [previous[k], *before.values()]}
+            heard = [before[k], *(before[j] for j in sorted(trained - {k}))]
+            lengths = [float((flat(m) - flat(previous[k])).norm()) + 1e-5 for m in heard]
+            gains = [losses[id(previous[k])] - losses[id(m)] for m in heard]
+            worths = [max(gain / length, 0.0) for gain, length in zip(gains, lengths, strict=True)]
+            if sum(worths):
+                models[k].load_state_dict(mean_by_hand([m.state_dict() for m in heard], worths))
+                positive.append(sum(worth > 0 for worth in worths))
+            previous[k] = copy.deepcopy(models[k])
+            cross_entropy_steps(models[k], steps_of(run, round, k))
+        trained |= set(participants)
+    assert max(positive) > 1
+    run.fit()
+    for k, memory in run.memory.items():
+        uploaded = fomo.tensors_to_message(memory[fomo.UPLOADED]).section("model")
+        assert_equals_loop(run, uploaded, models[k].state_dict())
 
 
 # --- The choice of models ---

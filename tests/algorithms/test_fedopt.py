@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, same_bytes, weights_after
+from experiments import UNEQUAL, NoDropout, NormMLP, assert_near, experiment, in_float64, same_bytes, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
-from servers import mean_of, watched
+from loops import assert_equals_loop, rounds_by_hand
 
 from fl_lightning.algorithms import AdaptiveServer, FedAdagrad, FedAdam, FedAvg, FedYogi
 from fl_lightning.core.message import Message, Upload
@@ -75,17 +75,18 @@ def test_a_huge_tau_is_fedavg(tmp_path, rule, weighting):
         ("yogi", FedYogi(0.2, 0.3, 0.6, 0.05)),
     ],
 )
-def test_a_run_equals_algorithm_2_by_hand(tmp_path, rule, method):
-    weighting = "uniform" if rule == "adagrad" else "samples"
-    run, rounds = watched(tmp_path, method, rounds=3, model=NormMLP)
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path, rule, method):
+    run = experiment(tmp_path, method, model=NoDropout, **UNEQUAL)
+    run.load()
     parameters = dict(run.worker.template.backbone.named_parameters())
-    m = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-    v = {name: torch.full_like(p, 0.05**2, dtype=torch.float64) for name, p in parameters.items()}
-    for before, uploads, after in rounds:
-        expected = mean_of(uploads, weighting)
+    m = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    v = {name: torch.full_like(p, 0.05**2) for name, p in parameters.items()}
+
+    def serve(before, mean):
+        after = dict(mean)
         for name in parameters:
-            w = before["model"][name].double()
-            d = expected[name] - w
+            d = mean[name] - before[name]
             m[name] = 0.3 * m[name] + 0.7 * d
             if rule == "adagrad":
                 v[name] = v[name] + d**2
@@ -93,10 +94,14 @@ def test_a_run_equals_algorithm_2_by_hand(tmp_path, rule, method):
                 v[name] = 0.6 * v[name] + 0.4 * d**2
             else:
                 v[name] = torch.where(v[name] > d**2, v[name] - 0.4 * d**2, v[name] + 0.4 * d**2)
-            expected[name] = w + 0.2 * m[name] / (v[name].sqrt() + 0.05)
-        assert_near(after["model"], expected, 2e-6)
-        assert_near(after["first_moment"], m, 1e-6)
-        assert_near(after["second_moment"], v, 1e-6)
+            after[name] = before[name] + 0.2 * m[name] / (v[name].sqrt() + 0.05)
+        return after
+
+    expected, _ = rounds_by_hand(run, serve=serve, weighting="uniform" if rule == "adagrad" else "samples")
+    run.fit()
+    assert_equals_loop(run, run.state["model"], expected)
+    assert_near(run.state["first_moment"], m, 1e-12)
+    assert_near(run.state["second_moment"], v, 1e-12)
 
 
 def test_defaults_are_those_of_the_paper_for_cifar10():

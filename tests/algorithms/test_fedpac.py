@@ -7,7 +7,6 @@ import pytest
 import torch
 from experiments import (
     UNEQUAL,
-    assert_near,
     descend,
     digits,
     experiment,
@@ -16,6 +15,7 @@ from experiments import (
     same_bytes,
     samples_of,
 )
+from loops import assert_equals_loop
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import Centroids, FedPAC, FedRep
@@ -158,9 +158,9 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         mean = {n: sum(s * p[n] for s, p in zip(sizes, parts, strict=True)) / sum(sizes) for n in parts[0]}
         model.encoder.load_state_dict(mean)
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-11)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
     for client, head in heads.items():
-        assert_near(run.state[f"head_{client}"], {f"head.{name}": value for name, value in head.items()}, 1e-11)
+        assert_equals_loop(run, run.state[f"head_{client}"], {f"head.{n}": value for n, value in head.items()})
     received = run.client_module(0).backbone
     torch.testing.assert_close(received.head.weight.detach(), heads[0]["weight"])
 

@@ -1,14 +1,13 @@
 """FedPer: what is shared and what stays (baselines: B1)."""
 
-import copy
 from functools import partial
 
 import pytest
-from experiments import NormMLP, experiment, finished, same_bytes, task_of_round
+from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, same_bytes
+from loops import assert_equals_loop, rounds_by_hand
 
 from fl_lightning.algorithms import FedPer
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.state_dicts import weighted_mean
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -27,30 +26,19 @@ def split_entries(entries, *parts):
     ("personal", "begin"),
     [(["head"], ("head.",)), (["head", "encoder.3"], ("head.", "encoder.3.")), (["encoder"], ("encoder.",))],
 )
+@in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path, personal, begin):
     """Each participant trains the shared part and its personal part. Shared parts are averaged."""
-    run = experiment(tmp_path, FedPer(personal), model=DEEP, clients_per_round=3)
-    run.load()
-    initial, shared = split_entries(dict(run.worker.template.backbone.state_dict()), *begin)
-    own = {}
-    for round in range(1, 4):
-        states, weights = [], []
-        for client in run.server.participants(round):
-            task = task_of_round(run, round, client)
-            module = run.worker.modules.receive(task)
-            module.backbone.load_state_dict(shared | own.get(client, initial))
-            run.worker.fit(module, task)
-            own[client], theirs = split_entries(copy.deepcopy(module.backbone.state_dict()), *begin)
-            states.append(theirs)
-            weights.append(len(run.data.shards[client].train))
-        shared = weighted_mean(states, weights)
+    run = experiment(tmp_path, FedPer(personal), model=DEEP, **UNEQUAL)
+
+    shared, own = rounds_by_hand(run, personal=begin)
     run.fit()
-    assert same_bytes(run.state["model"], shared)
+    assert_equals_loop(run, run.state["model"], shared)
     assert run.memory.keys() == own.keys()
     for client, entries in own.items():
-        assert same_bytes(run.memory[client]["personal"], dict(sorted(entries.items())))
+        assert_equals_loop(run, run.memory[client]["personal"], entries)
         whole = dict(run.client_module(client).backbone.state_dict())
-        assert same_bytes(whole, {name: (shared | entries)[name] for name in whole})
+        assert same_bytes(whole, {n: (run.state["model"] | run.memory[client]["personal"])[n] for n in whole})
 
 
 def test_a_client_that_never_took_part_has_the_new_body_and_the_initial_head(tmp_path):

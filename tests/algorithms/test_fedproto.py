@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from experiments import descend, experiment, finished, in_float64, same_bytes, samples_of
+from experiments import UNEQUAL, descend, experiment, finished, full_batch, in_float64, same_bytes, samples_of
+from loops import assert_equals_loop
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedProto, PrototypeAlignment, Prototypes
@@ -18,7 +19,6 @@ from fl_lightning.models import MLP
 pytestmark = pytest.mark.numeric
 
 C, WIDTH = 4, 3
-PLAIN = {"rounds": 3, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
 
 
 def uploads(local, held):
@@ -124,9 +124,8 @@ def test_prototypes_come_from_a_pass_after_training_or_from_training_features(se
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, lr = 2.0, 0.1
-    one_batch = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}}
-    run = finished(tmp_path, FedProto(lam), **PLAIN | one_batch)
-    models = {k: copy.deepcopy(run.worker.template.backbone) for k in range(6)}
+    run = finished(tmp_path, FedProto(lam), **UNEQUAL | full_batch(lr))
+    models = {k: copy.deepcopy(run.worker.template.backbone) for k in range(4)}
     values, known = torch.zeros(10, 16), [False] * 10
     for round in (1, 2, 3):
         sent = []
@@ -150,7 +149,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     torch.testing.assert_close(run.state["prototypes"]["values"], values, rtol=1e-9, atol=1e-9)
     assert run.state["prototypes"]["known"].tolist() == known
     for k, memory in run.memory.items():
-        torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-9, atol=1e-9)
+        assert_equals_loop(run, memory["personal"], models[k].state_dict())
 
 
 # --- Nearest prototypes ---

@@ -4,9 +4,11 @@ from math import exp, log
 
 import pytest
 import torch
+from experiments import UNEQUAL, descend, experiment, in_float64
+from loops import assert_equals_loop, rounds_by_hand
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import RelaxedContrastive
+from fl_lightning.algorithms import FedRCL, RelaxedContrastive
 from fl_lightning.algorithms.global_model.fedrcl import contrastive_loss, level_taps, relaxation_loss, similarities
 from fl_lightning.client.module import ClientModule, LossTerm, Step, tapped
 from fl_lightning.core.errors import ConfigError
@@ -40,6 +42,34 @@ def batch(classes, samples=12, width=6, spread=0.3):
     y = torch.randint(0, classes, (samples,))
     centres = torch.randn(classes, width, dtype=torch.float64)
     return centres[y] + spread * torch.randn(samples, width, dtype=torch.float64), y
+
+
+@pytest.mark.thorough
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    w_s, w_p, tau, threshold = 0.7, 0.4, 0.3, 0.6
+    run = experiment(tmp_path, FedRCL(w_s, w_p, tau, threshold), **UNEQUAL)
+
+    def losses(s, y):
+        for i in range(len(y)):
+            same = [j for j in range(len(y)) if y[j] == y[i]]
+            positive = s[i, same].min() / tau
+            negatives = s[i, [j for j in range(len(y)) if j not in same]].sort(descending=True).values[:2] / tau
+            yield w_s * (torch.cat([positive[None], negatives]).logsumexp(dim=0) - positive)
+            partners = s[i, [j for j in same if j != i]]
+            if len(partners) and partners.min() >= threshold:
+                yield w_p * torch.log1p(((partners.min() - 1) / tau).exp())
+
+    def train(local, client, batches):
+        for x, y in batches:
+            z = F.linear(x.flatten(1), local.encoder[1].weight, local.encoder[1].bias)  # before its ReLU
+            unit = z / z.square().sum(dim=1, keepdim=True).sqrt()
+            contrast = sum(losses(unit @ unit.T, y)) / len(y)
+            descend(local, F.cross_entropy(local(x), y) + contrast, 0.2)
+
+    expected, _ = rounds_by_hand(run, train, weighting="uniform")
+    run.fit()
+    assert_equals_loop(run, run.state["model"], expected)
 
 
 # --- The two losses ---

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, in_float64, same_bytes, samples_of, task_of_round
+from experiments import UNEQUAL, NormMLP, assert_near, experiment, in_float64, same_bytes, samples_of, task_of_round
+from loops import assert_equals_loop, rounds_by_hand
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,6 +74,27 @@ def test_a_fit_equals_a_loop_by_hand(tmp_path):
     result = run.worker.run(task_of_round(run, 1, 2))
     sent = result.upload.section("model") | result.memory["personal"]
     assert_near(sent, net.state_dict())
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """One epoch trains the head, the other the body."""
+    run = experiment(tmp_path, FedRep(head_epochs=1), **UNEQUAL)
+
+    def train(local, client, batches):
+        batches = list(batches)
+        for i, (x, y) in enumerate(batches):
+            part = local.head if i < len(batches) / 2 else local.encoder
+            gradients = torch.autograd.grad(F.cross_entropy(local(x), y), list(part.parameters()))
+            with torch.no_grad():
+                for p, g in zip(part.parameters(), gradients, strict=True):
+                    p -= 0.2 * g
+
+    shared, own = rounds_by_hand(run, train, personal="head.")
+    run.fit()
+    assert_equals_loop(run, run.state["model"], shared)
+    for client, head in own.items():
+        assert_equals_loop(run, run.memory[client]["personal"], head)
 
 
 class Epochs(LossTerm):

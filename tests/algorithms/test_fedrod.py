@@ -7,14 +7,13 @@ import pytest
 import torch
 from experiments import (
     UNEQUAL,
-    assert_near,
     descend,
     experiment,
     finished,
     in_float64,
-    local_batches,
     samples_of,
 )
+from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import BalancedSoftmax, FedROD
@@ -50,8 +49,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             local, own = copy.deepcopy(model), heads[client]
             labels = run.data.data.y_train[run.data.shards[client].train].tolist()
             counts = [labels.count(c) for c in range(10)]
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
-                z = local.encoder(x.double())
+            for x, y in steps_of(run, round, client):
+                z = local.encoder(x)
                 both = local.head(z).detach() + own(z.detach())
                 shared = balanced_by_hand(local.head(z), y, counts)
                 descend(local, shared, 0.2)
@@ -61,9 +60,9 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         mean = {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ends[0]}
         model.load_state_dict(mean)
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-12)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
     for client in run.memory:
-        assert_near(run.memory[client]["personal_head"], dict(sorted(heads[client].state_dict().items())), 1e-12)
+        assert_equals_loop(run, run.memory[client]["personal_head"], heads[client].state_dict())
         x = samples_of(run, client, "test")[0].double()
         z = model.encoder(x)
         expected = model.head(z) + heads[client](z)

@@ -9,14 +9,13 @@ from experiments import (
     UNEQUAL,
     NoDropout,
     NormMLP,
-    assert_near,
     experiment,
     finished,
     in_float64,
-    local_batches,
     same_bytes,
     weights_after,
 )
+from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedCM, FedSAM, MoFedSAM, Proximal
@@ -48,8 +47,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, momentum):
         ends, slopes = [], []
         for client in run.server.participants(round):
             local, steps = copy.deepcopy(model), 0
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
-                gradients = sharp_gradients(local, x.double(), y, rho)
+            for x, y in steps_of(run, round, client):
+                gradients = sharp_gradients(local, x, y, rho)
                 with torch.no_grad():
                     for p, g, d in zip(local.parameters(), gradients, direction, strict=True):
                         p -= lr * (alpha * g + (1 - alpha) * d)
@@ -65,7 +64,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, momentum):
             }
         )
     run.fit()
-    assert_near(run.state["model"], model.state_dict(), 1e-11)
+    assert_equals_loop(run, run.state["model"], model.state_dict())
 
 
 def test_without_a_radius_it_is_fedavg_and_fedcm_bit_for_bit(tmp_path):

@@ -7,9 +7,20 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from experiments import NormMLP, assert_near, digits, experiment, finished, same_bytes
+from experiments import (
+    UNEQUAL,
+    NormMLP,
+    assert_near,
+    experiment,
+    finished,
+    in_float64,
+    local_batches,
+    same_bytes,
+)
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from loops import assert_equals_loop
+from peers import mean_by_hand
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -224,13 +235,13 @@ def plain_fit(module, data, epochs):
     L.Trainer(accelerator="cpu", max_epochs=epochs, **quiet).fit(module, loader)
 
 
-def by_hand(local, data, epochs, mu, lr, momentum, kept=None):
+def by_hand(local, epochs, mu, lr, momentum, kept=None):
     """Train a client in plain PyTorch, and return the mean losses per step."""
     received = copy.deepcopy(local)
     own = torch.optim.SGD(local.parameters(), lr=lr, momentum=momentum)
     other = torch.optim.SGD(received.parameters(), lr=lr, momentum=momentum)
     earlier, sums = kept, [0.0, 0.0, 0.0]
-    for epoch in range(epochs):
+    for epoch, data in enumerate(epochs):
         if epoch:
             earlier = copy.deepcopy(local.encoder).eval()
         for x, y in data:
@@ -245,7 +256,7 @@ def by_hand(local, data, epochs, mu, lr, momentum, kept=None):
             (ce + history + siamese).backward()
             own.step()
             sums = [s + v.item() for s, v in zip(sums, (ce, history, siamese), strict=True)]
-    return [s / epochs / len(data) for s in sums]
+    return [s / sum(map(len, epochs)) for s in sums]
 
 
 @plain_lightning
@@ -257,7 +268,7 @@ def test_two_fits_equal_a_loop_by_hand():
         module, _ = client(method, SiamNorm)
         method.receive(module, Message.pack({"model": reference.state_dict()}), memory)
         plain_fit(module, batches(seed=round), epochs=2)
-        losses = by_hand(reference, batches(seed=round), 2, 0.4, lr=0.3, momentum=0.9, kept=kept)
+        losses = by_hand(reference, [batches(seed=round)] * 2, 0.4, lr=0.3, momentum=0.9, kept=kept)
         assert_near(module.backbone.state_dict(), reference.state_dict())
         measured = module.train_losses()
         assert [measured[name] for name in ("ce", "history", "siamese")] == pytest.approx(losses)
@@ -269,34 +280,28 @@ def test_two_fits_equal_a_loop_by_hand():
 
 
 def whole_run_by_hand(run, mu, with_history=True):
-    """Train two rounds of all clients with full batches, one epoch per round and dual aggregation, in float64."""
-    model, kept = copy.deepcopy(run.worker.template.backbone).double(), {}
-    for _ in range(2):
+    """Return the shared model and the clients' last encoders after three rounds with dual aggregation."""
+    model, kept = copy.deepcopy(run.worker.template.backbone), {}
+    for round in range(1, 4):
         trained = []
-        for k, shard in enumerate(run.data.shards):
-            local = copy.deepcopy(model).train()
-            own = [(run.data.data.x_train[shard.train].double(), run.data.data.y_train[shard.train])]
-            by_hand(local, own, 1, mu, lr=0.1, momentum=0.9, kept=kept.get(k))
+        for k in run.server.participants(round):
+            local = copy.deepcopy(model)
+            by_hand(local, local_batches(run, round, k), mu, lr=0.2, momentum=0.0, kept=kept.get(k))
             trained.append(local)
             if with_history:
-                kept[k] = copy.deepcopy(local.encoder).eval()
-        flat = [torch.cat([p.detach().flatten() for p in local.parameters()]) for local in trained]
-        xi = by_hand_xi(flat)
-        merged = {
-            name: sum(x * local.state_dict()[name] for x, local in zip(xi, trained, strict=True))
-            for name, value in model.state_dict().items()
-            if value.is_floating_point()
-        }
-        model.load_state_dict(merged, strict=False)
-    return merged, kept
+                kept[k] = copy.deepcopy(local.encoder)
+        xi = by_hand_xi([torch.cat([p.detach().flatten() for p in local.parameters()]) for local in trained])
+        model.load_state_dict(mean_by_hand([local.state_dict() for local in trained], xi))
+    return model.state_dict(), kept
 
 
-def test_the_next_rounds_first_epoch_uses_the_clients_last_model(tmp_path):
-    mu, trainer = 5.0, SHORT["trainer"] | {"precision": "64-true"}
-    options = SHORT | {"scenario": digits(clients=2), "batch_size": 10_000, "trainer": trainer}
-    run = finished(tmp_path, FedSiamDA(mu), **options)
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """In a client's next round, its first epoch uses its last model."""
+    mu = 0.5
+    run = finished(tmp_path, FedSiamDA(mu), model=SIAM, **UNEQUAL)
     expected, kept = whole_run_by_hand(run, mu)
-    assert_near({name: run.state["model"][name] for name in expected}, expected)
+    assert_equals_loop(run, run.state["model"], expected)
     for k, encoder in kept.items():
         assert_near(run.memory[k]["term_history"], encoder.state_dict())
     without, _ = whole_run_by_hand(run, mu, with_history=False)

@@ -1,12 +1,15 @@
 """FedSKC's equations against brute force, and its identities (spec: 1. FedSKC)."""
 
+import copy
 import math
 
 import pytest
 import torch
-from experiments import experiment, in_float64
+from experiments import UNEQUAL, descend, experiment, in_float64, samples_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import assert_equals_loop, steps_of
+from peers import mean_by_hand
 from torch import nn
 from torch.nn import functional as F
 
@@ -308,6 +311,63 @@ def test_the_review_starts_in_the_second_round_with_knowledge(review):
 
 
 # --- The method ---
+
+
+def shared_knowledge(rows):
+    """Return Eq. 1 with M = 1 of one class's knowledge on each of its clients."""
+    merged = []
+    for k, row in enumerate(rows):
+        others = [other for j, other in enumerate(rows) if j != k]
+        nearest = min(others, key=lambda other: float((row - other).norm()), default=row)
+        merged.append((row + nearest) / 2)
+    return sum(merged) / len(merged)
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """No participant of round 1 has class 0."""
+    tau, beta = 0.3, 0.5
+    run = experiment(tmp_path, FedSKC(tau, beta=beta, gda_scale="share"), seed=2, **UNEQUAL)
+    run.load()
+    model, known, reviews = copy.deepcopy(run.worker.template.backbone), {}, []
+    for round in range(1, 4):
+        ends, heard, sizes = [], [], []
+        for client in run.server.participants(round):
+            local, classes = copy.deepcopy(model), list(known)
+            for x, y in steps_of(run, round, client):
+                logits = local(x)
+                loss = F.cross_entropy(logits, y)
+                if known:
+                    columns = [
+                        F.cosine_similarity(logits, row, dim=1) / (logits.detach() - row).norm(dim=1).mean()
+                        for row in known.values()
+                    ]
+                    log_p = (torch.stack(columns, dim=1) / tau).log_softmax(dim=1)
+                    rows = [(i, classes.index(j)) for i, j in enumerate(y.tolist()) if j in known]
+                    loss = loss - sum(log_p[i, j] for i, j in rows) / len(y)
+                descend(local, loss, 0.2)
+            x, y = samples_of(run, client)
+            means = {j: local(x[y == j]).mean(dim=0).detach() for j in y.unique().tolist()}
+            heard.append({j: mean / (1 + (-mean).exp()) for j, mean in means.items()})
+            ends.append(local.state_dict())
+            sizes.append(len(y))
+        held = sorted({j for rows in heard for j in rows})
+        now = known | {j: shared_knowledge([rows[j] for rows in heard if j in rows]) for j in held}
+        gaps = [sum(float((row - now[j]).norm()) for j, row in rows.items()) / len(rows) for rows in heard]
+        shares = [size / sum(sizes) for size in sizes]
+        gates = [torch.tensor(4 * n - gap**2 / sum(gaps)).sigmoid() for n, gap in zip(shares, gaps, strict=True)]
+        merged = mean_by_hand(ends, [float(gate) for gate in gates])
+        if known:
+            after, before = (sum(float(rows[j].var(correction=0)) for j in known) for rows in (now, known))
+            reviews.append(min(max((1 - beta) * (after - before) / before, 0.0), 1.0))
+            last = model.state_dict()
+            merged = {name: value + reviews[-1] * (last[name] - value) for name, value in merged.items()}
+        assert len(now) - len(known) == [9, 1, 0][round - 1]
+        known = now
+        model.load_state_dict(merged)
+    assert 0 < max(reviews) < 1
+    run.fit()
+    assert_equals_loop(run, run.state["model"], model.state_dict())
 
 
 @in_float64

@@ -5,8 +5,10 @@ from statistics import median_low
 import pytest
 import torch
 from commands import rows, tiny
+from experiments import UNEQUAL, descend, experiment, in_float64
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import assert_equals_loop, rounds_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import ClassifierVariance, FedUV, HypersphericalUniformity
@@ -29,6 +31,24 @@ def uniformity_by_hand(z, detach=False):
     distances = torch.stack(pairs)
     sigma = distances[distances > 0].median()
     return torch.exp(-distances / (sigma.detach() if detach else sigma)).mean()
+
+
+@pytest.mark.thorough
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    lam, mu = 1.5, 0.7
+    run = experiment(tmp_path, FedUV(lam, mu), **UNEQUAL)
+
+    def train(local, client, batches):
+        for x, y in batches:
+            z = local.encoder(x)
+            logits = local.head(z)
+            spread = sum((0.1**0.5 - p.std()).clamp(min=0) for p in logits.softmax(dim=1).T) / 10
+            descend(local, F.cross_entropy(logits, y) + lam * spread + mu * uniformity_by_hand(z), 0.2)
+
+    expected, _ = rounds_by_hand(run, train)
+    run.fit()
+    assert_equals_loop(run, run.state["model"], expected)
 
 
 # --- V ---

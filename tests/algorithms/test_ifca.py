@@ -2,23 +2,33 @@
 
 import copy
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, client_series, digits, experiment, finished, in_float64, same_bytes, weights_after
+from experiments import (
+    UNEQUAL,
+    NoDropout,
+    NormMLP,
+    client_series,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    samples_of,
+    weights_after,
+)
+from loops import assert_equals_loop, cross_entropy_steps, steps_of
 from peers import mean_by_hand
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import IFCA, ClusterMeans, FedAvg
+from fl_lightning.algorithms import IFCA, ClusterMeans
 from fl_lightning.algorithms.clustered.ifca import best_cluster, mean_loss
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import reinitialised
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.models import MLP
 from fl_lightning.models.heads import CosineLinear
 
 pytestmark = pytest.mark.numeric
@@ -63,59 +73,44 @@ def test_with_identical_models_all_clients_choose_the_first(tmp_path):
     assert same_bytes(run.state["cluster_0"], run.state["model"])
 
 
-def by_hand(run, k, rounds, shared=()):
-    """Return the clusters' models and the choices after some rounds, with losses over all of a client's data."""
-    models = [
-        run.state[f"cluster_{j}"] | {n: v for n, v in run.state["model"].items() if n.startswith(shared)}
-        for j in range(k)
-    ]
-    chosen = []
-    plain = experiment(run.run_dir / "plain", FedAvg(), **run.options)
-    plain._build()
-    for round in range(1, rounds + 1):
-        groups, everybody = {}, []
-        for client in run.server.participants(round):
-            own = run.data.shards[client].train
+@pytest.mark.parametrize("shared", [(), ("encoder.",)])
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path, shared):
+    k = 3
+    run = experiment(tmp_path / "run", IFCA(k, shared), model=NoDropout, **UNEQUAL)
+    start = experiment(tmp_path / "start", IFCA(k, shared), model=NoDropout, **UNEQUAL)
+    start._build()
+
+    def cluster_of(state, j):
+        return state[f"cluster_{j}"] | {n: v for n, v in state["model"].items() if n.startswith(shared)}
+
+    models, chosen = [cluster_of(start.state, j) for j in range(k)], []
+    network = copy.deepcopy(start.worker.template.backbone)
+    for round in range(1, 4):
+        groups, everybody, choices = {}, [], []
+        for client in start.server.participants(round):
+            x, y = samples_of(start, client)
             losses = []
             for model in models:
-                network = plain.worker.modules.build_shared(model).backbone.eval()
-                with torch.no_grad():
-                    logits = network(run.data.data.x_train[own]).double()
-                losses.append(float(F.cross_entropy(logits, run.data.data.y_train[own])))
+                network.load_state_dict(model)
+                losses.append(F.cross_entropy(network.eval()(x), y).item())
             cluster = losses.index(min(losses))
-            chosen.append((round, client, cluster))
-            task = plain.server.task(round, client, Message.pack({"model": models[cluster]}))
-            trained = plain.worker.run(task).upload.section("model")
-            groups.setdefault(cluster, []).append((trained, len(own)))
-            everybody.append((trained, len(own)))
+            network.load_state_dict(models[cluster])
+            cross_entropy_steps(network.train(), steps_of(start, round, client))
+            end = (copy.deepcopy(network.state_dict()), len(y))
+            groups.setdefault(cluster, []).append(end)
+            everybody.append(end)
+            choices.append((client, cluster))
+        chosen += choices
         common = mean_by_hand(*zip(*everybody, strict=True))
         models = [mean_by_hand(*zip(*groups[j], strict=True)) if j in groups else models[j] for j in range(k)]
         models = [m | {n: v for n, v in common.items() if n.startswith(shared)} for m in models]
-    return models, chosen
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("model", "shared"), [(partial(MLP, hidden=(16,)), ()), (NormMLP, ("encoder.",))])
-@in_float64
-def test_a_run_equals_a_loop_by_hand(tmp_path, model, shared):
-    k, rounds = 3, 2
-    options = {"model": model, "scenario": digits(8, alpha=0.1), "clients_per_round": 5, "seed": 3}
-    start = experiment(tmp_path / "start", IFCA(k, shared), **options)
-    start._build()
-    start.options = options
-    models, chosen = by_hand(start, k, rounds, shared)
-    run = finished(tmp_path / "run", IFCA(k, shared), rounds=rounds, **options)
+    run.fit()
     for j, wanted in enumerate(models):
-        held = run.state[f"cluster_{j}"] | {n: v for n, v in run.state["model"].items() if n.startswith(shared)}
-        assert held.keys() == wanted.keys()
-        for name in wanted:
-            torch.testing.assert_close(held[name], wanted[name], rtol=1e-9, atol=1e-9)
-    last = [(client, cluster) for round, client, cluster in chosen if round == rounds]
-    assert (
-        list(zip(run.state["choices"]["client"].tolist(), run.state["choices"]["cluster"].tolist(), strict=True))
-        == last
-    )
-    assert len({cluster for *_, cluster in chosen}) > 1
+        assert_equals_loop(run, cluster_of(run.state, j), wanted)
+    found = run.state["choices"]
+    assert list(zip(found["client"].tolist(), found["cluster"].tolist(), strict=True)) == choices
+    assert len({cluster for _, cluster in chosen}) > 1
 
 
 def test_the_cluster_is_chosen_by_the_mean_loss_in_eval_mode(tmp_path):

@@ -4,14 +4,13 @@ import copy
 
 from experiments import (
     UNEQUAL,
-    assert_near,
     descend,
     experiment,
     in_float64,
-    local_batches,
     same_bytes,
     weights_after,
 )
+from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import LGFedAvg
@@ -30,8 +29,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             local.head.load_state_dict(head.state_dict())
             if client in encoders:
                 local.encoder.load_state_dict(encoders[client])
-            for x, y in (batch for epoch in local_batches(run, round, client) for batch in epoch):
-                descend(local, F.cross_entropy(local(x.double()), y), 0.2)
+            for x, y in steps_of(run, round, client):
+                descend(local, F.cross_entropy(local(x), y), 0.2)
             encoders[client] = local.encoder.state_dict()
             ends.append(local.head.state_dict())
             sizes.append(len(run.data.shards[client].train))
@@ -39,10 +38,10 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ("weight", "bias")}
         )
     run.fit()
-    assert_near(run.state["model"], {f"head.{name}": value for name, value in head.state_dict().items()}, 1e-12)
+    assert_equals_loop(run, run.state["model"], {f"head.{name}": value for name, value in head.state_dict().items()})
     for client, encoder in encoders.items():
         kept = {f"encoder.{name}": value for name, value in encoder.items()}
-        assert_near(run.memory[client]["personal"], dict(sorted(kept.items())), 1e-12)
+        assert_equals_loop(run, run.memory[client]["personal"], dict(sorted(kept.items())))
 
 
 def test_with_no_personal_part_it_is_fedavg_bit_for_bit(tmp_path):

@@ -4,7 +4,8 @@ import copy
 import json
 
 import pytest
-from experiments import SGD, NormMLP, client_series, finished, same_bytes
+from experiments import SGD, UNEQUAL, NoDropout, NormMLP, client_series, experiment, finished, in_float64, same_bytes
+from loops import assert_clients_equal_loop, cross_entropy_steps, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DistillingWeights, Local, Proximal
@@ -38,6 +39,18 @@ def test_each_client_trains_its_own_model_as_in_a_plain_loop(tmp_path):
     for client, net in expected.items():
         assert same_bytes(own_models(run)[client], dict(sorted(net.state_dict().items())))
         assert same_bytes(dict(run.client_module(client).backbone.state_dict()), dict(net.state_dict()))
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    run = experiment(tmp_path, Local(), model=NoDropout, **UNEQUAL)
+    run.load()
+    models = {client: copy.deepcopy(run.worker.template.backbone).train() for client in range(4)}
+    for round in range(1, 4):
+        for client in run.server.participants(round):
+            cross_entropy_steps(models[client], steps_of(run, round, client))
+    run.fit()
+    assert_clients_equal_loop(run, models)
 
 
 def test_a_client_that_never_took_part_is_evaluated_with_the_initial_model(tmp_path):

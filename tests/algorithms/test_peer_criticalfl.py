@@ -1,13 +1,25 @@
 """CriticalFL between peers: collected entries, mixing and the number of peers, compared with loops by hand."""
 
+import copy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from experiments import descend, digits, finished, in_float64, same_bytes, samples_of, task_of_round
+from experiments import (
+    UNEQUAL,
+    descend,
+    digits,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    samples_of,
+    task_of_round,
+)
+from loops import assert_publications_equal_loop, cross_entropy_steps, steps_of
 
-from fl_lightning.algorithms import PeerCriticalFL
+from fl_lightning.algorithms import PeerCriticalFL, Ring
 from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, collected_part
 from fl_lightning.algorithms.decentralized.peers import publication, unbundle
 from fl_lightning.algorithms.global_model.criticalfl import MASK, VALUES
@@ -64,6 +76,35 @@ def test_each_entry_is_averaged_over_the_peers_that_sent_it(partly):
         torch.testing.assert_close(torch.cat([mixed["a"].flatten(), mixed["b"]])[e], expected)
     mean = sum(n * m["running_mean"] for n, m in zip(samples, models, strict=True)) / sum(samples)
     torch.testing.assert_close(mixed["running_mean"], mean)
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """In a critical period on a ring: each peer provides the entries that changed most in its last round."""
+    run = experiment(tmp_path, PeerCriticalFL(n_com=2, keep=KEEP, every=1, graph=Ring()), **UNEQUAL)
+    run.load()
+    local = copy.deepcopy(run.worker.template.backbone)
+    heard = [(copy.deepcopy(local.state_dict()), {n: torch.ones_like(v) for n, v in local.state_dict().items()})] * 4
+    sizes = [len(shard.train) for shard in run.data.shards]
+    for round in range(1, 4):
+        after = list(heard)
+        for client in run.server.participants(round):
+            start = {}
+            for name, own in heard[client][0].items():
+                total, weight = sizes[client] * own, torch.full_like(own, sizes[client])
+                for j in ((client - 1) % 4, (client + 1) % 4):
+                    model, changed = heard[j]
+                    total, weight = total + sizes[j] * changed[name] * model[name], weight + sizes[j] * changed[name]
+                start[name] = total / weight
+            local.load_state_dict(start)
+            cross_entropy_steps(local, steps_of(run, round, client))
+            end = copy.deepcopy(local.state_dict())
+            moves = {name: (value - start[name]).abs() for name, value in end.items()}
+            threshold = float(np.quantile(torch.cat([m.flatten() for m in moves.values()]).numpy(), 1 - KEEP))
+            after[client] = end, {name: (m >= threshold).double() for name, m in moves.items()}
+        heard = after
+    run.fit()
+    assert_publications_equal_loop(run, {client: model for client, (model, _) in enumerate(heard)})
 
 
 @in_float64

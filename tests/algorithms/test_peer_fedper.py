@@ -1,11 +1,23 @@
 """FedPer between peers: heads are never sent."""
 
 import torch
-from experiments import NormMLP, finished, same_bytes
+from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, same_bytes
+from loops import assert_equals_loop, assert_publications_equal_loop, peers_by_hand
 from peers import model_of, published
 
 from fl_lightning.algorithms import PeerFedPer, Ring
 from fl_lightning.core.state_dicts import weighted_mean
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    run = experiment(tmp_path, PeerFedPer(graph=Ring()), **UNEQUAL)
+    expected = peers_by_hand(run, personal="head.")
+    run.fit()
+    assert_publications_equal_loop(run, expected)
+    for client, memory in run.memory.items():
+        heads = {name: expected[client][name] for name in ("head.weight", "head.bias")}
+        assert_equals_loop(run, memory["personal"], heads)
 
 
 def test_heads_are_never_sent_and_return_to_their_client(tmp_path):

@@ -6,8 +6,21 @@ import numpy as np
 import pytest
 import torch
 from commands import rows, run, tiny
-from experiments import SGD, NormMLP, assert_near, client_series, digits, experiment, finished, in_float64, same_bytes
+from experiments import (
+    SGD,
+    UNEQUAL,
+    NoDropout,
+    NormMLP,
+    assert_near,
+    client_series,
+    digits,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+)
 from fl_lightning.callbacks import RoundCallback
+from loops import assert_publications_equal_loop, peers_by_hand
 from methods import assert_same_run
 from peers import Watching, mean_by_hand, model_of, peers_in, published
 from task_runners import Backwards
@@ -158,6 +171,14 @@ def test_two_rounds_equal_a_hand_written_loop(tmp_path):
         assert n == samples[client]
     for name, value in weighted_mean(models, samples).items():
         torch.testing.assert_close(run.state["model"][name], value, rtol=1e-6, atol=1e-9)
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    run = experiment(tmp_path, PeerAlgorithm(graph=Ring()), model=NoDropout, **UNEQUAL)
+    expected = peers_by_hand(run)
+    run.fit()
+    assert_publications_equal_loop(run, expected)
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from experiments import (
+    UNEQUAL,
     NormMLP,
     assert_near,
     descend,
@@ -18,6 +19,7 @@ from experiments import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import assert_equals_loop, rounds_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, PerFedAvg, Proximal
@@ -160,6 +162,39 @@ def test_a_step_equals_the_formula(order):
     for name, parameter in module.backbone.named_parameters():
         assert torch.equal(parameter, start[name])  # restored
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@in_float64
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_run_equals_a_loop_by_hand(tmp_path, order):
+    alpha, delta = 0.3, 0.05
+    run = experiment(tmp_path, PerFedAvg(order, alpha, delta), **UNEQUAL)
+
+    def gradients_at(local, batch, moves, length):
+        there = copy.deepcopy(local)
+        with torch.no_grad():
+            for p, move in zip(there.parameters(), moves, strict=True):
+                p -= length * move
+        x, y = batch
+        return torch.autograd.grad(F.cross_entropy(there(x), y), list(there.parameters()))
+
+    def train(local, client, batches):
+        for x, y in batches:
+            n = 2 if order == "first" else 3
+            parts = list(zip(x.tensor_split(n), y.tensor_split(n), strict=True)) if len(y) >= 2 * n else [(x, y)] * n
+            v = gradients_at(local, parts[1], gradients_at(local, parts[0], list(local.parameters()), 0.0), alpha)
+            slopes = v
+            if order == "hessian_free":
+                ups, downs = (gradients_at(local, parts[2], v, length) for length in (-delta, delta))
+                curve = [(up - down) / (2 * delta) for up, down in zip(ups, downs, strict=True)]
+                slopes = [g - alpha * c for g, c in zip(v, curve, strict=True)]
+            with torch.no_grad():
+                for p, slope in zip(local.parameters(), slopes, strict=True):
+                    p -= 0.2 * slope
+
+    expected, _ = rounds_by_hand(run, train, weighting="uniform")
+    run.fit()
+    assert_equals_loop(run, run.state["model"], expected)
 
 
 def test_loss_terms_are_part_of_the_meta_objective():

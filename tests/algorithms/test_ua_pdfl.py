@@ -1,5 +1,6 @@
 """UA-PDFL's equations against brute force, Algorithm 2 by hand, and its bytes (spec: 5. UA-PDFL)."""
 
+import copy
 import math
 from collections import Counter
 from functools import partial
@@ -7,16 +8,19 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, experiment, finished, same_bytes
+from experiments import UNEQUAL, NormMLP, descend, experiment, finished, in_float64, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import assert_equals_loop, steps_of
 from peers import Watching, mean_by_hand, model_of, peers_in, published
+from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, FedAvg, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.decentralized import ua_pdfl as ua
 from fl_lightning.algorithms.decentralized.peers import tensors_to_message, unbundle
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import Digits, Partition, Scenario
 from fl_lightning.engines import Task
 from fl_lightning.models import MLP
@@ -389,6 +393,54 @@ def test_a_client_without_peers_keeps_its_model(th_i):
     collected, mixed = collect_and_mix(UAPDFL(th_i), own, {})
     assert collected == {}
     assert same_bytes(mixed, own.section("model"))
+
+
+# --- A run ---
+
+
+@in_float64
+def test_a_run_equals_a_loop_by_hand(tmp_path):
+    """Clients collect from all three peers. In round 1 all are alike, later sometimes all and sometimes some."""
+    th_i, mu, drops, shared = 0.1, 0.05, [], set()
+    run = experiment(tmp_path, UAPDFL(th_i, mu, n_com=None), **UNEQUAL)
+    run.load()
+    local = copy.deepcopy(run.worker.template.backbone)
+    unit = torch.ones(1, 1, 8, 8)
+
+    def publish():
+        features = local.encoder(unit).detach()
+        return copy.deepcopy(local.state_dict()), features[0], local.head(features).detach().softmax(dim=1)[0]
+
+    sizes = [len(shard.train) for shard in run.data.shards]
+    heard = [publish()] * 4
+    for round in range(1, 4):
+        after = list(heard)
+        for client in run.server.participants(round):
+            peers = [j for j in range(4) if j != client]
+            alike = [j for j in peers if shannon_by_hand(heard[client][2], heard[j][2]) <= th_i]
+            drops.append(alike == peers)
+            if drops[-1]:
+                rng = generator(run.seed, Stream.DOWNLOAD, round, client)
+                rng.choice(peers, 3, replace=False)
+                local.load_state_dict(heard[rng.choice(peers)][0])
+            else:
+                shared.add(len(alike))
+                parts = []
+                for group, prefix in (([client, *peers], "encoder."), ([client, *alike], "head.")):
+                    models = [{n: v for n, v in heard[j][0].items() if n.startswith(prefix)} for j in group]
+                    parts.append(mean_by_hand(models, [sizes[j] for j in group]))
+                local.load_state_dict(parts[0] | parts[1])
+            average = sum(features for _, features, _ in heard) / 4
+            for x, y in steps_of(run, round, client):
+                gap = (local.encoder(unit)[0] - average).square().sum()
+                descend(local, F.cross_entropy(local(x), y) + mu * gap, 0.2)
+            after[client] = publish()
+        heard = after
+    assert True in drops[3:]
+    assert max(shared) > 0
+    run.fit()
+    for client in run.memory:
+        assert_equals_loop(run, model_of(published(run, client)[0]), heard[client][0])
 
 
 # --- Bytes of runs ---

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fl_lightning.cli.catalogue import classes
 from fl_lightning.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,14 @@ def test_the_files_that_the_design_names_exist():
     paths = re.findall(r"`((?:[a-z_]+/)+[a-z_]+(?:\.py|/))`", (ROOT / "docs" / "design.md").read_text())
     assert len(paths) > 40
     assert not [path for path in paths if not ((ROOT / "fl_lightning" / path).exists() or (ROOT / path).exists())]
+
+
+def test_the_table_of_loops_has_a_rounding_error_for_every_method():
+    text = (ROOT / "docs" / "correctness.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\]\(.+\) \| .+ \| (\S+) \| `(\w+\.py)` \|$", text, re.M)
+    assert {name for name, *_ in rows} == {kind.__name__ for kind in classes("algorithms")}, "run: python docs/loops.py"
+    assert all(float(difference) < 1e-12 for _, difference, _ in rows)
+    assert all((ROOT / "tests" / "algorithms" / test).is_file() for *_, test in rows)
 
 
 def test_the_reference_matches_the_docstrings():

@@ -34,6 +34,7 @@ TOGETHER = {
     "FedDistill",
     "FedDistillPlus",
     "FedDyn",
+    "FedGen",
     "FedLC",
     "FedNTD",
     "FedPer",

@@ -35,6 +35,7 @@ from fl_lightning.algorithms import (
     FedAvg,
     FedBABU,
     FedDW,
+    FedGen,
     FedProto,
     FedProx,
     FedSiamDA,
@@ -77,6 +78,7 @@ HEADS = partial(MLP, hidden=(16,), head=Head(projection=8, prediction=8))
 ALGORITHMS = {
     "local buffers": (partial(FedAvg, buffers="local"), {"model": NormMLP}),
     "dropped buffers": (partial(FedAvg, buffers="drop"), {"model": NormMLP}),
+    "FedGen's code": (partial(FedGen, beta=1.0, reference=True), {"model": NormMLP}),
     "FedSKC's code": (partial(FedSKC, preset="reference"), {"model": NormMLP}),
     "cwFedAVG's code": (partial(CwFedAvg, preset="reference"), {"model": NormMLP, "batch_size": 8}),
     "UA-PDFL's code": (partial(UAPDFL, n_com=2, preset="reference"), {"model": NormMLP}),
@@ -483,7 +485,7 @@ class Stepwise(LossTerm):
 
 class Noisy(LossTerm):
     def forward(self, step):
-        return step.logits.mean() * torch.rand(()).to(step.logits)
+        return step.logits.mean() * torch.rand_like(step.logits[0, 0])
 
 
 class Calls(nn.Module):

@@ -1,6 +1,5 @@
 """Small experiments, their data and comparisons, for all tests."""
 
-import copy
 import csv
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
@@ -197,29 +196,6 @@ def local_batches(run: FederatedOrchestrator, round: int, client: int) -> list[l
     """Return the batches of each epoch of a client's fit, in the order in which the run trains on them."""
     batches = run.worker.client_data.batches(Task(round, client, Message(), {}))
     return [list(batches) for _ in range(run.training.trainer["max_epochs"])]
-
-
-def rounds_by_hand(run: FederatedOrchestrator, train: Callable[..., None], rounds: int = 3) -> dict[str, torch.Tensor]:
-    """Return the global weights after some rounds of a federated loop that is written by hand.
-
-    Args:
-        run: The experiment. It gives the initial model, the participants and the batches.
-        train: Trains a copy of the global model in place. Its arguments are the copy, the client and its epochs of
-            batches `(x, y)`.
-        rounds: Number of rounds.
-    """
-    run.load()
-    model = copy.deepcopy(run.worker.template.backbone)
-    for round in range(1, rounds + 1):
-        ends, sizes = [], []
-        for client in run.server.participants(round):
-            local = copy.deepcopy(model)
-            train(local, client, local_batches(run, round, client))
-            ends.append(local.state_dict())
-            sizes.append(len(run.data.shards[client].train))
-        mean = {n: sum(s * e[n] for s, e in zip(sizes, ends, strict=True)) / sum(sizes) for n in ends[0]}
-        model.load_state_dict(mean)
-    return model.state_dict()
 
 
 def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:

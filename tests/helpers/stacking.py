@@ -94,7 +94,7 @@ class Augmented(Scenario):
 
 
 class DrawingHooks(LossTerm):
-    """A loss term that draws random numbers when the fit and each epoch start."""
+    """A loss term that draws random numbers when the fit and each epoch start, and in each step."""
 
     def begin(self, module):
         self.noise = torch.rand(()) + random.random()
@@ -103,7 +103,8 @@ class DrawingHooks(LossTerm):
         self.noise = self.noise + torch.rand(()) * float(np.random.rand())
 
     def forward(self, step):
-        return step.logits.square().mean() * self.noise.to(step.logits)
+        drawn = torch.rand(()) + torch.randn(2, 1).square().sum()
+        return step.logits.square().mean() * (self.noise + drawn).to(step.logits)
 
 
 class NoisyUpload(FedAvg):
