@@ -277,10 +277,11 @@ class Scenario:
     def _load_without(self, held_out: Sequence[Shard], data: LoadedData, seed: int) -> LoadedData:
         """Load the data again, with statistics of all training samples except those of the held-out clients."""
         everything = torch.arange(len(data.y_train))
-        rows: Any = self._reduce(replace(data, x_train=everything), seed, self._objective(data)).x_train
+        rows = self._reduce(replace(data, x_train=everything), seed, self._objective(data)).x_train
+        assert isinstance(rows, Tensor)
         own = torch.cat([part for shard in held_out for part in (shard.train, shard.test)])
         dataset = copy.copy(self.dataset)
-        dataset.fitted = np.setdiff1d(everything, rows[own[own < len(rows)]])  # larger indices are test samples
+        dataset.fitted = np.setdiff1d(everything.numpy(), rows[own[own < len(rows)]].numpy())  # others are test samples
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown the first time
             return dataset.checked(self.objective)
