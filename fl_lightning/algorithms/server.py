@@ -79,7 +79,7 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The shared state, plus the public section of every client's state if the method has one."""
+        """What a download may be made of: the shared state and, in some methods, what each client published."""
         return self.memory.with_peers(self.state, self.algorithm.public)
 
     def participants(self, round: int) -> list[int]:

@@ -153,7 +153,7 @@ def tune(
     allows: Callable[[Sequence[str]], bool] = lambda words: True,
     show: Callable[[TrialResult, int], None] = lambda result, most: None,
 ) -> TunedEntry:
-    """Run an entry's missing trials, and return the results of all.
+    """Run the missing trials of a method in one scenario, and return the results of all its trials.
 
     The first trial has the values of the configs, the others those that Optuna proposes. If after the first half of the
     trials the best value of a logarithmic range lies at its edge, the range is moved so that this value lies in its

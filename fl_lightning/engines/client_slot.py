@@ -151,7 +151,7 @@ def weights_of(entries: dict[str, Tensor], names: Iterable[str]) -> dict[str, Te
 
 
 def owner(network: nn.Module, entry: str) -> tuple[dict[str, Any], str, str]:
-    """Return the attributes of the module with a state-dict entry, `_parameters` or `_buffers`, and the name in it."""
+    """Return the dict that holds a state-dict entry in its module, the name of this dict, and the key in it."""
     path, _, name = entry.rpartition(".")
     attributes = vars(network.get_submodule(path))
     return attributes, "_parameters" if name in attributes["_parameters"] else "_buffers", name

@@ -111,7 +111,7 @@ class ModuleFactory:
         return module
 
     def intact_slot(self) -> ClientSlot | None:
-        """Return the slot of the client module that is reset for each client; None if it cannot be reset."""
+        """Return the holder of the module that all clients use in turn; None if the module cannot be reset."""
         if self._slot and not self._slot.is_intact:
             del self._slot
         return self._slot

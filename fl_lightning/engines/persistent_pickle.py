@@ -1,4 +1,4 @@
-"""Pickling with keys in place of some objects, by `persistent_id`, which Python 3.13 requires to be a method."""
+"""Pickling with keys in place of some objects, by pickle's `persistent_id`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StackedSlots:
         return self._slots[row]
 
     def step(self) -> StackedStep:
-        """Return the training step of all slots, for clients that only differ in the backbone's weights."""
+        """Return the step that trains all stacked clients together; only their backbones' weights differ."""
         if self._step is None:
             steps = [StepContents(ClientStep(slot.module)) for slot in self._slots]
             self._step = StackedStep(steps, self._flat.device)

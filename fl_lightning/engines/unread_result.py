@@ -67,7 +67,7 @@ class UnreadResult(NamedTuple):
 
 
 def unread_result(task: Task, result: Result, losses: LossRecord | None = None) -> UnreadResult:
-    """Return a result to be read, with the sums that show whether its upload is finite."""
+    """Return a result whose tensors are still on the device, with sums that show whether its upload is finite."""
     sections = result.upload.sections if result.upload else {}
     return UnreadResult(task, result, losses, {name: sums_of(tensors) for name, tensors in sections.items()})
 

@@ -229,7 +229,7 @@ class DisPFL(PeerAlgorithm):
         return message.without("model").plus(sections)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the published weights and the mask of the client's next round."""
+        """Return the client state: the weights that peers may collect, and the mask of the client's next round."""
         assert isinstance(module, MaskedModule)
         masks = {name: pack_mask(mask) for name, mask in module.next_masks.items()}
         return super().remember(module, upload) | {NEXT: masks}

@@ -282,7 +282,7 @@ class CriticalFL(Algorithm):
         module.received, module.critical = download.section("model"), bool(download.numbers["critical"])
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the whole model, or in a critical period its entries that changed most, and the gradient norm."""
+        """Return the gradient norm and the model: all of it, or in a critical period the entries that changed most."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         numbers = message.numbers | {"gradient_norm": module.gradient_norm}

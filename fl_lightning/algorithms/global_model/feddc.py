@@ -49,7 +49,7 @@ class DriftPenalty(LossTerm):
         self._drift = kept
 
     def begin(self, module: ClientModule) -> None:
-        """Keep the received weights `w` and the corrected ones `w - h_k`."""
+        """Keep the received weights `w`, and the weights `w - h_k`, which are corrected by the client's drift."""
         self._start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
         zero = {name: torch.zeros_like(p) for name, p in self._start.items()}
         self._drift = zero | {name: value.to(zero[name]) for name, value in self._drift.items()}
