@@ -57,7 +57,7 @@ class TrialResult:
         state: One of `complete`, `ended early`, `failed`, `unfinished`.
         value: The metric, a mean over the sweep's seeds if it has some; for a trial that ended early, its last value.
             None for other states.
-        rounds: Number of rounds that were run.
+        rounds: Number of rounds that were run; for a trial that ended early, the round whose value decided.
         reason: Why the trial failed or is unfinished.
         values: The metric with each of the sweep's seeds, or that of the only run; empty unless the trial is complete.
     """
@@ -284,6 +284,8 @@ class Study:
 
     def _result(self, trial: FrozenTrial) -> TrialResult:
         rounds = max((int(row["round"]) for run in self._runs(trial) for row in self._rows(run)), default=0)
+        if trial.state == PRUNED:  # a run may have more rounds than the one whose mean decided
+            rounds = trial.last_step or rounds
         settings = {key: one.word(trial.params[key]) for key, one in self.sweep.parameters.items()}
         number, attributes = trial.user_attrs["number"], trial.user_attrs
         reason = attributes.get("reason", self._reasons.get(number, "")) if trial.state != COMPLETE else ""

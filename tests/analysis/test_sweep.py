@@ -611,7 +611,8 @@ def test_trials_are_pruned_by_the_mean_over_seeds(tmp_path, monkeypatch):
     sweep = parsed(parameters={"x": {"values": [2, 1, 3]}}, seeds=[0, 1], early_terminate=early)
     whole = run_faked(monkeypatch, tmp_path / "whole", sweep, FakeRuns(by_seed))
     states = [(one.state, round(one.value, 9), one.rounds) for one in whole]
-    assert states == [("complete", 0.2, 2), ("ended early", 0.1, 2), ("complete", 0.3, 2)]
+    assert states == [("complete", 0.2, 2), ("ended early", 0.1, 1), ("complete", 0.3, 2)]
+    assert whole[1].describe() == "ended early after round 1, at 0.1000"  # seed 0 has finished round 2
     assert list(study_of(tmp_path / "whole").trials[1].intermediate_values) == [1]
     folder = tmp_path / "killed"
     with pytest.raises(Killed):
