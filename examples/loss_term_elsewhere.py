@@ -1,5 +1,7 @@
 """Use FedSKC's contrastive loss (LCL) in any LightningModule.
 
+FedProx's term, which needs the weights before training, is prepared in `on_fit_start`.
+
 Run it with `python examples/loss_term_elsewhere.py`.
 """
 
@@ -9,25 +11,31 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning import Step
-from fl_lightning.algorithms import LocalContrastive
+from fl_lightning import ClientModule, Step
+from fl_lightning.algorithms import LocalContrastive, Proximal
 from fl_lightning.data import Digits
 
 
 class Classifier(L.LightningModule):
-    """A LightningModule without federated learning, with one additional loss term."""
+    """A LightningModule without federated learning, with two additional loss terms."""
 
     def __init__(self, class_logits: torch.Tensor) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         self.lcl = LocalContrastive(tau=0.5)
         self.lcl.load(class_logits, known=torch.ones(10, dtype=torch.bool))
+        self.proximal = Proximal(mu=0.01)
+
+    def on_fit_start(self):
+        """Let the proximal term store the weights before training."""
+        self.proximal.begin(ClientModule(self.net))
 
     def training_step(self, batch, batch_idx):
-        """Return the cross-entropy plus LCL."""
+        """Return the cross-entropy plus LCL and the proximal term."""
         x, y = batch
         logits = self.net(x)
-        return F.cross_entropy(logits, y) + self.lcl(Step(logits=logits, targets=y))
+        step = Step(logits=logits, targets=y, backbone=self.net)
+        return F.cross_entropy(logits, y) + self.lcl(step) + self.proximal(step)
 
     def configure_optimizers(self):
         """Return the SGD optimizer."""

@@ -55,9 +55,11 @@ class Step:
 class LossTerm(ArgumentsMixin, nn.Module):
     """A term that a method adds to a client's training loss: a scalar that includes its coefficient.
 
-    It also works in any other LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses override
-    `forward`. They override `begin` if they need the weights before training, and `remember` and `recall` if a client
-    keeps state from one of its rounds to the next.
+    Subclasses override `forward`. They override `begin` if they need the weights before training, and `remember` and
+    `recall` if a client keeps state from one of its rounds to the next.
+
+    A term also works in another LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. If it needs
+    `begin`, call `term.begin(ClientModule(net))` in `on_fit_start`.
 
     Attributes:
         name: The term's name in logs. By default it comes from the class name.
@@ -90,6 +92,20 @@ class LossTerm(ArgumentsMixin, nn.Module):
         Also called once before round 1 with the initial weights, to find errors early. The module's `trainer` has the
         options of the fit.
         """
+
+    def outside_fit(self, value: Tensor) -> Tensor:
+        """Return the term's value outside of a fit. In train mode this value would hide a mistake, so raise an error.
+
+        A subclass calls it in `forward` if what `begin` sets, or a tensor of the step, is missing.
+
+        Raises:
+            ConfigError: The term is active and in train mode.
+        """
+        if self.training and self.active:
+            what = "begin was not called or a tensor of Step is missing, so the term would have no effect"
+            fix = "Call begin(ClientModule(net)) in on_fit_start and pass Step(logits, targets, features, inputs, net)"
+            raise ConfigError(f"{type(self).__name__}: {what}. {fix}, or train a method's client_module(net).")
+        return value
 
     def begin_epoch(self, module: ClientModule) -> None:
         """Prepare the term for an epoch. Called at the start of each epoch of the fit."""

@@ -471,7 +471,7 @@ def test_each_step_adds_wdr_to_the_gradient(tmp_path):
 
 
 def test_wdr_is_zero_outside_a_fit():
-    assert WeightDistribution()(Step(torch.randn(2, C), torch.tensor([0, 1]), backbone=SMALL())) == 0
+    assert WeightDistribution().eval()(Step(torch.randn(2, C), torch.tensor([0, 1]), backbone=SMALL())) == 0
 
 
 # --- Errors ---

@@ -63,4 +63,4 @@ def test_without_drift_the_penalty_is_fedproxs():
 
 
 def test_the_term_is_zero_outside_a_fit():
-    assert DriftPenalty()(Step(torch.zeros(2, 3), torch.zeros(2).long())).item() == 0
+    assert DriftPenalty().eval()(Step(torch.zeros(2, 3), torch.zeros(2).long())).item() == 0

@@ -22,7 +22,7 @@ from loops import assert_equals_loop
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedGen, GeneratedFeatures
+from fl_lightning.algorithms import FedGen
 from fl_lightning.algorithms.global_model.fedgen import (
     diversity_loss,
     draw_labels,
@@ -182,4 +182,8 @@ def test_a_model_without_an_encoder_is_refused_before_round_1(tmp_path):
 
 
 def test_the_term_is_zero_without_a_generator():
-    assert GeneratedFeatures()(Step(torch.randn(2, 3), torch.tensor([0, 1]))).item() == 0
+    module = FedGen().client_module(MLP(in_shape=(4,), num_classes=3))
+    (term,) = module.terms()
+    term.begin(module)
+    step = Step(torch.randn(2, 3), torch.tensor([0, 1]), backbone=module.backbone)
+    assert term(step).item() == 0

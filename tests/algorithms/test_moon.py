@@ -80,7 +80,7 @@ def test_a_frozen_encoder_is_a_copy_without_dropout_and_gradients():
 
 def test_the_term_is_zero_outside_a_fit():
     step = Step(torch.zeros(2, 3), torch.zeros(2).long(), torch.randn(2, 4), torch.randn(2, 4))
-    assert ModelContrast()(step).item() == 0
+    assert ModelContrast().eval()(step).item() == 0
 
 
 # --- Identities ---

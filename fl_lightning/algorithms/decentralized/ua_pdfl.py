@@ -155,8 +155,10 @@ class UnitAlignment(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return `μ ||I^Aux_i - I^Aux_avg||²` (Eq. 12), or zero before average features are known."""
         average = self.unit.average
-        if average is None or step.inputs is None:
+        if average is None:
             return step.logits.new_zeros(())
+        if step.inputs is None:
+            return self.outside_fit(step.logits.new_zeros(()))
         if self.reference:
             assert step.features is not None
             return self.mu * (at_least_float32(step.features) - average).square().mean()

@@ -45,7 +45,7 @@ class ClientMomentum(LossTerm):
         self.alpha, self.active = alpha, alpha < 1
         self.objective_weight = alpha
         self.lr = 0.0
-        self._direction: Tensors = {}
+        self._direction: Tensors | None = None
 
     def load(self, direction: Tensors) -> None:
         """Store the received descent direction `Δ`."""
@@ -55,11 +55,13 @@ class ClientMomentum(LossTerm):
         """Keep the learning rate, and move `Δ` to the device of the parameters."""
         self.lr = plain_sgd_rate(module, "FedCM")
         parameters = dict(module.backbone.named_parameters())
-        self._direction = {name: value.to(parameters[name]) for name, value in self._direction.items()}
+        self._direction = {name: value.to(parameters[name]) for name, value in (self._direction or {}).items()}
 
     def forward(self, step: Step) -> Tensor:
         """Return `(1 - α) <Δ, w>` at the current weights, or zero without a direction."""
-        if not self._direction or step.backbone is None:
+        if self._direction is None or step.backbone is None:
+            return self.outside_fit(step.logits.new_zeros(()))
+        if not self._direction:
             return step.logits.new_zeros(())
         now = dict(step.backbone.named_parameters())
         parts = [(value * now[name]).sum() for name, value in self._direction.items()]

@@ -58,7 +58,7 @@ class DriftPenalty(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the penalty at the current weights, or zero outside a fit."""
         if not self._corrected or step.backbone is None:
-            return step.logits.new_zeros(())
+            return self.outside_fit(step.logits.new_zeros(()))
         return self.alpha / 2 * proximal_distance(list(step.backbone.parameters()), self._corrected)
 
     def remember(self, module: ClientModule) -> Tensors:

@@ -196,8 +196,10 @@ class DistillingWeights(LossTerm):
         Zero if no soft labels are known.
         """
         soft_labels = self.soft_labels.values
-        if soft_labels is None or step.backbone is None:
+        if soft_labels is None:
             return step.logits.new_zeros(())
+        if step.backbone is None:
+            return self.outside_fit(step.logits.new_zeros(()))
         weight = classification_layer(step.backbone).weight
         with torch.autocast(weight.device.type, enabled=False):
             weight = at_least_float32(weight)

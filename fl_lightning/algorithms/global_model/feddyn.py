@@ -63,7 +63,7 @@ class DynamicRegularizer(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the regularizer at the current weights, or zero outside a fit."""
         if not self._start or step.backbone is None:
-            return step.logits.new_zeros(())
+            return self.outside_fit(step.logits.new_zeros(()))
         parts = [
             self.alpha / 2 * (p - self._start[name]).square().sum() - (self._gradient[name] * p).sum()
             for name, p in step.backbone.named_parameters()

@@ -199,13 +199,14 @@ class GeneratedFeatures(LossTerm):
         self.alpha, self.beta, self.decay, self.active = alpha, beta, decay, alpha + beta > 0
         self.uniform_noise, self.shared = uniform_noise, SharedGenerator()
         self.scale = 1.0
-        self._generator: list[Generator] = []  # a list keeps it out of the client's module
+        self._generator: list[Generator] | None = None  # a list keeps it out of the client's module
         self._bounds: Tensor | None = None
 
     def begin(self, module: ClientModule) -> None:
         """Check that the model has an encoder and a head, and build the received generator."""
         weight = next(with_encoder(module.backbone).head.parameters())
         self.scale = self.decay ** (module.round - 1)
+        self._generator = []
         if self.active and self.shared.tensors:
             generator = Generator.of(self.shared.tensors).eval().requires_grad_(False)
             self._generator = [generator.to(device=weight.device, dtype=weight.dtype)]
@@ -214,7 +215,9 @@ class GeneratedFeatures(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the loss on as many generated features as the batch has samples, or zero without a generator."""
         loss = step.logits.new_zeros(())
-        if not self._generator or step.backbone is None:
+        if self._generator is None or step.backbone is None:
+            return self.outside_fit(loss)
+        if not self._generator:
             return loss
         assert self._bounds is not None
         if self.alpha:
@@ -231,6 +234,7 @@ class GeneratedFeatures(LossTerm):
         return draw(number, generator.noise_dim, generator=rng, dtype=like.dtype, device=like.device)
 
     def _logits(self, backbone: nn.Module, labels: Tensor) -> Tensor:
+        assert self._generator is not None
         features = self._generator[0](self.draw_noise(self._generator[0], len(labels)), labels)
         return at_least_float32(with_encoder(backbone).head(features))
 

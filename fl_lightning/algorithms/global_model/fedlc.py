@@ -66,9 +66,9 @@ class CalibratedLoss(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the calibrated cross-entropy of a batch; outside a fit, the plain one."""
         logits = at_least_float32(step.logits)
-        if self.counts is not None:
-            logits = calibrated_logits(logits, self.counts, self.tau)
-        return F.cross_entropy(logits, step.targets)
+        if self.counts is None:
+            return self.outside_fit(F.cross_entropy(logits, step.targets))
+        return F.cross_entropy(calibrated_logits(logits, self.counts, self.tau), step.targets)
 
 
 class FedLC(Algorithm):

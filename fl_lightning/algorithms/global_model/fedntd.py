@@ -68,7 +68,7 @@ class NotTrueDistillation(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return `β` times the not-true distillation loss on a batch, or zero outside a fit."""
         if not self._teacher or step.inputs is None:
-            return step.logits.new_zeros(())
+            return self.outside_fit(step.logits.new_zeros(()))
         with torch.no_grad():
             teacher = at_least_float32(self._teacher[0](step.inputs))
         with torch.autocast(step.logits.device.type, enabled=False):

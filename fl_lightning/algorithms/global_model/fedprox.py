@@ -50,7 +50,7 @@ class Proximal(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the proximal term at the current weights, or zero outside a fit."""
         if not self._anchors or step.backbone is None:
-            return step.logits.new_zeros(())
+            return self.outside_fit(step.logits.new_zeros(()))
         return self.mu / 2 * proximal_distance(list(step.backbone.parameters()), self._anchors)
 
 

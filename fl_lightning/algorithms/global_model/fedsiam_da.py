@@ -95,7 +95,7 @@ class SiameseAlignment(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the client model's half of the siamese loss `μ L_stop`, or zero outside a fit."""
         if not self._copy or step.inputs is None or step.features is None:
-            return step.logits.new_zeros(())
+            return self.outside_fit(step.logits.new_zeros(()))
         received = self._copy[0]
         if self.stop_gradient:
             self._update(received, step.inputs, step.features)
@@ -135,7 +135,7 @@ class HistoryContrast(LossTerm):
         check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.05 to 1")
         self.mu, self.factor, self.active = mu, factor, mu > 0
         self._kept: Tensors = {}
-        self._earlier: list[nn.Module] = []  # a list keeps it out of the client's module
+        self._earlier: list[nn.Module] | None = None  # a list keeps it out of the client's module
 
     def begin(self, module: ClientModule) -> None:
         """Build the earlier encoder to compare with: the client's encoder at the end of its last round."""
@@ -159,7 +159,9 @@ class HistoryContrast(LossTerm):
 
     def forward(self, step: Step) -> Tensor:
         """Return `μ L_hist` (Eq. 10), the mean cosine to the earlier model's features, or zero without this model."""
-        if not self._earlier or step.inputs is None or step.features is None:
+        if self._earlier is None or step.inputs is None or step.features is None:
+            return self.outside_fit(step.logits.new_zeros(()))
+        if not self._earlier:
             return step.logits.new_zeros(())
         return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)
 

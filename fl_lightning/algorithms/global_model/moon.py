@@ -87,7 +87,7 @@ class ModelContrast(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return `μ` times the model-contrastive loss (Eq. 3) on a batch, or zero outside a fit."""
         if not self._received or step.inputs is None or step.features is None:
-            return step.logits.new_zeros(())
+            return self.outside_fit(step.logits.new_zeros(()))
         received, *previous = (at_least_float32(encoder(step.inputs)) for encoder in (*self._received, *self._previous))
         with torch.autocast(step.features.device.type, enabled=False):
             return self.mu * contrastive_loss(at_least_float32(step.features), received, previous, self.tau)

@@ -98,7 +98,7 @@ class ControlVariates(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return `<c - c_i, y - x>` at the current weights `y`, or zero outside a fit."""
         if not self._starts or step.backbone is None:
-            return step.logits.new_zeros(())
+            return self.outside_fit(step.logits.new_zeros(()))
         now = dict(step.backbone.named_parameters())
         parts = [(slope * (now[name] - self._starts[name])).sum() for name, slope in self._corrections.items()]
         return sum(parts[1:], start=parts[0])

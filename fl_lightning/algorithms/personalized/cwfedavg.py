@@ -99,7 +99,7 @@ class WeightDistribution(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the regularizer `λ ||p_i - p̃_i||_2` at the current weights, or zero outside a fit."""
         if self.shares is None or step.backbone is None:
-            return step.logits.new_zeros(())
+            return self.outside_fit(step.logits.new_zeros(()))
         weight = classification_layer(step.backbone).weight
         with torch.autocast(weight.device.type, enabled=False):
             return self.scale * distribution_gap(self.shares, at_least_float32(weight))

@@ -81,8 +81,10 @@ class PrototypeAlignment(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return `λ` times the distance of a batch's features to their class prototypes, or zero without prototypes."""
         values, known = self.prototypes.values, self.prototypes.known
-        if values is None or known is None or step.features is None:
+        if values is None or known is None:
             return step.logits.new_zeros(())
+        if step.features is None:
+            return self.outside_fit(step.logits.new_zeros(()))
         return self.lam * prototype_distance(at_least_float32(step.features), step.targets, values, known)
 
 

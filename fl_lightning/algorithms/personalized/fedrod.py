@@ -54,9 +54,9 @@ class BalancedSoftmax(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the balanced softmax loss of a batch; outside a fit, the plain cross-entropy."""
         logits = at_least_float32(step.logits)
-        if self.counts is not None:
-            logits = logits + self.counts.to(logits).log()
-        return F.cross_entropy(logits, step.targets)
+        if self.counts is None:
+            return self.outside_fit(F.cross_entropy(logits, step.targets))
+        return F.cross_entropy(logits + self.counts.to(logits).log(), step.targets)
 
 
 class TwoHeads(ClientModule):
