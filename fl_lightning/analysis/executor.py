@@ -100,7 +100,8 @@ def run_jobs(
         jobs: The jobs. The next one is requested when a worker is free, so it may depend on earlier results.
         program: Runs `fit` with a job's command line.
         workers: Number of jobs that run at a time.
-        threads: Number of torch threads of each job; by default the number of cores divided by `workers`.
+        threads: Number of torch threads of each job; by default `OMP_NUM_THREADS` if it is set, else the number of
+            cores divided by `workers`.
         should_stop: Called for each running job every half second; if true, the job stops at its next checkpoint.
 
     Yields:
@@ -291,12 +292,15 @@ def _redirect_output(log: Path) -> None:
 
 
 def _set_environment(environment: dict[str, str], workers: int, threads: int | None) -> None:
-    """Copy the environment variables of the parent process, and limit torch to this job's share of the cores."""
+    """Copy the environment variables of the parent process, and limit torch to this job's threads.
+
+    By default these are `OMP_NUM_THREADS` if it is set, else the job's share of the cores.
+    """
     import torch  # the parent process does not need it
 
     from fl_lightning.engines.processes import usable_cores
 
-    threads = threads or max(1, usable_cores() // workers)
+    threads = threads or int(environment.get("OMP_NUM_THREADS", 0)) or max(1, usable_cores() // workers)
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS=str(threads))
     os.environ.pop("WANDB_SERVICE", None)  # the parent's W&B service would not wait for this run's end

@@ -272,6 +272,8 @@ def points(rounds: Sequence[Row], name: str) -> list[Row]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as h:mm, rounded up to minutes."""
+    """Return a duration rounded up: in seconds below a minute, in minutes below an hour, else in hours and minutes."""
     minutes = math.ceil(seconds / 60)
-    return f"{minutes // 60}:{minutes % 60:02}"
+    if seconds <= 59:
+        return f"{math.ceil(seconds)} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

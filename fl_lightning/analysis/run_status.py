@@ -88,7 +88,9 @@ class RunMonitor:
                 self._rows = complete_rounds(read_rows(self.folder / "metrics.csv"))
             rows, last_round = self._rows, (self.folder / "metrics.csv").stat().st_mtime
         except FileNotFoundError as error:
-            raise DamagedRun(f"{self.folder}: not a run: metrics.csv not found") from error
+            raise DamagedRun(
+                f"{self.folder}: not a run, or its first round has not ended: metrics.csv not found"
+            ) from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or one_line(error)
             raise DamagedRun(f"{self.folder}: metrics.csv cannot be read: {reason}") from error

@@ -47,7 +47,7 @@ ONLY_RUNS = "Only runs with these settings. KEY=[a, b] accepts either value."
 WHERE = value(str, ONLY_RUNS, nargs="+", default=[], metavar="KEY=VALUE")
 BY = value(str, "Settings that define the groups: a,b,c. The end of a key is enough.", default="")
 UNFINISHED = switch("Include unfinished runs, with the rounds they have.")
-THREADS = value(int | None, "Torch's threads for each of them; by default the cores divided by --workers.")
+THREADS = value(int | None, "Torch's threads for each; by default OMP_NUM_THREADS, or the cores divided by --workers.")
 REFERENCE = value(str, "Test against the group with KEY=VALUE, or of this algorithm.", nargs="+")
 PERCENT = switch("Show the metric in percent.")
 FORMAT = value(Literal["table", "csv", "latex", "markdown"], "Format of the output.", default="table")

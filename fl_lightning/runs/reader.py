@@ -182,7 +182,7 @@ def open_run_folder(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     if not (folder / "metrics.csv").exists():
-        raise DamagedRun(f"{folder}: not a run: metrics.csv not found")
+        raise DamagedRun(f"{folder}: not a run, or its first round has not ended: metrics.csv not found")
     config = read_config(folder)
     rounds = _read(folder, "metrics.csv", lambda path: complete_rounds(read_rows(path)), [])
     if not rounds:

@@ -256,7 +256,7 @@ def test_folders_that_are_no_runs_are_left_out_with_a_warning(tmp_path):
         str(tmp_path / "runs" / "damaged"),
         str(tmp_path / "foreign"),
     ]
-    assert "not a run: metrics.csv not found; left out" in lines[0]
+    assert "not a run, or its first round has not ended: metrics.csv not found; left out" in lines[0]
     assert lines[2].endswith("no run found; left out")
 
 
