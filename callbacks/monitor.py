@@ -129,7 +129,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
     losses = dict.fromkeys(["loss", *run.worker.template.loss_names], 0.0)
     score = Score(1, dict.fromkeys(run.worker.scorer.score_names, 0.0))
     names: list[str] = []
-    if run.algorithm.one_model:
+    if run.algorithm.one_model and run.data.has_global_test:
         few_shot = ["acc", "loss", "acc_interval"] if run.data.data.evaluate else []
         shared = few_shot or list(score.values)
         names += [f"global/{name}" for name in shared]

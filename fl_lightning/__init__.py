@@ -57,13 +57,13 @@ _NAMES = {
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses EMNIST
         FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB Inputs LoadedData
-        MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew Scenario Sent140 Shakespeare Shard Shards
-        SVHN Table TableSchema TextTable TinyImageNet TorchDataset
+        MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew RemoteClients Scenario Sent140 Shakespeare
+        Shard Shards SVHN Table TableSchema TextTable TinyImageNet TorchDataset
     """,
     "data.transforms": "CropFlip Normalize",
     "engines": """
-        AutoEngine Engine engine_of EngineName ProcessesEngine RayEngine Result SequentialEngine StackedEngine Task
-        Worker
+        AutoEngine Engine engine_of EngineName FlowerEngine ProcessesEngine RayEngine Result SequentialEngine
+        StackedEngine Task Worker
     """,
     "core.errors": "CheckpointError ClientFailure ConfigError FLError Interrupted NonFiniteError TooFewClients",
     "evaluation.evaluation": "Evaluation Score",

@@ -27,7 +27,7 @@ from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
-from fl_lightning.data import Scenario
+from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.evaluator import Evaluator
@@ -129,6 +129,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         self.callbacks, self.round = with_defaults(callbacks or []), 0
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._signals = RunSignals(lambda: describe_progress(self, self.record.has_config))
+        self.engine.check_interrupt = self._signals.check
         self.is_dry_run = False
 
     def _set_run_dir(self, run_dir: Path) -> None:
@@ -327,6 +328,18 @@ class FederatedOrchestrator(ArgumentsMixin):
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the content of a checkpoint: the shared state, and the states of the callbacks and of the engine."""
         return {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
+
+    def worker_of(self, data: FederatedData) -> Worker:
+        """Return the experiment's worker object for the machine of a client, where only its own data are.
+
+        Args:
+            data: The client's data. The scenario's dataset is a `RemoteClients`.
+
+        Raises:
+            ConfigError: An option of the experiment does not fit.
+        """
+        self._build()
+        return replace(self.worker, data=data)
 
     def _build(self) -> None:
         data = self.scenario.build(self.seed)

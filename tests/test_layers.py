@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     *("core", "evaluation", "data", "models", "client", "algorithms", "engines", "loggers", "runs", "callbacks"),
-    *("orchestrator", "analysis", "cli"),
+    *("orchestrator", "flower", "analysis", "cli"),
 )
 
 

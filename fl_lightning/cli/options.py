@@ -94,6 +94,19 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
     "partition": {
         **{name: words | {"help": SUPPRESS} for name, words in RUN_WORDS.items()},
         "--out": value(str | None, "Folder to write the figure (PNG) and the table (CSV) to."),
+        "--export": switch("With --out, write each client's samples to a folder of its own, for `fl-lightning node`."),
+    },
+    "deploy": {
+        **{name: words | {"help": SUPPRESS} for name, words in RUN_WORDS.items()},
+        "--out": value(str, "Folder to write the Flower app to.", default="app"),
+        "--test": value(str | None, "Folder or .npz file on the server with a global test set."),
+    },
+    "node": {
+        "site": value(str, "File that describes this client and its data.", metavar="FILE"),
+        "--superlink": value(str, "Address of Flower's SuperLink.", default="127.0.0.1:8000", metavar="HOST:PORT"),
+        "--certificate": value(str | None, "Certificate of the authority that signed the SuperLink's."),
+        "--key": value(str | None, "This machine's private key, an OpenSSH key on an elliptic curve."),
+        "--state": value(str, "Folder in which the client keeps its state between rounds.", default="state"),
     },
     "compare": {
         "runs": RUNS,
@@ -176,7 +189,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
 }
 """The arguments of each command's parser: flags, and keyword arguments of `add_argument`."""
 
-EXPERIMENTS = ("fit", "partition")
+EXPERIMENTS = ("fit", "partition", "deploy")
 """Commands that take the keys of an experiment, too."""
 PARTITION_DEFAULTS = {"model": "MLP", "algorithm": "FedAvg"}
 """Defaults in `partition` of keys that `fit` requires and that do not influence the partition."""

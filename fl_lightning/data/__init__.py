@@ -29,6 +29,7 @@ from fl_lightning.data.partitions import (
     QuantitySkew,
     Shards,
 )
+from fl_lightning.data.remote import RemoteClients
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.tables import ImageTable, Table, TextTable
@@ -66,6 +67,7 @@ __all__ = [
     "Pathological",
     "PredefinedSplit",
     "QuantitySkew",
+    "RemoteClients",
     "Scenario",
     "Sent140",
     "Shakespeare",

@@ -159,6 +159,19 @@ def _classes(column: pd.Series) -> Labels:
     return Labels(torch.from_numpy(codes.astype(np.int64)), len(values), values.tolist())
 
 
+def read_known_classes(column: pd.Series, classes: Sequence[Any]) -> Labels:
+    """Return the index of each row's label among classes that are given."""
+    import pandas as pd
+
+    refuse_missing(column, "label")
+    is_text = any(isinstance(each, str) for each in classes)
+    values = column.to_numpy(str if is_text else object)
+    codes = pd.Index(list(classes), dtype=object).get_indexer(pd.Series(values).astype(object))
+    if (codes < 0).any():
+        raise column_error(column, "label", ", which is not a class of the schema", int(np.argmax(codes < 0)))
+    return Labels(torch.from_numpy(codes.astype(np.int64)), len(classes), list(classes))
+
+
 def _refuse_many_classes(column: pd.Series) -> None:
     count = column.nunique()
     if column.dtype.kind in "iu" and count > max(FEW, len(column) // 2):

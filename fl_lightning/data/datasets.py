@@ -118,6 +118,10 @@ class Dataset(ArgumentsMixin, ABC):
             raise ConfigError(f"{self.error_prefix}: {error}") from error
         return data
 
+    def federated(self, objective: Objective | None) -> Any:
+        """Return the `FederatedData` of clients that are known already; None if `scenario.partition` makes them."""
+        return None
+
     @property
     def error_prefix(self) -> str:
         """Return the beginning of error messages about the data: the config key and the class."""

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 import torch
@@ -95,6 +95,9 @@ class FederatedData:
         objective: The learning task.
         held_out: One shard per client that is held out of the training. Its client index is the position in the shards
             of all clients, those that train first.
+
+    Attributes:
+        is_remote: Whether the samples are on the clients' machines and those here are placeholders.
     """
 
     data: LoadedData
@@ -102,6 +105,12 @@ class FederatedData:
     client_ids: Sequence[int | str] | None = None
     objective: Objective = field(default_factory=Classification)
     held_out: Sequence[Shard] = ()
+    is_remote: ClassVar[bool] = False
+
+    @property
+    def has_global_test(self) -> bool:
+        """Whether there is a global test set."""
+        return True
 
     @property
     def held_out_clients(self) -> range:
@@ -244,6 +253,11 @@ class Scenario:
             ConfigError: The data cannot be read or are invalid, the partition is not possible, or a client would have
                 no training sample.
         """
+        if (remote := self.dataset.federated(self.objective)) is not None:
+            if self.held_out_clients is not None or self.validation_share is not None:
+                what = "the data are on the clients' machines. Leave out held_out_clients and validation_share"
+                raise ConfigError(f"scenario.dataset: {what}")
+            return remote
         data = self.dataset.checked(self.objective)
         federated = self._split_clients(data, seed)
         if self.held_out_clients is not None:

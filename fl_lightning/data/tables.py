@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -22,11 +23,13 @@ from fl_lightning.data.custom_data import (
     FEW,
     KEY,
     CustomDataset,
+    Labels,
     Samples,
     client_ids,
     column_error,
     existing_path,
     find_column,
+    read_known_classes,
     read_labels,
     refuse_missing,
     refuse_not_finite,
@@ -100,11 +103,14 @@ class _FileTable(CustomDataset):
             rest = self._read_test(self.test_path).reindex(columns=frame.columns)
             test = np.arange(len(frame) + len(rest)) >= len(frame)
             frame = pd.concat([frame, rest], keys=[self.path, self.test_path])
-        labels = read_labels([frame[name] for name in self.label], self.regression)
+        labels = self._read_labels([frame[name] for name in self.label])
         client = None if self.client is None else client_ids(frame[self.client])
         test = test if self.split is None else self._test_rows(frame[self.split])
         classes = labels.classes if len(self.label) == 1 else None
         return Samples((frame, classes), labels, client, test)
+
+    def _read_labels(self, columns: Sequence[pd.Series]) -> Labels:
+        return read_labels(columns, self.regression)
 
     def _read_test(self, path: str) -> pd.DataFrame:
         test = read_table("test_path", path, self.separator)
@@ -163,6 +169,8 @@ class Table(_FileTable):
         test_share: Share of the rows to test on if there is neither: of each class, or of each client's rows.
         separator: Character between the columns of a text file.
         exclude: Columns to leave out of the default `features`, such as ids.
+        schema: A `schema.json` that a run on another table has written. Features and classes are encoded as there, so
+            that tables in several places have one encoding.
 
     Raises:
         ConfigError: An option is out of range, or two options exclude each other.
@@ -183,8 +191,12 @@ class Table(_FileTable):
         test_share: float = 0.2,
         separator: str = ",",
         exclude: list[str] | None = None,
+        schema: str | None = None,
     ) -> None:
         super().__init__(path, label, regression, client, split, test_path, test_share, separator)
+        if schema is not None and (features or categorical or exclude):
+            raise ConfigError(f"{KEY}.schema: it names the features. Leave out features, categorical and exclude")
+        self.schema = schema
         self.features, self.exclude, self.categorical = features, exclude or (), set(categorical or ())
         self.encoding, self.standardize = encoding, standardize
 
@@ -193,6 +205,10 @@ class Table(_FileTable):
 
     def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
         frame, classes = source[0].iloc[order], source[1]
+        if known := self._known_schema:
+            for each in known.columns:
+                find_column(each.name, list(frame.columns), "schema")
+            return known.encode(known.rows(frame)), {"prepare": Normalize(), "schema": known}
         features = self._features(list(frame.columns))
         for name in self.categorical - set(features):
             column = find_column(name, list(frame.columns), "categorical")
@@ -202,6 +218,25 @@ class Table(_FileTable):
             self._warn_of_ids(frame[features])
         schema = TableSchema(columns, self.encoding, self.label, classes, self.client)
         return schema.encode(schema.rows(frame)), {"prepare": Normalize(), "schema": schema}
+
+    @cached_property
+    def _known_schema(self) -> TableSchema | None:
+        """The schema in the file that `schema` names, if any."""
+        if self.schema is None:
+            return None
+        try:
+            schema = TableSchema.from_json(existing_path(self.schema, key="schema").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{KEY}.schema: {one_line(self.schema)} cannot be read: {one_line(error)}") from error
+        if schema.label != self.label:
+            held = ", ".join(schema.label or ())
+            raise ConfigError(f"{KEY}.label: {', '.join(self.label)} is not the label of the schema. Set it to {held}")
+        return schema
+
+    def _read_labels(self, columns: Sequence[pd.Series]) -> Labels:
+        if (known := self._known_schema) and known.classes:
+            return read_known_classes(columns[0], known.classes)
+        return super()._read_labels(columns)
 
     def _features(self, columns: list[str]) -> list[str]:
         if self.features is not None:

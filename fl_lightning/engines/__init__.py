@@ -3,6 +3,7 @@
 from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.auto import AutoEngine, EngineName, engine_of
 from fl_lightning.engines.base import Engine
+from fl_lightning.engines.flower import FlowerEngine
 from fl_lightning.engines.processes import ProcessesEngine
 from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
@@ -13,6 +14,7 @@ __all__ = [
     "AutoEngine",
     "Engine",
     "EngineName",
+    "FlowerEngine",
     "ProcessesEngine",
     "RayEngine",
     "Result",

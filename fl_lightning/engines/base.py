@@ -18,10 +18,13 @@ class Engine(ABC):
     Attributes:
         fits: Number of fits in the run, if known.
         note: A message for the user, or an empty string.
+        check_interrupt: Raises an error if SIGINT or SIGTERM has arrived. The orchestrator sets it, and an engine that
+            waits for other machines calls it.
     """
 
     fits: int = 0
     note: str = ""
+    check_interrupt: Callable[[], None] = staticmethod(lambda: None)
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
         """Call `work` and return its value. Some engines override this to train many clients in one `Trainer.fit`.

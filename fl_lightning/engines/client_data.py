@@ -66,7 +66,12 @@ class ClientData:
         return 128 if self.device.type == "cpu" else 512
 
     def split(self, client: int) -> tuple[Tensor, Tensor]:
-        """Return the indices of a client's training samples, and of those held out for validation, both ascending."""
+        """Return the indices of a client's training samples, and of those held out for validation, both ascending.
+
+        Raises:
+            ConfigError: The samples are on the client's machine.
+        """
+        self._refuse_remote(client)
         index = self.data.shard(client).train
         back = len(index) - self.sample_count(client)
         if not back:
@@ -127,6 +132,7 @@ class ClientData:
 
     def own_test_batches(self, client: int) -> ReadyBatches:
         """Return a client's own test split as prepared batches on the training device."""
+        self._refuse_remote(client)
         return self.ordered_batches(self.data.shard(client).test)
 
     def test_batches(self) -> ReadyBatches:
@@ -147,6 +153,10 @@ class ClientData:
         convert = self.trainer.precision_plugin.convert_input
         x, augment = self.prepare(convert(x)), self.data.data.augment  # `Trainer.fit` also converts a batch first
         return convert(augment(x) if augment else x)
+
+    def _refuse_remote(self, client: int) -> None:
+        if self.data.is_remote:
+            raise ConfigError(f"client {client}: its data are on its own machine. Only FlowerEngine computes with them")
 
     @cached_property
     def _stored(self) -> LoadedData:

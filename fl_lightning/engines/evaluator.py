@@ -15,6 +15,7 @@ from fl_lightning.algorithms.base import OWN
 from fl_lightning.algorithms.server import Server
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import to_cpu
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates, Stream, seed_everything
 from fl_lightning.core.state_dicts import State
@@ -44,9 +45,14 @@ class Evaluator:
     Attributes:
         scored: Ids of the clients to evaluate when every client can be evaluated, not only those that trained.
         new_clients: Ids of the held-out clients to evaluate.
+
+    Raises:
+        ConfigError: Clients have no global test set to be evaluated on.
     """
 
     def __init__(self, evaluation: Evaluation, rounds: int, engine: Engine, worker: Worker, server: Server) -> None:
+        if evaluation.personal_on_global and worker.data.is_remote:
+            raise ConfigError("evaluation.personal_on_global: clients' machines have no global test set. Set it false")
         self.evaluation, self.rounds = evaluation, rounds
         self.engine, self.worker, self.server = engine, worker, server
         self.scored = evaluation.chosen(server.clients, server.seed)
@@ -78,8 +84,16 @@ class Evaluator:
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
 
     def test(self, round: int) -> Row:
-        """Return metrics after a round: of the global model, and of each client's model on the client's test split."""
-        server = self.server
+        """Return metrics after a round: of the global model, and of each client's model on the client's test split.
+
+        Raises:
+            ConfigError: The clients' data are elsewhere, and there is no global test set.
+        """
+        server, data = self.server, self.worker.data
+        if data.is_remote:
+            if not (data.has_global_test and server.algorithm.one_model):
+                raise ConfigError("scenario.dataset: all test samples are on the clients' machines. See metrics.csv")
+            return {"round": round, **self._measure(round, ())}
         downloads = server.downloads(round + 1, self.scored) if server.algorithm.server else repeat(Message())
         return {
             "round": round,
@@ -118,7 +132,8 @@ class Evaluator:
 
     def _measure(self, round: int, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
         scores = {result.client: result.local for result in clients if result.local}
-        module = self.global_module(round) if self.server.algorithm.one_model else None
+        has_one = self.server.algorithm.one_model and self.worker.data.has_global_test
+        module = self.global_module(round) if has_one else None
         shared = self._score(module) if module else None
         row = measured(shared, scores, on_global, self._new_client_scores(round, module))
         if shared and self.server.algorithm.calibrates:
@@ -179,7 +194,7 @@ def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> I
         worker: The worker object.
         tasks: The tasks.
     """
-    one_model = sends_one_model(worker)
+    one_model = sends_one_model(worker) and not worker.data.is_remote
     first: Task | None = None
     clients: list[int] = []
 

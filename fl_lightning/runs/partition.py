@@ -51,7 +51,8 @@ def write_counts(path: Path, data: FederatedData) -> None:
     are `held_out_train` and `held_out_test`.
     """
     classes = labels(data.data.class_names or (), range(data.data.num_classes))
-    columns = [f"class_{one_line(name)}" for name in classes] if data.objective.classes else ["samples"]
+    has_classes = data.objective.classes and not data.is_remote  # remote clients tell only their number of samples
+    columns = [f"class_{one_line(name)}" for name in classes] if has_classes else ["samples"]
     ids = data.client_ids if data.names.clients else None
     clients = len(data.shards) + len(data.held_out)
     names = [[]] * clients if ids is None else [[one_line(str(name))] for name in ids]

@@ -195,3 +195,46 @@ def test_an_existing_schema_file_is_not_overwritten(tmp_path):
     outcome = run("export", "one_hot", "-o", tmp_path / "model.pt")
     assert (outcome.code, contents(tmp_path)) == (2, before)
     assert "model.schema.json already exists" in outcome.err
+
+
+def write_tables(tmp_path):
+    """Write a table of all sites, and that of one site, which has one class, fewer towns and other ages."""
+    frame = pd.DataFrame({"age": [20, 30, 40, 50], "town": ["A", "B", "C", "B"], "sick": ["no", "yes", "no", "yes"]})
+    whole, part = tmp_path / "whole.csv", tmp_path / "part.csv"
+    pd.concat([frame] * 5).to_csv(whole, index=False)
+    frame[frame.sick == "yes"].assign(age=[80, 90]).to_csv(part, index=False)
+    schema = Table(str(whole), "sick").load().schema
+    (tmp_path / "schema.json").write_text(schema.to_json())
+    return part, schema
+
+
+def test_a_table_with_a_schema_is_encoded_like_the_table_that_it_comes_from(tmp_path):
+    part, schema = write_tables(tmp_path)
+    loaded = Table(str(part), "sick", test_share=0.5, schema=str(tmp_path / "schema.json")).load()
+    assert loaded.num_classes == 2
+    assert loaded.class_names == ["no", "yes"]
+    assert loaded.y_train.tolist() + loaded.y_test.tolist() == [1, 1]
+    rows = schema.rows(pd.read_csv(part))
+    assert sorted(torch.cat([loaded.x_train, loaded.x_test]).tolist()) == sorted(schema.encode(rows).tolist())
+    assert loaded.schema == schema
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"features": ["age"]}, "^scenario.dataset.schema: it names the features. Leave out features"),
+        ({"label": "town"}, "^scenario.dataset.label: town is not the label of the schema. Set it to sick"),
+        ({"schema": "other.json"}, "^scenario.dataset.schema: other.json: no such file"),
+    ],
+)
+def test_options_that_do_not_fit_a_schema_are_refused(tmp_path, options, error):
+    part, _ = write_tables(tmp_path)
+    with pytest.raises(ConfigError, match=error):
+        Table(**{"path": str(part), "label": "sick", "schema": str(tmp_path / "schema.json")} | options).load()
+
+
+def test_a_label_that_the_schema_does_not_know_is_refused(tmp_path):
+    part, _ = write_tables(tmp_path)
+    part.write_text(part.read_text().replace("yes", "maybe", 1))
+    with pytest.raises(ConfigError, match=r"holds 'maybe' in row 1 of .*, which is not a class of the schema"):
+        Table(str(part), "sick", schema=str(tmp_path / "schema.json")).load()

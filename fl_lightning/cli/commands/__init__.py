@@ -9,6 +9,8 @@ COMMANDS = {
     "test": "Evaluate a checkpoint of a run.",
     "watch": "Follow a running experiment in the terminal.",
     "partition": "Show how the data are partitioned among clients.",
+    "deploy": "Write a Flower app that runs an experiment on the clients' own machines.",
+    "node": "Train a client of a federation on this machine, with its own data.",
     "compare": "Compare groups of runs.",
     "plot": "Draw a figure of runs for a paper.",
     "report": "Write runs as an HTML report.",

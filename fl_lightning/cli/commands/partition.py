@@ -16,6 +16,7 @@ from fl_lightning.cli.experiment import instantiate
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import Names, labels
 from fl_lightning.data import FederatedData, Scenario
+from fl_lightning.data.client_folders import write_client_folders
 from fl_lightning.runs.partition import write_counts
 
 __all__ = ["expand", "main"]
@@ -25,6 +26,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print every client's number of samples of each class. With `--out`, also write them to a figure and a CSV."""
     if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for an invalid name
         raise ConfigError(f"--out: {given.out} is the folder of a run. Choose another folder.")
+    if given.export and not given.out:
+        raise ConfigError("--export: to which folder? Give --out")
     scenario: Scenario = instantiate(given, parser).scenario
     data = scenario.build(given.seed)
     if schema := data.data.schema:
@@ -41,9 +44,13 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         try:
             partition_figure(counts, out / "partition.png", names)
             write_counts(out / "partition.csv", data)
+            if given.export:
+                write_client_folders(out, data)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
         print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
+        if given.export:
+            print(f"wrote {out}/client-0 to client-{len(data.shards) - 1}, and the global test set in {out}/test")
     return 0
 
 

@@ -1,0 +1,49 @@
+"""`fl-lightning node`: train a client of a federation on this machine, with its own data."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from fl_lightning.cli.errors import readable_errors
+from fl_lightning.cli.flower_app import client_experiment
+from fl_lightning.core.config import read_config, use_strict_yaml
+from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.interrupt import stop
+from fl_lightning.engines.flower_records import import_flower
+from fl_lightning.flower.connection import Address, serve
+from fl_lightning.flower.node import Node, Site
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Load this client's data, connect to the SuperLink, and answer its messages until the process is ended."""
+    import_flower()
+    paths = (None if path is None else Path(path) for path in (given.certificate, given.key))
+    address = Address(given.superlink, *paths)
+    node = Node(read_site(Path(given.site)), Path(given.state), client_experiment)
+    described = node.description
+    print(
+        f"client {node.site.client}: {described.train} training and {described.test} test samples, "
+        f"inputs {tuple(described.in_shape)}, {described.outputs} {described.labels}",
+        flush=True,
+    )
+    signal.signal(signal.SIGTERM, stop)  # so that the SuperLink learns that this machine leaves
+    serve(address, node.answer, lambda line: print(one_line(line), flush=True))
+    return 0
+
+
+def read_site(path: Path) -> Site:
+    """Return the client and its data that a file describes.
+
+    Raises:
+        ConfigError: The file cannot be read, or a key is wrong.
+    """
+    if not path.is_file():
+        raise ConfigError(f"site: {path} not found. Give the file that describes this client, such as client.yaml")
+    read_config(path, f"site: {path}")
+    parser = use_strict_yaml(ArgumentParser(exit_on_error=False, allow_abbrev=False))
+    parser.add_class_arguments(Site)
+    with readable_errors(parser):
+        return Site(**vars(parser.instantiate(parser.parse_path(str(path)))))

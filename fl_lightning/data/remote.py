@@ -1,0 +1,202 @@
+"""Data that stay on the clients' machines: what a client tells the server about them, and what the server has instead.
+
+The server's methods only need the clients' numbers of samples, and the shapes of inputs and labels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.inputs import Inputs
+from fl_lightning.core.objectives import Objective, objective_of
+from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.partitions import ClientSplits, Partition
+from fl_lightning.data.scenario import FederatedData, PackedShards, Scenario, Shard
+from fl_lightning.data.transforms import Normalize
+
+Labels = Literal["classes", "labels", "numbers"]
+"""What the labels are: one class per sample, several 0/1 labels per sample, or numbers to predict."""
+
+INPUTS = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
+"""Dtypes of inputs."""
+
+
+@dataclass(frozen=True)
+class DataDescription:
+    """What a client tells the server about its data: numbers of samples, shapes, and a digest.
+
+    Args:
+        train: Number of training samples.
+        test: Number of the client's own test samples.
+        in_shape: Shape of one input.
+        inputs: Dtype of the inputs.
+        outputs: Number of classes, labels or numbers to predict.
+        labels: What the labels are.
+        digest: SHA-256 digest of the client's samples, by which a change between rounds is noticed.
+    """
+
+    train: int
+    test: int
+    in_shape: list[int]
+    inputs: str
+    outputs: int
+    labels: Labels
+    digest: str
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """Return the part of the description that all clients of a federation share."""
+        return {key: value for key, value in asdict(self).items() if key not in ("train", "test", "digest")}
+
+
+class RemoteClients(Dataset):
+    """Data of clients on their own machines, for `FlowerEngine`. The server only has a description of each.
+
+    Args:
+        clients: Number of clients.
+        described: The fields of the `DataDescription` of each client, by client id. The server asks for them before
+            round 1; leave it out.
+        test: A dataset on the server whose test samples are the global test set. By default there is none, and only the
+            clients' models are evaluated.
+
+    Raises:
+        ConfigError: `clients` is below 1, or a description has other fields.
+    """
+
+    def __init__(
+        self, clients: int, described: list[dict[str, Any]] | None = None, test: Dataset | None = None
+    ) -> None:
+        check_number("scenario.dataset.clients", clients, "[1, inf)")
+        self.clients, self.test = clients, test
+        try:
+            self.described = None if described is None else [DataDescription(**each) for each in described]
+        except TypeError as error:
+            raise ConfigError(f"scenario.dataset.described: {one_line(error)}. Leave it out") from error
+
+    def load(self) -> LoadedData:
+        """Return placeholders of the clients' samples, which take no memory, and the global test set, if any.
+
+        Raises:
+            ConfigError: The clients were not asked yet, or the global test set has another form than their data.
+        """
+        if self.described is None:
+            fix = "Run it in Flower, with the app that `fl-lightning deploy` writes"
+            raise ConfigError(f"scenario.dataset: the data are on the clients' machines. {fix}")
+        first, rows = self.described[0], sum(each.train + each.test for each in self.described)
+        x = torch.zeros(1, dtype=INPUTS[first.inputs]).expand(rows, *first.in_shape)
+        y = placeholder_labels(first.labels, rows, first.outputs)
+        if self.test is None:
+            return LoadedData(x, y, x[:1], y[:1], first.outputs, Normalize())
+        data = self.test.checked()
+        form = describe(data, Shard(torch.empty(0), torch.empty(0)), digest="").form
+        if differences := different(form, first.form):
+            raise ConfigError(f"scenario.dataset.test: its samples are unlike the clients': {differences}")
+        known = {name: getattr(data, name) for name in ("evaluate", "schema", "class_names")}
+        return LoadedData(x, y, data.x_test, data.y_test, first.outputs, data.prepare, **known)
+
+    def federated(self, objective: Objective | None) -> FederatedData:
+        """Return the placeholders of all clients, as a run's data."""
+        data = self.checked(objective)
+        assert self.described
+        parts: dict[str, list[np.ndarray]] = {"train": [], "test": []}
+        start = 0
+        for each in self.described:
+            for part, samples in (("train", each.train), ("test", each.test)):
+                parts[part].append(np.arange(start, start := start + samples))
+        shards, has_test = PackedShards(parts["train"], parts["test"]), self.test is not None
+        task = objective or objective_of(data.y_train)
+        return RemoteData(data, shards, objective=task, described=self.described, has_test=has_test)
+
+
+@dataclass
+class RemoteData(FederatedData):
+    """The server's stand-in for data on the clients' machines. Only their numbers of samples and shapes are real.
+
+    Args:
+        described: The description of each client's data.
+        has_test: Whether the global test set is real.
+    """
+
+    described: Sequence[DataDescription] = ()
+    has_test: bool = False
+    is_remote: ClassVar[bool] = True
+
+    @property
+    def has_global_test(self) -> bool:
+        """Whether there is a global test set."""
+        return self.has_test
+
+    def class_counts(self, part: str = "train", held_out: bool = False) -> np.ndarray:
+        """Return each client's number of `train` or `test` samples, `(clients, 1)`: the classes are not known."""
+        return self.concatenate(part)[1].numpy()[:, None]
+
+    def digest(self) -> dict[str, str]:
+        """Return the digests of the global test set and of the clients' descriptions, which contain theirs."""
+        described = hashlib.sha256(repr([asdict(each) for each in self.described]).encode()).hexdigest()
+        test = {key: value for key, value in super().digest().items() if key in ("x_test", "y_test")}
+        return {"clients": f"sha256:{described}"} | (test if self.has_test else {})
+
+
+class OwnData(Partition):
+    """All samples of a dataset for one client, which is tested on the dataset's test samples."""
+
+    def split_dataset(
+        self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
+    ) -> ClientSplits:
+        """Return all training and test samples as those of one client."""
+        return ClientSplits([np.arange(len(data.y_train))], [np.arange(len(data.y_test))])
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Return all samples as those of one client."""
+        return [np.arange(len(labels))]
+
+
+def load_own(dataset: Dataset, client: int, local_test: float | None) -> FederatedData:
+    """Load a client's data on its own machine. No other client has samples in it.
+
+    Args:
+        dataset: The client's dataset.
+        client: The client's id.
+        local_test: Share of the training samples to test on; by default the dataset's test samples.
+
+    Raises:
+        ConfigError: The data cannot be loaded, or a sample has several inputs.
+    """
+    data = Scenario(dataset, OwnData(), 1, local_test).build(seed=0)
+    if isinstance(data.data.x_train, Inputs):
+        raise ConfigError(f"{dataset.error_prefix}: several inputs per sample are not supported on remote clients")
+    none = Shard(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    data.shards = PackedShards.from_shards([none] * client + [data.shards[0]])
+    return data
+
+
+def describe(data: LoadedData, shard: Shard, digest: str) -> DataDescription:
+    """Return the description of a client's data that the server gets."""
+    assert isinstance(data.x_train, Tensor)
+    y = data.y_train
+    labels: Labels = "numbers" if y.is_floating_point() else "labels" if y.ndim > 1 else "classes"
+    inputs = str(data.x_train.dtype).removeprefix("torch.")
+    counts = len(shard.train), len(shard.test)
+    return DataDescription(*counts, [*data.x_train.shape[1:]], inputs, data.num_classes, labels, digest)
+
+
+def different(form: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return a text that names the differences between the forms of two clients' data; empty if there are none."""
+    return ", ".join(f"{key} {form[key]} instead of {other[key]}" for key in form if form[key] != other[key])
+
+
+def placeholder_labels(labels: Labels, rows: int, outputs: int) -> Tensor:
+    """Return labels of zeros, which take no memory."""
+    if labels == "classes":
+        return torch.zeros(1, dtype=torch.int64).expand(rows)
+    if labels == "labels":
+        return torch.zeros(1, dtype=torch.uint8).expand(rows, outputs)
+    return torch.zeros(1).expand(rows, *[outputs] * (outputs > 1))

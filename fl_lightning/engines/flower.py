@@ -1,0 +1,330 @@
+"""An engine that trains each client on its own machine, which keeps the client's data. Flower carries the messages."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, get_args
+from uuid import uuid4
+
+from fl_lightning.core.errors import ConfigError, FLError, check_number
+from fl_lightning.core.task import Result, Task, failed_result
+from fl_lightning.data.remote import INPUTS, DataDescription, Labels, RemoteData, different
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.flower_records import (
+    MEGABYTE,
+    BadMessage,
+    check_upload,
+    import_flower,
+    pack,
+    pack_task,
+    unpack,
+    unpack_result,
+)
+from fl_lightning.engines.worker import Worker
+
+if TYPE_CHECKING:
+    from flwr.app import Message, RecordDict
+    from flwr.serverapp import Grid
+
+POLL = 0.1  # seconds between looks for answers
+PATIENCE = 0.5  # seconds to wait for the SuperLink before signals and deadlines are looked at
+THREADS = 16  # requests to the SuperLink at a time
+ASK = 3.0  # seconds after which a machine that has not answered is asked for its description
+ASK_AGAIN = 10.0  # seconds after which it is asked again: the machine may have been killed with the question
+
+
+class NoAnswer(FLError):
+    """A client's machine is away, or did not answer in time."""
+
+    exit_code = 1
+
+
+@dataclass
+class Waiting:
+    """A task whose answer is expected.
+
+    Args:
+        task: The task.
+        deadline: The value of `time.monotonic` after which the client has failed.
+        sent: Ids of the messages with the task. It is sent again to a machine that has lost it.
+    """
+
+    task: Task
+    deadline: float
+    sent: list[str] = field(default_factory=list)
+
+
+class FlowerEngine(Engine):
+    """Trains each client on its own machine, which keeps the client's data and state. Flower carries the messages.
+
+    A run with this engine is started in a Flower ServerApp. `fl-lightning deploy` writes the app, and
+    `fl-lightning node` runs on each client's machine. On CPUs of the same model, results are identical to the
+    sequential engine's with the same data and number of threads. Needs the extra `flower`.
+
+    A machine that is restarted gets its task again. A client fails in a round if its machine does not answer in time,
+    reports an error, or sends a message that is not as expected.
+
+    Args:
+        timeout: Seconds that a client may take in one round. By default there is no limit, and the run waits until a
+            machine that is away is back.
+        max_megabytes: Largest message that is accepted from a client.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(self, timeout: float | None = None, max_megabytes: float = 1024) -> None:
+        check_number("engine.timeout", timeout, "(0, inf)")
+        check_number("engine.max_megabytes", max_megabytes, "(0, inf)")
+        self.timeout, self.max_megabytes = timeout, max_megabytes
+        self._link: ClientLink | None = None
+        self._experiment = ""
+        self._run = uuid4().hex
+        self._trained: dict[int, list[int]] = {}  # the last two rounds after which each client stored its state
+
+    def connect(self, link: ClientLink, experiment: str) -> None:
+        """Use a connection to the clients' machines.
+
+        Args:
+            link: The connection. It knows the machine of each client.
+            experiment: The experiment's config, from which the clients' machines build it.
+        """
+        self._link, self._experiment = link, experiment
+
+    def check(self, worker: Worker) -> None:
+        """Check that the data are on the clients' machines, and that the method does not need them here.
+
+        Raises:
+            ConfigError: They are here, or the method computes with them on the server.
+        """
+        if not worker.data.is_remote:
+            fix = "`fl-lightning deploy` writes the config of a run on the clients' machines"
+            raise ConfigError(f"engine: FlowerEngine needs scenario.dataset RemoteClients. {fix}")
+        if worker.algorithm.calibrates:
+            name = type(worker.algorithm).__name__
+            raise ConfigError(f"algorithm: {name} needs the clients' data on the server. Use another method")
+
+    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
+        """Send each task to its client's machine, and yield the results as they arrive.
+
+        Raises:
+            ConfigError: The run was not started in a Flower ServerApp.
+        """
+        if self._link is None:
+            raise ConfigError("engine: FlowerEngine runs in Flower. Write an app with `fl-lightning deploy`")
+        link, waiting = self._link, dict[int, Waiting]()
+        link.check_interrupt = self.check_interrupt
+        link.idle_clients()  # those of earlier questions
+        for task in tasks:
+            waiting[task.client] = Waiting(task, time.monotonic() + (self.timeout or float("inf")))
+            self._send(link, waiting[task.client])
+        asked = time.monotonic()
+        while waiting:
+            self.check_interrupt()
+            answers = link.answers([name for one in waiting.values() for name in one.sent])
+            for client, one in list(waiting.items()):
+                answer = next((answers[name] for name in one.sent if name in answers), None)
+                if answer is not None and answer.has_error():  # the machine is away: it gets the task when it is back
+                    one.sent.clear()
+                    link.machines.pop(client, None)
+                    continue
+                if answer is not None:
+                    result = self._result(worker, one.task, answer)
+                elif time.monotonic() > one.deadline:
+                    error = NoAnswer(f"no answer in {self.timeout:g} seconds (engine.timeout)")
+                    result = failed_result(one.task, error)
+                else:
+                    continue
+                del waiting[client]
+                yield result
+            if time.monotonic() - asked > ASK:
+                asked = time.monotonic()
+                link.ask(waiting)
+            for client in link.idle_clients() & waiting.keys():
+                self._send(link, waiting[client])
+            if waiting:
+                time.sleep(POLL)
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the run's id, and the rounds after which each client stored its state."""
+        rounds = {str(client): " ".join(map(str, rounds)) for client, rounds in self._trained.items()}
+        return {"run": self._run, **rounds}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Restore the run's id and the clients' rounds, so that clients continue from the state of the right round."""
+        if "run" in state:
+            self._run = state["run"]
+            self._trained = {
+                int(client): [int(round) for round in rounds.split()]
+                for client, rounds in state.items()
+                if client != "run"
+            }
+
+    def _send(self, link: ClientLink, one: Waiting) -> None:
+        task = one.task
+        known = [round for round in self._trained.get(task.client, []) if round < task.round + (not task.fit)]
+        records = pack_task(task, max(known, default=-1), run=self._run, experiment=self._experiment)
+        if (sent := link.send(task.client, records, "train")) is not None:
+            one.sent.append(sent)
+
+    def _result(self, worker: Worker, task: Task, answer: Message) -> Result:
+        """Return the result that a client's machine sent, as a failure if it cannot be used."""
+        algorithm, data = worker.algorithm, worker.data
+        assert isinstance(data, RemoteData)
+        try:
+            contents = unpack(answer.content, self.max_megabytes * MEGABYTE)
+            result = unpack_result(task, contents, algorithm.public)
+            if result.upload:
+                backbone = worker.template.backbone
+                names = algorithm.shared_names(backbone) if algorithm.uploads_by_copying else None
+                samples = worker.client_data.sample_count(task.client)
+                check_upload(result.upload, backbone.state_dict(), names, samples)
+        except BadMessage as error:
+            return failed_result(task, error)
+        if task.upload and not result.failure:
+            before = [round for round in self._trained.get(task.client, []) if round < task.round]
+            self._trained[task.client] = [*before[-1:], task.round]
+        return result
+
+
+class ClientLink:
+    """The server's connection to the clients' machines: which machine a client has, and messages to and from it.
+
+    Args:
+        grid: Flower's grid.
+        expected: The description of each client's data, by client id. By default any.
+
+    Attributes:
+        machines: The id of each client's machine, by client id.
+        found: The description that each client's machine has sent, by client id.
+    """
+
+    def __init__(self, grid: Grid, expected: Sequence[DataDescription] | None = None) -> None:
+        self.grid, self.expected = grid, expected
+        self.machines: dict[int, int] = {}
+        self.found: dict[int, DataDescription] = {}
+        self._questions: dict[str, int] = {}
+        self._asked: dict[int, float] = {}
+        self._idle: set[int] = set()
+        self.check_interrupt: Callable[[], None] = lambda: None
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._pulls: dict[str, Future[Iterable[Message]]] = {}
+
+    def find(self, clients: int, timeout: float) -> list[DataDescription]:
+        """Wait until the machines of all clients have described their data, and return the descriptions.
+
+        Args:
+            clients: Number of clients.
+            timeout: Seconds to wait.
+
+        Raises:
+            ConfigError: A client is missing, or the data of two clients have different forms.
+        """
+        end = time.monotonic() + timeout
+        while missing := [client for client in range(clients) if client not in self.found]:
+            if time.monotonic() > end:
+                names = ", ".join(map(str, missing))
+                raise ConfigError(f"clients {names}: no machine has answered. Start `fl-lightning node` there")
+            self.ask(missing)
+            self.answers([])
+            time.sleep(POLL)
+        descriptions = [self.found[client] for client in range(clients)]
+        for client, each in enumerate(descriptions):
+            if differences := different(each.form, descriptions[0].form):
+                raise ConfigError(f"client {client}: its data are unlike those of client 0: {differences}")
+        return descriptions
+
+    def send(self, client: int, records: RecordDict, kind: str) -> str | None:
+        """Send records to a client's machine, and return the message's id; None if the machine is not known."""
+        if client not in self.machines:
+            return None
+        flower = import_flower()
+        return self._push(flower.Message(records, self.machines[client], kind))
+
+    def ask(self, clients: Iterable[int]) -> None:
+        """Ask the machines of these clients, and machines of unknown clients, to describe their data."""
+        now = time.monotonic()
+        known = {machine: client for client, machine in self.machines.items()}
+        flower, wanted = import_flower(), {*clients}
+        for machine in self._call(self.grid.get_node_ids):
+            is_due = now > self._asked.get(machine, 0.0) + ASK_AGAIN
+            if is_due and known.get(machine, -1) in {*wanted, -1}:
+                question = flower.Message(pack({}, {}, {"kind": "describe"}), machine, "query")
+                self._questions[self._push(question)], self._asked[machine] = machine, now
+
+    def answers(self, ids: Sequence[str]) -> dict[str, Message]:
+        """Return the answers to these messages that have arrived, by the messages' ids."""
+        for name in {*ids, *self._questions} - self._pulls.keys():
+            self._pulls[name] = self._threads.submit(self.grid.pull_messages, [name])
+        wait(self._pulls.values(), timeout=PATIENCE)  # an answer whose machine was killed while sending takes minutes
+        done = [name for name, pull in self._pulls.items() if pull.done()]
+        messages = [message for name in done for message in self._pulls.pop(name).result()]
+        arrived = {message.metadata.reply_to_message_id: message for message in messages}
+        for question in arrived.keys() & self._questions.keys():
+            self._learn(self._questions.pop(question), arrived[question])
+        return arrived
+
+    def idle_clients(self) -> set[int]:
+        """Return the clients whose machines have answered a question, and so have no task, since the last call."""
+        idle, self._idle = self._idle, set()
+        return idle
+
+    def _push(self, message: Message) -> str:
+        """Send a message, and return its id."""
+        (sent,) = self._call(self.grid.push_messages, [message])
+        return sent
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the grid in another thread, because it tries endlessly if the SuperLink is away."""
+        future = self._threads.submit(function, *args)
+        while not wait([future], timeout=PATIENCE).done:
+            self.check_interrupt()
+        return future.result()
+
+    def _learn(self, machine: int, answer: Message) -> None:
+        """Note which client has a machine, from the machine's description of its data."""
+        if answer.has_error():
+            return
+        try:
+            values = unpack(answer.content, MEGABYTE).values
+            if failure := values.get("failure"):
+                raise BadMessage(str(failure))
+            client, described = read_description(values)
+        except BadMessage as error:
+            warnings.warn(f"machine {machine}: it is not used: {error}", stacklevel=2)
+            return
+        if self.expected and not (client < len(self.expected) and described == self.expected[client]):
+            warnings.warn(f"client {client}: its data are not those of the run. It is not used", stacklevel=2)
+            return
+        if self.found.setdefault(client, described) != described:
+            warnings.warn(f"client {client}: another machine has this client, too. It is not used", stacklevel=2)
+            return
+        self.machines[client] = machine
+        self._asked.pop(machine, None)
+        self._idle.add(client)
+
+
+def describe_client(client: int, described: DataDescription) -> RecordDict:
+    """Return a client's answer to the question for its data, as records."""
+    return pack({}, {}, {"kind": "description", "client": client, **asdict(described)})
+
+
+def read_description(values: dict[str, Any]) -> tuple[int, DataDescription]:
+    """Return the client and the description of its data that a machine sent.
+
+    Raises:
+        BadMessage: A value is missing or of another type.
+    """
+    kinds = {"train": int, "test": int, "in_shape": list, "inputs": str, "outputs": int, "labels": str, "digest": str}
+    client = values.get("client")
+    wrong = [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
+    if not isinstance(client, int) or client < 0 or wrong:
+        raise BadMessage(f"its description has no valid {wrong[0] if wrong else 'client'}")
+    described = DataDescription(**{name: values[name] for name in kinds})
+    if described.inputs not in INPUTS or described.labels not in get_args(Labels) or min(described.in_shape) < 1:
+        raise BadMessage(f"its description is not possible: {described.form}")
+    return client, described

@@ -1,0 +1,223 @@
+"""Conversion of tasks and results to Flower's records, and checks of the records that arrive.
+
+All tensors of a message are one array of bytes in the safetensors format, because Flower sends each array with requests
+of its own. Records hold tensors, numbers and texts. Nothing in them is unpickled or executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.message import Message, Tensors
+from fl_lightning.core.state_dicts import State
+from fl_lightning.core.task import Result, Score, Task, failed_result
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
+MEGABYTE = 1 << 20
+FLAGS = ("fit", "upload", "evaluate", "evaluate_globally")
+"""Fields of a `Task` that say what to do."""
+
+
+def import_flower() -> ModuleType:
+    """Import and return Flower's package `flwr.app`.
+
+    Raises:
+        ConfigError: Flower is not installed.
+    """
+    try:
+        import flwr.app
+    except ImportError as error:
+        raise ConfigError("engine: FlowerEngine needs flwr; pip install 'fl-lightning[flower]'") from error
+    return flwr.app
+
+
+class BadMessage(FLError):
+    """A message of a client or of the server is not as expected, and is not used."""
+
+    exit_code = 1
+
+
+class Contents(NamedTuple):
+    """The content of a message: tensors by name, numbers by name, and plain values by name."""
+
+    tensors: Tensors
+    numbers: dict[str, int | float]
+    values: dict[str, Any]
+
+
+def pack(tensors: Tensors, numbers: Mapping[str, int | float], values: Mapping[str, Any]) -> RecordDict:
+    """Return tensors, numbers and plain values as Flower's records."""
+    flower = import_flower()
+    content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+    array = flower.Array(dtype="uint8", shape=(len(content),), stype="safetensors", data=content)
+    return flower.RecordDict(
+        {
+            "tensors": flower.ArrayRecord({"content": array}),
+            "numbers": flower.MetricRecord(dict(numbers)),
+            "values": flower.ConfigRecord({**values, "names": list(tensors)}),  # safetensors sorts by size
+        }
+    )
+
+
+def unpack(records: Any, most_bytes: float) -> Contents:
+    """Return the content of Flower's records.
+
+    Args:
+        records: The records that `pack` returned in another process.
+        most_bytes: Largest size of the tensors that is accepted.
+
+    Raises:
+        BadMessage: The records are not those of `pack`, are too large, or hold a NaN or Inf.
+    """
+    try:
+        content = records["tensors"]["content"].data
+        if len(content) > most_bytes:
+            what = f"{len(content) / MEGABYTE:,.1f} MB are above {most_bytes / MEGABYTE:,.1f} MB"
+            raise BadMessage(f"the message is too large: {what} (max_megabytes)")
+        found, values = load(content), dict(records["values"])
+        tensors = {name: found[name] for name in values.pop("names")}
+        numbers = dict(records["numbers"])
+        if len(tensors) != len(found):
+            raise BadMessage("the message names other tensors than it holds")
+    except (KeyError, AttributeError, TypeError, ValueError, SafetensorError) as error:
+        raise BadMessage(f"the message is damaged ({type(error).__name__}: {one_line(error)})") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise BadMessage(f"{one_line(name)} contains NaN or Inf")
+    return Contents(tensors, numbers, values)
+
+
+# --- Tasks -----------------------------------------------------------------------------------------------------------
+
+
+def pack_task(task: Task, state_round: int, **values: str) -> RecordDict:
+    """Return a task as records. The client's state is not part of it: it is on the client's machine.
+
+    Args:
+        task: The task.
+        state_round: The round after which the client stored the state that it continues from; -1 for none.
+        **values: Further values, such as the run's id.
+    """
+    known = {"kind": "task", "round": task.round, "client": task.client, "lr_scale": float(task.lr_scale)}
+    flags = {name: getattr(task, name) for name in FLAGS}
+    return pack(task.download.tensors, task.download.numbers, {**known, **flags, "state_round": state_round, **values})
+
+
+def unpack_task(contents: Contents, memory: State) -> Task:
+    """Return the task of a message, with the state that the client kept.
+
+    Raises:
+        BadMessage: A value is missing or of another type.
+    """
+    values = contents.values
+    kinds: dict[str, type] = {"round": int, "client": int, "lr_scale": float, **dict.fromkeys(FLAGS, bool)}
+    if wrong := [name for name, kind in kinds.items() if type(values.get(name)) is not kind]:
+        raise BadMessage(f"the task has no valid {wrong[0]}")
+    options = {name: values[name] for name in ("lr_scale", *FLAGS)}
+    return Task(values["round"], values["client"], Message(contents.tensors, contents.numbers), memory, **options)
+
+
+# --- Results ---------------------------------------------------------------------------------------------------------
+
+
+def pack_result(result: Result, public: str | None) -> RecordDict:
+    """Return a client's result as records. Of the client's state, only the public section is part of it.
+
+    Args:
+        result: The result.
+        public: The section of the client's state that its peers may read, if any.
+    """
+    if result.failure:
+        return pack_failure(result.failure.reason)
+    upload = result.upload or Message()
+    shared = result.memory.get(public, {}) if public else {}
+    tensors = {f"upload/{name}": value for name, value in upload.tensors.items()}
+    tensors |= {f"public/{name}": value for name, value in shared.items()}
+    numbers = with_prefix("upload", upload.numbers) | with_prefix("losses", result.losses)
+    numbers |= with_prefix("logged", result.logged)
+    for name, score in (("local", result.local), ("on_global", result.on_global)):
+        if score:
+            numbers |= {f"{name}/n": score.n, **with_prefix(f"{name}/values", score.values)}
+    return pack(tensors, numbers, {"uploads": result.upload is not None})
+
+
+def pack_failure(reason: str) -> RecordDict:
+    """Return the answer of a client that cannot run a task, as records."""
+    return pack({}, {}, {"failure": reason[:1000]})
+
+
+def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
+    """Return the result of a task. Its client state is only the public section; the rest is on the client's machine.
+
+    Raises:
+        BadMessage: The message does not answer the task.
+    """
+    failure = contents.values.get("failure")
+    if isinstance(failure, str):
+        return failed_result(task, FLError(one_line(failure)))
+    if contents.values.get("uploads") is not task.upload:
+        raise BadMessage("the answer is not that of the task")
+    tensors, numbers = (Sections(part) for part in (contents.tensors, contents.numbers))
+    upload = Message(tensors["upload"], numbers["upload"]) if task.upload else None
+    memory = {public: shared} if public and (shared := tensors["public"]) else {}
+    local, on_global = (
+        Score(int(contents.numbers[f"{name}/n"]), numbers[f"{name}/values"])
+        if f"{name}/n" in contents.numbers
+        else None
+        for name in ("local", "on_global")
+    )
+    losses, logged = numbers["losses"], numbers["logged"]
+    return Result(task.client, task.download.nbytes, upload, memory, losses, logged, local, on_global)
+
+
+class Sections:
+    """The entries of a mapping by the beginning of their names."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
+
+    def __getitem__(self, section: str) -> dict[str, Any]:
+        """Return the entries whose names begin with `section/`, by the rest of their names."""
+        start = f"{section}/"
+        return {name.removeprefix(start): value for name, value in self.entries.items() if name.startswith(start)}
+
+
+def with_prefix(prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return entries with `prefix/` before each name."""
+    return {f"{prefix}/{name}": value for name, value in entries.items()}
+
+
+def check_upload(upload: Message, model: Tensors, names: Sequence[str] | None, n_samples: int) -> None:
+    """Check a client's upload before it is aggregated.
+
+    Args:
+        upload: The upload.
+        model: The state dict of the network.
+        names: The entries of the network that a client uploads; None if they differ between clients.
+        n_samples: The number of training samples that the client announced before round 1.
+
+    Raises:
+        BadMessage: An entry is missing, has another shape or dtype than the network's, or a number is wrong.
+    """
+    sent = upload.section("model")
+    if names is not None and sent.keys() != set(names):
+        first = min(sent.keys() ^ set(names))
+        raise BadMessage(f"the upload has other entries than the network: {one_line(first)}")
+    for name in sent.keys() & model.keys():
+        if sent[name].shape != model[name].shape or sent[name].dtype != model[name].dtype:
+            held, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (sent[name], model[name]))
+            raise BadMessage(f"the upload's {one_line(name)} is {held} instead of {wanted}")
+    if upload.numbers.get("n_samples", None if names else n_samples) != n_samples:
+        what = f"{upload.numbers.get('n_samples')} instead of {n_samples}"
+        raise BadMessage(f"the upload has another number of samples than the client announced: {what}")
+    if wrong := [name for name, number in upload.numbers.items() if not torch.tensor(number).isfinite()]:
+        raise BadMessage(f"the upload's {one_line(wrong[0])} is NaN or Inf")

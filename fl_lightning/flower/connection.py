@@ -1,0 +1,187 @@
+"""The connection of a client's machine to Flower's SuperLink, in place of Flower's SuperNode.
+
+Flower's SuperNode starts a process for each message, which imports torch, and runs the code of the app that the server
+sends. This one answers in its own process, and runs only code that is installed on the machine. It uses the SuperNode's
+connection, with its TLS and authentication. That is not part of Flower's public interface, so the extra `flower` has
+the version that this was written for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fl_lightning.core.errors import ConfigError, FLError, one_line
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
+POLL = 0.1  # seconds between looks for messages
+RETRY = 3.0  # seconds before a connection is opened again
+REFUSED = 150.0  # seconds of refusals after which the node ends: a SuperLink takes a killed node for alive for a minute
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+"""Addresses that may be connected to without encryption."""
+
+
+class Refused(FLError):
+    """The SuperLink does not accept this machine."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Address:
+    """How a client's machine reaches the SuperLink.
+
+    Args:
+        superlink: `HOST:PORT`.
+        certificate: File with the certificate of the authority that signed the SuperLink's; None without encryption.
+        key: File with the private key of this machine, an OpenSSH key on an elliptic curve; None without
+            authentication.
+
+    Raises:
+        ConfigError: The connection is not encrypted and leaves this machine, or a file cannot be read.
+    """
+
+    superlink: str
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.certificate is None and self.superlink.rpartition(":")[0] not in LOCAL:
+            fix = "Give --certificate, the file ca.crt"
+            raise ConfigError(f"--superlink: {self.superlink} is another machine, and needs encryption. {fix}")
+
+    def read_certificate(self) -> bytes | None:
+        """Return the authority's certificate."""
+        return None if self.certificate is None else read("--certificate", self.certificate)
+
+    def read_key(self) -> tuple[Any, Any] | None:
+        """Return this machine's private and public key."""
+        if self.key is None:
+            return None
+        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+        content = read("--key", self.key)
+        try:
+            private = load_ssh_private_key(content, None)
+        except Exception as error:  # several libraries' errors
+            raise ConfigError(f"--key: {self.key} is no OpenSSH private key: {one_line(error)}") from error
+        if not isinstance(private, EllipticCurvePrivateKey):
+            fix = "Make one with ssh-keygen -t ecdsa -b 384"
+            raise ConfigError(f"--key: {self.key} is not on an elliptic curve. {fix}")
+        return private, private.public_key()
+
+
+def read(option: str, path: Path) -> bytes:
+    """Return the content of a file that an option of the command line names.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
+
+
+def serve(address: Address, answer: Callable[[RecordDict], RecordDict], report: Callable[[str], None]) -> None:
+    """Answer the server's messages, endlessly. A lost connection is opened again, also if the SuperLink was away.
+
+    Args:
+        address: The address of the SuperLink.
+        answer: Returns the answer to a message.
+        report: Prints a line for the user.
+
+    Raises:
+        ConfigError: A file of the address cannot be read.
+        Refused: The SuperLink does not accept this machine.
+    """
+    certificate, keys = address.read_certificate(), address.read_key()
+    end = time.monotonic() + REFUSED
+    while True:
+        try:
+            with open_connection(address.superlink, certificate is None, certificate, keys) as connection:
+                report(f"connected to {address.superlink} as machine {connection[0]}")
+                while True:
+                    answer_next(connection, answer, report)
+                    end = time.monotonic() + REFUSED
+            reason = "the connection was lost"  # Flower has caught and logged the error
+        except Refused as refused:
+            if time.monotonic() > end:
+                raise
+            reason = str(refused)
+        report(f"{reason}; trying again")
+        time.sleep(RETRY)
+
+
+def open_connection(*args: Any) -> AbstractContextManager[Any]:
+    """Return Flower's connection of a SuperNode, which raises `Refused` where it would end the process."""
+    from flwr.supernode import fleet_http_connection
+
+    def refuse(code: int, message: str) -> None:
+        fix = "Register the key of this machine on the server: flwr supernode register"
+        if "certificate" in message.lower():
+            fix = "Give the server's ca.crt as --certificate"
+        raise Refused(f"--superlink: {one_line(message).rstrip('.')}. {fix}")
+
+    module: Any = fleet_http_connection
+    module.flwr_exit = refuse
+    return module.http_request_response(*args)
+
+
+def answer_next(connection: Any, answer: Callable[[RecordDict], RecordDict], report: Callable[[str], None]) -> None:
+    """Answer one message of the server, or wait a moment if there is none or its run is over."""
+    from flwr.supercore.run import RunNotRunningException
+
+    try:
+        answered = answer_message(connection, answer, report)
+    except RunNotRunningException:
+        report("not answered: the message is of a run that has ended")
+    else:
+        if not answered:
+            time.sleep(POLL)
+
+
+def answer_message(connection: Any, answer: Callable[[RecordDict], RecordDict], report: Callable[[str], None]) -> bool:
+    """Answer one message of the server, and return whether there was one."""
+    from flwr.app import Message
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_all_nested_objects,
+        get_object_tree,
+        iterate_object_tree,
+        no_object_id_recompute,
+    )
+    from flwr.supercore.inflatable.inflatable_utils import (
+        inflate_object_from_contents,
+        pull_objects,
+        push_object_contents_from_iterable,
+    )
+
+    _, receive, send, _, _, pull_object, push_object, confirm = connection
+    if (received := receive()) is None:
+        return False
+    envelope, tree = received
+    run, name = envelope.metadata.run_id, envelope.metadata.message_id
+    contents = pull_objects(
+        [each.object_id for each in iterate_object_tree(tree)], pull_object_fn=lambda each: pull_object(run, each)
+    )
+    confirm(run, name)
+    message: Any = inflate_object_from_contents(tree.object_id, contents)
+    message.metadata.__dict__["_message_id"] = tree.object_id
+    started = time.monotonic()
+    with no_object_id_recompute():
+        reply = Message(answer(message.content), reply_to=message)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        objects = get_all_nested_objects(reply)
+        wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)
+        parts = ((each, objects[each].deflate()) for each in wanted)
+        push_object_contents_from_iterable(parts, lambda each, content: push_object(run, session, each, content))
+    kind = message.metadata.message_type
+    report(f"answered: {kind}, in {time.monotonic() - started:.2f} s")
+    return True

@@ -1,0 +1,144 @@
+"""What runs on a client's own machine: answers to the server's messages, with the client's data and state."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import re
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.data import Dataset, FederatedData
+from fl_lightning.data.remote import describe, different, load_own
+from fl_lightning.data.scenario import sha256
+from fl_lightning.engines.flower import describe_client
+from fl_lightning.engines.flower_records import (
+    MEGABYTE,
+    BadMessage,
+    Contents,
+    pack_failure,
+    pack_result,
+    unpack,
+    unpack_task,
+)
+from fl_lightning.engines.worker import Worker
+from fl_lightning.flower.client_states import ClientStates
+from fl_lightning.orchestrator import FederatedOrchestrator
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
+RUN = re.compile(r"[0-9a-f]{32}")
+"""Matches the id of a run, after which its folder is named."""
+
+
+@dataclass
+class Site:
+    """A client of the federation as its own machine knows it: the file that `fl-lightning node` takes.
+
+    Args:
+        client: The client's id, from 0. Each machine has another.
+        dataset: The client's data.
+        local_test: Share of the training samples that the client is tested on, in [0, 1). By default it is tested on
+            the dataset's test samples.
+        max_megabytes: Largest message that is accepted from the server.
+        allow: SHA-256 digests of experiments that may name classes outside of this package. Others may name only its
+            classes.
+    """
+
+    client: int
+    dataset: Dataset
+    local_test: float | None = None
+    max_megabytes: float = 1024
+    allow: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.client < 0:
+            raise ConfigError(f"client: {self.client} is below 0. Clients are numbered from 0")
+        if self.local_test is not None and not 0 <= self.local_test < 1:
+            raise ConfigError(f"local_test: {self.local_test} is outside [0, 1). Give a share")
+
+
+class Node:
+    """Answers the messages of a federation's server on a client's own machine.
+
+    The node builds an experiment from the config in a task, which may name only classes of this package, and trains
+    the client with its own data. The state that the client keeps between its rounds is written to this machine's disk.
+
+    Args:
+        site: The client and its data.
+        folder: Folder of the client's states.
+        build: Builds an experiment from the text of its config. The second argument is whether the config may name
+            classes outside of this package.
+
+    Raises:
+        ConfigError: The data cannot be loaded.
+    """
+
+    def __init__(self, site: Site, folder: Path, build: Callable[[str, bool], FederatedOrchestrator]) -> None:
+        self.site, self.folder, self._build = site, folder, build
+        self.data: FederatedData = load_own(site.dataset, site.client, site.local_test)
+        shard, loaded = self.data.shards[site.client], self.data.data
+        digest = sha256([loaded.x_train, loaded.y_train, shard.train, shard.test])  # type: ignore[list-item]
+        self.description = describe(loaded, shard, digest)
+        self._worker: Worker | None = None
+        self._context = copy_context()  # restrictions of what the experiment may import end with it
+        self._states: ClientStates | None = None
+        self._experiment = self._run = ""
+
+    def answer(self, records: RecordDict) -> RecordDict:
+        """Return the answer to a message of the server. An error is part of the answer, in one line."""
+        try:
+            contents = unpack(records, self.site.max_megabytes * MEGABYTE)
+            kind = contents.values.get("kind")
+            if kind == "describe":
+                return describe_client(self.site.client, self.description)
+            if kind == "task":
+                return self._run_task(contents)
+            raise BadMessage(f"the message is of an unknown kind: {one_line(str(kind))}")
+        except Exception as error:
+            reason = one_line(error) if isinstance(error, FLError) else f"{type(error).__name__}: {one_line(error)}"
+            return pack_failure(reason)
+
+    def _run_task(self, contents: Contents) -> RecordDict:
+        values, client = contents.values, self.site.client
+        if values.get("client") != client:
+            raise BadMessage(f"the task is for client {values.get('client')}, not for client {client}")
+        kinds = {"experiment": str, "run": str, "state_round": int}
+        if wrong := [name for name, kind in kinds.items() if type(values.get(name)) is not kind]:
+            raise BadMessage(f"the task has no valid {wrong[0]}")
+        worker, states = self._open(values["experiment"], values["run"])
+        task = unpack_task(contents, states.read(values["state_round"]))
+        result = self._context.run(worker.run, task)
+        if task.upload and not result.failure:
+            states.write(task.round, result.memory)
+        gc.collect()  # a used Trainer is part of a reference cycle with its model
+        return pack_result(result, worker.algorithm.public)
+
+    def _open(self, experiment: str, run: str) -> tuple[Worker, ClientStates]:
+        """Return the worker object of an experiment and the client's states in a run, and keep them for later tasks."""
+        digest = hashlib.sha256(experiment.encode()).hexdigest()
+        if self._worker is None or digest != self._experiment:
+            self._context, self._run = copy_context(), ""
+            self._worker = self._context.run(self._build_worker, experiment, digest)
+            self._experiment = digest
+        if self._states is None or run != self._run:
+            if not RUN.fullmatch(run):
+                raise BadMessage("the run's id is not 32 hexadecimal digits")
+            self._states, self._run = ClientStates(self.folder / run, self.site.client, digest), run
+        return self._worker, self._states
+
+    def _build_worker(self, experiment: str, digest: str) -> Worker:
+        orchestrator = self._build(experiment, digest in self.site.allow)
+        described = getattr(orchestrator.scenario.dataset, "described", None)
+        if not described or self.site.client >= len(described):
+            raise BadMessage(f"the experiment has no client {self.site.client}")
+        if differences := different(self.description.form, described[self.site.client].form):
+            raise BadMessage(f"the data of client {self.site.client} are unlike the federation's: {differences}")
+        if objective := orchestrator.scenario.objective:
+            self.data.objective = objective
+        return orchestrator.worker_of(self.data)

@@ -1,0 +1,295 @@
+"""Machines that are restarted, away, or send what they should not; servers that are killed and resumed."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from experiments import experiment, same_bytes, untimed
+from flower_grid import flower, remote_experiment  # noqa: F401
+
+from fl_lightning.algorithms import FedRep
+from fl_lightning.core.errors import ClientFailure, ConfigError
+from fl_lightning.core.task import Result
+from fl_lightning.engines.flower import ClientLink, FlowerEngine
+from fl_lightning.engines.flower_records import pack, unpack
+from fl_lightning.flower.node import Node
+
+pytestmark = pytest.mark.usefixtures("flower", "one_thread")
+
+OPTIONS = {"rounds": 5, "trainer": {"accelerator": "cpu", "max_epochs": 2}}
+"""A run of FedRep, whose clients keep their heads."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    run = experiment(tmp_path_factory.mktemp("alone"), FedRep(), **OPTIONS)
+    run.fit()
+    return run
+
+
+def remote(tmp_path, alone, run="remote", **options):
+    return remote_experiment(tmp_path / run, alone, FedRep, folder=tmp_path, **OPTIONS | options)
+
+
+def assert_same(alone, run):
+    assert all(same_bytes(alone.state[part], run.state[part]) for part in alone.state)
+    assert untimed(alone.csv.rows) == untimed(run.csv.rows)
+
+
+def restarted(node):
+    return Node(node.site, node.folder, node._build)
+
+
+# --- The same bytes --------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_is_restarted_after_every_answer_continues_from_its_state(tmp_path, alone):
+    run, grid = remote(tmp_path, alone)
+
+    def restart(machine, records):
+        grid.nodes[machine] = restarted(grid.nodes[machine])
+        return records
+
+    grid.change = restart
+    run.fit()
+    assert_same(alone, run)
+
+
+def test_a_machine_that_lost_its_task_gets_it_again(tmp_path, alone):
+    run, grid = remote(tmp_path, alone)
+    grid.lost = {100, 102, 104}
+    run.fit()
+    assert_same(alone, run)
+    assert grid.kinds.count("train") == 5 * 4 + len({100, 102, 104} - grid.lost)
+
+
+@pytest.mark.thorough
+def test_a_machine_that_flower_does_not_reach_gets_its_task_later(tmp_path, alone):
+    run, grid = remote(tmp_path, alone)
+    grid.unreachable = {100, 101, 102, 103}
+    run.fit()
+    assert_same(alone, run)
+    assert not grid.unreachable
+
+
+@pytest.mark.thorough
+def test_a_machine_with_a_new_id_is_found(tmp_path, alone):
+    run, grid = remote(tmp_path, alone)
+
+    def move(machine, records):
+        if machine < 200:
+            grid.nodes[machine + 100] = restarted(grid.nodes[machine])
+            grid.away.add(machine)
+        return records
+
+    grid.change = move
+    run.fit()
+    assert_same(alone, run)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rounds_back", [0, 1])
+def test_a_server_that_is_killed_resumes(tmp_path, alone, rounds_back):
+    run, grid = remote(tmp_path, alone)
+    answers = []
+
+    def kill(machine, records):
+        answers.append(machine)
+        if len(answers) == 6 + 4 * 2 + 2:  # descriptions, two rounds and a half
+            raise Killed
+        return records
+
+    grid.change = kill
+    with pytest.raises(Killed):
+        run.fit()
+    folders = sorted((tmp_path / "remote" / "checkpoints").iterdir())
+    for folder in folders[len(folders) - rounds_back :]:
+        (folder / "state.pt").unlink()
+    run, grid = remote(tmp_path, alone, grid=grid)
+    with pytest.warns(UserWarning, match="state.pt") if rounds_back else nullcontext():
+        run.fit(resume=True)
+    assert_same(alone, run)
+
+
+@pytest.mark.thorough
+def test_a_failed_round_does_not_change_the_state_from_which_a_client_continues(tmp_path):
+    """A client trains in round 2, but the server does not use its upload: it continues from its state of round 1."""
+    options = {"clients_per_round": 6, "on_client_failure": "drop", "rounds": 3}
+    simulated = experiment(tmp_path / "alone", FedRep(), **OPTIONS | options)
+    real = simulated.engine.run
+
+    def run_and_fail(worker, tasks):
+        for result in real(worker, tasks):
+            failing = result.client == 1 and simulated.round == 1
+            yield failed(result, simulated.round + 1) if failing else result
+
+    simulated.engine.run = run_and_fail
+    with pytest.warns(UserWarning, match="client 1, round 2"):
+        simulated.fit()
+    run, grid = remote(tmp_path, simulated, **options)
+    trained = []
+
+    def spoil(machine, records):
+        if machine == 101:
+            trained.append(machine)
+        return with_tensors(records, nan) if machine == 101 and len(trained) == 2 else records
+
+    grid.change = spoil
+    with pytest.warns(UserWarning, match="client 1, round 2: upload/model/.* contains NaN"):
+        run.fit()
+    assert_same(simulated, run)
+
+
+def failed(result, round):
+    return Result(result.client, result.download_bytes, failure=ClientFailure(result.client, round, "failed"))
+
+
+@pytest.mark.thorough
+def test_a_machine_that_is_away_for_three_rounds_is_dropped_and_then_back(tmp_path, alone):
+    engine = FlowerEngine(timeout=0.3)
+    options = {"engine": engine, "clients_per_round": 6, "on_client_failure": "drop"}
+    run, grid = remote(tmp_path, alone, **options)
+    failures = []
+
+    def on_round_end(metrics):
+        failures.append(metrics["client/failed"])
+        grid.away = {103} if run.round in (1, 2, 3) else set()
+
+    log = run.record.log
+    run.record.log = lambda metrics: (on_round_end(metrics), log(metrics))
+    with pytest.warns(UserWarning, match="client 3") as shown:
+        run.fit()
+    reason = "no answer in 0.3 seconds (engine.timeout); dropped from this round"
+    assert [str(one.message) for one in shown] == [f"client 3, round {round}: {reason}" for round in (2, 3, 4)]
+    assert failures == [0, 1, 1, 1, 0]
+
+
+# --- What is refused -------------------------------------------------------------------------------------------------
+
+
+def with_tensors(records, change):
+    tensors, numbers, values = unpack(records, 1e9)
+    return pack(change(tensors), numbers, values)
+
+
+def first_of(tensors):
+    return next(name for name in tensors if name.startswith("upload/model/"))
+
+
+def nan(tensors):
+    name = first_of(tensors)
+    return {**tensors, name: torch.full_like(tensors[name], torch.nan)}
+
+
+def shape(tensors):
+    name = first_of(tensors)
+    return {**tensors, name: tensors[name][:1]}
+
+
+def dtype(tensors):
+    name = first_of(tensors)
+    return {**tensors, name: tensors[name].double()}
+
+
+def missing(tensors):
+    return {name: value for name, value in tensors.items() if name != first_of(tensors)}
+
+
+def more(tensors):
+    return {**tensors, "upload/model/more": torch.zeros(1)}
+
+
+def large(tensors):
+    return {**tensors, "upload/more/x": torch.zeros(300_000)}
+
+
+def heavier(records):
+    tensors, numbers, values = unpack(records, 1e9)
+    return pack(tensors, {**numbers, "upload/n_samples": 10**9}, values)
+
+
+def damaged(records):
+    tensors, numbers, values = unpack(records, 1e9)
+    records = pack(tensors, numbers, values)
+    del records["numbers"]
+    return records
+
+
+def another(records):
+    return pack({}, {}, {"kind": "hello"})
+
+
+def error(records):
+    return pack({}, {}, {"failure": "the disk\nis full"})
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda records: with_tensors(records, nan), "contains NaN or Inf"),
+        (lambda records: with_tensors(records, shape), "of torch.float32 instead of"),
+        (lambda records: with_tensors(records, dtype), "of torch.float64 instead of"),
+        (lambda records: with_tensors(records, missing), "other entries than the network: encoder"),
+        (lambda records: with_tensors(records, more), "other entries than the network: more"),
+        (lambda records: with_tensors(records, large), r"too large: 1.1 MB are above 1.0 MB \(max_megabytes\)"),
+        (heavier, "another number of samples than the client announced: 1000000000 instead of"),
+        (damaged, r"the message is damaged \(KeyError"),
+        (another, "the answer is not that of the task"),
+        (error, "the disk is full"),
+    ],
+)
+def test_a_bad_answer_is_one_line_and_the_run_goes_on(tmp_path, alone, change, message):
+    options = {"engine": FlowerEngine(max_megabytes=1), "rounds": 1, "clients_per_round": 6}
+    run, grid = remote(tmp_path, alone, on_client_failure="drop", **options)
+    grid.change = lambda machine, records: change(records) if machine == 102 else records
+    with pytest.warns(UserWarning, match=f"client 2, round 1: .*{message}") as shown:
+        run.fit()
+    assert run.csv.rows[-1]["client/failed"] == 1
+    assert all("\n" not in str(one.message) for one in shown)
+
+
+def test_a_bad_answer_ends_the_run_by_default(tmp_path, alone):
+    run, grid = remote(tmp_path, alone)
+    grid.change = lambda machine, records: error(records)
+    with pytest.raises(ClientFailure, match=r"client [0-9], round 1: the disk is full"):
+        run.fit()
+
+
+def test_the_machines_of_all_clients_are_needed(tmp_path, alone):
+    _, grid = remote(tmp_path, alone)
+    grid.away = {101}
+    with pytest.raises(ConfigError, match=r"^clients 1: no machine has answered"):
+        ClientLink(grid).find(6, timeout=0.3)
+
+
+def test_a_second_machine_of_a_client_is_not_used(tmp_path, alone):
+    _, grid = remote(tmp_path, alone)
+    site = grid.nodes[103].site
+    grid.nodes[150] = Node(type(site)(1, site.dataset), tmp_path / "other", grid.nodes[103]._build)
+    link = ClientLink(grid)
+    with pytest.warns(UserWarning, match="client 1: another machine has this client, too"):
+        link.find(6, timeout=5)
+    assert link.machines[1] in (101, 150)
+
+
+def test_other_data_than_those_of_the_run_are_not_used(tmp_path, alone):
+    _, grid = remote(tmp_path, alone)
+    expected = ClientLink(grid).find(6, timeout=5)
+    grid.nodes[101] = Node(type(grid.nodes[103].site)(1, grid.nodes[103].site.dataset), tmp_path / "other", None)
+    link = ClientLink(grid, expected)
+    with pytest.warns(UserWarning, match="client 1: its data are not those of the run"), pytest.raises(ConfigError):
+        link.find(6, timeout=0.3)
+
+
+def test_the_engine_needs_a_flower_app_and_remote_clients(tmp_path, alone):
+    with pytest.raises(ConfigError, match=r"^engine: FlowerEngine needs scenario.dataset RemoteClients"):
+        experiment(tmp_path / "run", engine=FlowerEngine()).fit()
+    run, _ = remote(tmp_path, alone)
+    run.engine._link = None
+    with pytest.raises(ConfigError, match=r"^engine: FlowerEngine runs in Flower"):
+        run.fit()

@@ -1,0 +1,248 @@
+"""A client's own machine: what it tells, what it refuses, and the state that it keeps."""
+
+import json
+import stat
+
+import pytest
+import torch
+import yaml
+from experiments import digits
+from flower_grid import Held, flower  # noqa: F401
+
+from fl_lightning.cli.commands.node import read_site
+from fl_lightning.cli.flower_app import client_experiment
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message
+from fl_lightning.core.task import Task
+from fl_lightning.data.client_folders import write_client_folders
+from fl_lightning.engines.flower_records import pack, pack_task, unpack
+from fl_lightning.flower.client_states import ClientStates, StateMissing
+from fl_lightning.flower.connection import Address
+from fl_lightning.flower.node import Node, Site
+
+RUN = "0123456789abcdef" * 2
+
+
+# --- State -----------------------------------------------------------------------------------------------------------
+
+
+def state(value):
+    return {"head": {"w": torch.full((2,), float(value))}, "term": {"n": torch.tensor(value)}}
+
+
+def test_the_state_of_the_last_three_rounds_is_kept_and_read_by_another_process(tmp_path):
+    states = ClientStates(tmp_path / "run", 4, "digest")
+    for round in (1, 3, 4, 9):
+        states.write(round, state(round))
+    again = ClientStates(tmp_path / "run", 4, "digest")
+    assert again.read(-1) == {}
+    for round in (3, 4, 9):
+        assert again.read(round)["term"]["n"] == round
+    with pytest.raises(StateMissing, match=r"^the client's state after round 1 is not on .* has: 3, 4, 9"):
+        again.read(1)
+    assert len([*(tmp_path / "run" / "clients").iterdir()]) == 3
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+def test_a_server_that_went_back_replaces_later_states(tmp_path):
+    states = ClientStates(tmp_path / "run", 0, "digest")
+    for round in (1, 2, 3):
+        states.write(round, state(round))
+    states.write(2, state(20))
+    assert states.read(2)["term"]["n"] == 20
+    with pytest.raises(StateMissing):
+        states.read(3)
+
+
+def test_an_empty_state_is_a_state(tmp_path):
+    states = ClientStates(tmp_path / "run", 0, "digest")
+    states.write(1, {})
+    states.write(2, state(2))
+    assert states.read(1) == {}
+    assert states.read(2)["term"]["n"] == 2
+
+
+def test_a_damaged_state_and_another_experiment_are_refused(tmp_path):
+    states = ClientStates(tmp_path / "run", 0, "digest")
+    states.write(1, state(1))
+    with pytest.raises(StateMissing, match="that of another experiment"):
+        ClientStates(tmp_path / "run", 0, "other")
+    (file,) = (tmp_path / "run" / "clients").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    with pytest.raises(StateMissing, match="after round 1 is damaged"):
+        states.read(1)
+
+
+# --- Messages --------------------------------------------------------------------------------------------------------
+
+EXPERIMENT = {
+    "model": {"class_path": "fl_lightning.models.MLP", "init_args": {"hidden": [8]}},
+    "algorithm": "fl_lightning.FedAvg",
+    "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+    "trainer": {"accelerator": "cpu"},
+    "logger": None,
+}
+
+
+@pytest.fixture(scope="module")
+def held():
+    data = digits(4).build(0)
+    return Held(data.data, data.shards[1].train, data.shards[1].test)
+
+
+@pytest.fixture
+def node(tmp_path, held, flower):  # noqa: F811
+    return Node(Site(1, held), tmp_path / "state", client_experiment)
+
+
+def experiment(node, **changes):
+    described = [vars(node.description)] * 4
+    remote = {"class_path": "fl_lightning.data.remote.RemoteClients", "init_args": {"clients": 4}}
+    remote["init_args"]["described"] = described
+    scenario = {"dataset": remote, "partition": "fl_lightning.data.natural_partitions.ByClient", "clients": 4}
+    return yaml.safe_dump({**EXPERIMENT, "scenario": scenario, **changes})
+
+
+def model(node):
+    orchestrator = client_experiment(experiment(node), True)
+    orchestrator._build()
+    return {"model": dict(orchestrator.worker.template.backbone.state_dict())}
+
+
+def ask(node, text=None, download=None, run=RUN, state_round=-1, **task):
+    message = Message.pack(model(node) if download is None else download)
+    sent = Task(**{"round": 1, "client": 1, "download": message, "memory": {}, **task})
+    records = pack_task(sent, state_round, run=run, experiment=experiment(node) if text is None else text)
+    return unpack(node.answer(records), 1e9)
+
+
+def test_a_task_is_answered_with_weights_and_numbers_only(node):
+    answer = ask(node, evaluate=True)
+    assert {*answer.tensors} == {f"upload/model/{name}" for name in model(node)["model"]}
+    assert answer.numbers["upload/n_samples"] == node.description.train
+    assert answer.numbers["local/n"] == node.description.test
+    assert "failure" not in answer.values
+
+
+def test_the_description_has_counts_shapes_and_a_digest(node):
+    values = unpack(node.answer(pack({}, {}, {"kind": "describe"})), 1e9).values
+    known = {"kind", "client", "train", "test", "in_shape", "inputs", "outputs", "labels", "digest"}
+    assert values.keys() == known
+    assert values["in_shape"] == [1, 8, 8]
+
+
+FOREIGN = {"class_path": "my_module.Method"}
+REFUSED = {
+    "another client": ({"client": 2}, "the task is for client 2, not for client 1"),
+    "no state": ({"round": 5, "state_round": 4}, "the client's state after round 4 is not on its machine"),
+    "run": ({"run": "../../home"}, "the run's id is not 32 hexadecimal digits"),
+    "nan": ({"download": {"model": {"w": torch.tensor([float("nan")])}}}, "model/w contains NaN or Inf"),
+    "other weights": ({"download": {"model": {"w": torch.zeros(1)}}}, "w"),
+    "large": ({"download": {"model": {"w": torch.zeros(300_000)}}}, "the message is too large: 1.1 MB"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_task_is_refused_in_one_line(node, case):
+    options, message = REFUSED[case]
+    node.site.max_megabytes = 1
+    failure = ask(node, **options).values["failure"]
+    assert message in failure
+    assert "\n" not in failure
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": {"class_path": "os.system"}}, "os.system is not allowed"),
+        (
+            {"model": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}}},
+            "subprocess.Popen is not",
+        ),
+        ({"logger": {"class_path": "fl_lightning.WandbRoundLogger"}}, "not for clients: logger"),
+        ({"run_dir": "/tmp/x"}, "not for clients: run_dir"),
+        ({"scenario": {"dataset": "Digits", "partition": "IID", "clients": 2}}, "needs RemoteClients"),
+    ],
+)
+def test_the_server_cannot_name_code_files_or_other_machines(node, changes, message):
+    assert message in ask(node, experiment(node, **changes)).values["failure"]
+
+
+def test_an_allowed_experiment_may_name_other_classes(node, monkeypatch):
+    from hashlib import sha256
+
+    text = experiment(node, algorithm={"class_path": "flower_method.Mine"})
+    assert "flower_method.Mine is not allowed" in ask(node, text).values["failure"]
+    node.site.allow.append(sha256(text.encode()).hexdigest())
+    assert "No module named 'flower_method'" in ask(node, text).values["failure"]
+
+
+def test_another_experiment_under_the_same_run_is_refused(node):
+    assert "failure" not in ask(node).values
+    answer = ask(node, experiment(node, batch_size=7))
+    assert answer.values["failure"] == "the state on this machine is that of another experiment or client"
+
+
+def test_data_unlike_the_federations_are_refused(node):
+    text = experiment(node).replace("outputs: 10", "outputs: 12")
+    expected = "the data of client 1 are unlike the federation's: outputs 10 instead of 12"
+    assert ask(node, text).values["failure"] == expected
+
+
+def test_an_unknown_or_damaged_message_is_refused(node):
+    assert "unknown kind: hello" in unpack(node.answer(pack({}, {}, {"kind": "hello"})), 1e9).values["failure"]
+    records = pack({}, {}, {})
+    del records["tensors"]
+    assert "the message is damaged" in unpack(node.answer(records), 1e9).values["failure"]
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_exported_folders_are_what_the_command_reads(tmp_path, monkeypatch):
+    data = digits(3).build(0)
+    write_client_folders(tmp_path, data)
+    for client, shard in enumerate(data.shards):
+        folder = tmp_path / f"client-{client}"
+        monkeypatch.chdir(folder)
+        site = read_site(folder / "client.yaml")
+        loaded = site.dataset.load()
+        assert site.client == client
+        assert torch.equal(loaded.prepare(loaded.x_train), data.data.prepare(data.data.x_train[shard.train]))
+        assert torch.equal(loaded.y_test, data.data.y_train[shard.test])
+    assert {path.name for path in (tmp_path / "test").iterdir()} >= {"x_test.npy", "y_test.npy"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("client: -1\ndataset: Digits\n", "client: -1 is below 0"),
+        ("client: 0\ndataset: Digits\nlocal_test: 2\n", r"local_test: 2.0 is outside \[0, 1\)"),
+        ("client: 0\n", "dataset"),
+        ("client: 0\ndataset: Digits\nport: 3\n", "port"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path, content, message):
+    (tmp_path / "client.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_site(tmp_path / "client.yaml")
+    with pytest.raises(ConfigError, match=r"^site: .* not found"):
+        read_site(tmp_path / "other.yaml")
+
+
+def test_only_this_machine_is_reached_without_encryption(tmp_path):
+    assert Address("127.0.0.1:8000").read_certificate() is None
+    with pytest.raises(ConfigError, match=r"^--superlink: example.org:8000 is another machine, and needs encryption"):
+        Address("example.org:8000")
+    (tmp_path / "key").write_text("no key")
+    with pytest.raises(ConfigError, match=r"^--key: .*/key is no OpenSSH private key"):
+        Address("localhost:8000", key=tmp_path / "key").read_key()
+    with pytest.raises(ConfigError, match=r"^--certificate: .* cannot be read: No such file"):
+        Address("example.org:8000", tmp_path / "ca.crt").read_certificate()
+
+
+def test_the_list_of_rounds_is_plain_json(tmp_path):
+    ClientStates(tmp_path / "run", 2, "digest").write(3, state(1))
+    content = json.loads((tmp_path / "run" / "rounds.json").read_text())
+    assert content["client"] == 2
+    assert [*content["rounds"]] == ["3"]
