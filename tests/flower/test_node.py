@@ -231,6 +231,7 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path, content, message):
 
 
 def test_only_this_machine_is_reached_without_encryption(tmp_path):
+    pytest.importorskip("flwr")
     assert Address("127.0.0.1:8000").read_certificate() is None
     with pytest.raises(ConfigError, match=r"^--superlink: example.org:8000 is another machine, and needs encryption"):
         Address("example.org:8000")
