@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from commands import run, tiny
+from commands import TINY, run
 from fake_runs import FakeRuns, Killed
 from scipy import stats
 
@@ -407,7 +407,7 @@ def test_the_figure_shows_mean_ranks_and_the_critical_difference():
 @pytest.mark.thorough
 def test_the_command_tunes_runs_and_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny()))
+    (tmp_path / "tiny.yaml").write_text(TINY)
     content = {
         "config": "tiny.yaml",
         "tables": {"global": {"metric": "global/acc", "methods": ["FedAvg", "FedSAM"]}},

@@ -99,7 +99,7 @@ LINES = {
     f"{FIT} --rounds 0": ["rounds: 0 is below 1"],
     f"{FIT} --batch_size 0": ["batch_size: 0 is below 1"],
     f"{FIT} --seed -1": ["seed: -1 is below 0"],
-    f"{FIT} --clients_per_round 5": ["clients_per_round: 5", "1 and scenario.cl"],
+    f"{FIT} --clients_per_round 5": ["clients_per_round: 5", "between 1 and 4, the number of clients that train"],
     f"{FIT} --scenario.clients 0": ["scenario.clients: 0 is below 1"],
     f"{FIT} --scenario.local_test 1": ["scenario.local_test: 1.0 is outside [0, 1)"],
     f"{FIT} --callbacks+=Checkpointing --callbacks.every=0": ["callbacks: Checkpointing.every: 0 is below 1"],
