@@ -79,7 +79,7 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """What a download may be made of: the shared state and, in some methods, what each client published."""
+        """The shared state and, in some methods, the publication of each client. Downloads are made from it."""
         return self.memory.with_peers(self.state, self.algorithm.public)
 
     def participants(self, round: int) -> list[int]:

@@ -96,6 +96,18 @@ def merge_baselines(baselines: Baselines, more: Any, config: Path) -> Baselines:
     return baselines | {name: baselines.get(name, {}) | keys for name, keys in more.items()}
 
 
+def split_setting(word: str) -> tuple[str, str]:
+    """Return the key and the value of a word KEY=VALUE after `--set`.
+
+    Raises:
+        ConfigError: The word has another form.
+    """
+    key, sign, value = word.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"--set: {word!r} is not of the form KEY=VALUE")
+    return key, value
+
+
 def to_word(value: Any) -> str:
     """Return the value of an option as text for the command line: text as it is, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -13,6 +13,7 @@ from typing import Any
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings
+from fl_lightning.analysis.comparison import transferred_bytes
 from fl_lightning.analysis.executor import Job, Program, earlier_result, is_finished, run_folder
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
 from fl_lightning.analysis.sweep import (
@@ -38,7 +39,7 @@ EDGE = 0.1
 
 @dataclass(frozen=True)
 class Defaults:
-    """What the class and the configs of a method say about its tuning.
+    """The ranges and the default values of a method's options, from its class and its configs.
 
     Args:
         search_space: The ranges of the class, by option.
@@ -56,7 +57,7 @@ class TunedEntry:
     Args:
         entry: The entry.
         trials: The results of all trials.
-        edges: The tuned keys whose best value lies at the edge of its range.
+        edges: The tuned keys whose best value is at the edge of its range.
     """
 
     entry: Entry
@@ -156,12 +157,12 @@ def tune(
     """Run the missing trials of a method in one scenario, and return the results of all its trials.
 
     The first trial has the values of the configs, the others those that Optuna proposes. If after the first half of the
-    trials the best value of a logarithmic range lies at its edge, the range is moved so that this value lies in its
-    middle, for the other half. The number of trials stays the same, so that no method gets more of them.
+    trials the best value of a logarithmic range is at its edge, the range is moved by half its length for the other
+    half, so that this edge is in the middle. The number of trials stays the same, so that no method gets more of them.
 
     Args:
         entry: The entry.
-        defaults: What its class and configs say.
+        defaults: The ranges and default values of its method.
         out: The folder of the benchmark.
         program: Runs a trial.
         workers: Number of runs at a time.
@@ -207,7 +208,7 @@ def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | 
 
 
 def edge_keys(sweep: Sweep, best: TrialResult | None) -> dict[str, bool]:
-    """Return the keys whose best value lies at the edge of a numeric range: whether it is the upper edge."""
+    """Return the keys whose best value is at the edge of a numeric range: whether it is the upper edge."""
     found: dict[str, bool] = {}
     if best is None:
         return found
@@ -229,7 +230,7 @@ def moved_ranges(
     best: TrialResult,
     allows: Callable[[Sequence[str]], bool],
 ) -> dict[str, Any]:
-    """Return the logarithmic ranges that are to move by half their length, so that the best value is in the middle.
+    """Return the logarithmic ranges that are to move by half their length, so that the edge is in the middle.
 
     Other ranges are all that there is: a fraction, or a list of choices.
     """
@@ -279,22 +280,17 @@ class EntryResult:
         """Return the mean and the standard deviation over the seeds; None without a finished run."""
         return spread(self.values(what, untuned).values())
 
-    def difference(self, reference: EntryResult | None, untuned: bool = False) -> Difference | None:
+    def difference(self, reference: EntryResult) -> Difference | None:
         """Return the difference of the last value from a reference with the same seeds; None without a common seed."""
-        if reference is None or reference is self:
-            return None
-        ours, theirs = self.values(untuned=untuned), reference.values(untuned=untuned)
+        ours, theirs = self.values(), reference.values()
         seeds = [seed for seed in ours if seed in theirs]
         return paired_difference([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
 
     @cached_property
     def bytes(self) -> float | None:
         """Mean bytes of a run, up and down; None without a finished run."""
-        totals = [
-            sum(row.get(f"comm/{way}_bytes", 0) for row in run.rounds for way in ("up", "down"))
-            for run in self.runs.values()
-        ]
-        return fmean(totals) if totals else None
+        counts = [count for run in self.runs.values() if (count := transferred_bytes(run.rounds)) is not None]
+        return fmean(counts) if counts else None
 
     @cached_property
     def seconds(self) -> float | None:
@@ -315,9 +311,9 @@ class BenchmarkResult:
         self.benchmark = benchmark
         self._results = {(r.entry.table.name, r.entry.scenario, r.entry.method): r for r in results}
 
-    def result(self, table: str, scenario: str, method: str) -> EntryResult | None:
-        """Return the results of a method in a scenario of a table; None if it is not in the table."""
-        return self._results.get((table, scenario, method))
+    def result(self, table: str, scenario: str, method: str) -> EntryResult:
+        """Return the results of a method in a scenario of a table."""
+        return self._results[table, scenario, method]
 
     def of_table(self, table: str) -> list[EntryResult]:
         """Return the results of a table, by scenario and method."""
@@ -336,7 +332,7 @@ class BenchmarkResult:
         of_table = next(one for one in self.benchmark.tables if one.name == table)
         ranks: dict[str, list[float]] = {method: [] for method in of_table.methods}
         for scenario in self.benchmark.scenarios:
-            spreads = {method: self._results[table, scenario, method].spread(untuned=untuned) for method in ranks}
+            spreads = {method: self.result(table, scenario, method).spread(untuned=untuned) for method in ranks}
             worst = -math.inf if of_table.maximize else math.inf
             means = {
                 method: worst if each is None or math.isnan(each.mean) else each.mean

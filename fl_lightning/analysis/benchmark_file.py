@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.analysis.baselines import to_word
+from fl_lightning.analysis.baselines import split_setting, to_word
 from fl_lightning.analysis.executor import folder_name
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
@@ -256,12 +256,7 @@ def parse_overrides(words: Sequence[str]) -> Settings:
     Raises:
         ConfigError: A word has another form, or the key cannot be set.
     """
-    settings = {}
-    for word in words:
-        key, sign, settings[key] = word.partition("=")
-        if not sign or not key:
-            raise ConfigError(f"--set: {word!r} is not of the form KEY=VALUE")
-    return _settings("--set", settings)
+    return _settings("--set", dict(map(split_setting, words)))
 
 
 def _check_keys(where: str, content: Any, keys: Sequence[str], needed: Sequence[str] = ()) -> None:

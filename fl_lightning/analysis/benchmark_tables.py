@@ -48,7 +48,7 @@ def score_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool
     methods = sorted(table.methods, key=lambda method: ranks[method])
     rows, bold = [], set()
     for method in methods:
-        spreads = [_of(result, table, scenario, method).spread() for scenario in scenarios]
+        spreads = [result.result(table.name, scenario, method).spread() for scenario in scenarios]
         end = [f"{ranks[method]:.2f}", *([f"{before[method]:.2f}"] if has_untuned else [])]
         rows.append([method, *(format_spread(each, in_percent) for each in spreads), *end])
     for j, scenario in enumerate(scenarios):
@@ -57,7 +57,7 @@ def score_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool
         bold |= {
             (i, j + 1)
             for i, method in enumerate(methods)
-            if places[method][j] == best and _of(result, table, scenario, method).spread()
+            if places[method][j] == best and result.result(table.name, scenario, method).spread()
         }
     header = ["method", *(scenario or table.metric for scenario in scenarios), "rank"]
     notes = ["mean ± standard deviation over seeds (n - 1). rank: mean over scenarios of the rank by mean."]
@@ -75,7 +75,7 @@ def difference_table(result: BenchmarkResult, table: BenchmarkTable, in_percent:
     for method in table.methods if reference in table.methods else ():
         if method != reference:
             pairs = (
-                (_of(result, table, scenario, method), _of(result, table, scenario, reference))
+                (result.result(table.name, scenario, method), result.result(table.name, scenario, reference))
                 for scenario in scenarios
             )
             rows.append([method, *(format_difference(ours.difference(base), in_percent) for ours, base in pairs)])
@@ -156,12 +156,6 @@ def format_difference(difference: Difference | None, in_percent: bool) -> str:
 
 def _number(value: float | None, in_percent: bool) -> str:
     return MISSING if value is None else f"{100 * value:.2f}" if in_percent else f"{value:.4f}"
-
-
-def _of(result: BenchmarkResult, table: BenchmarkTable, scenario: str, method: str) -> EntryResult:
-    found = result.result(table.name, scenario, method)
-    assert found
-    return found
 
 
 def as_markdown(result: BenchmarkResult, in_percent: bool = False) -> str:

@@ -337,7 +337,7 @@ def _group(runs: list[Run], grouping: _Grouping) -> Group:
         runs,
         spread(figure["last"] for figure in figures),
         spread(figure["best"] for figure in figures),
-        spread(count for count in (_bytes(run.rounds) for run in runs) if count is not None),
+        spread(count for count in (transferred_bytes(run.rounds) for run in runs) if count is not None),
         {target: _reach(runs, target, grouping, len(figures)) for target in grouping.targets},
     )
 
@@ -346,11 +346,11 @@ def _reach(runs: list[Run], target: float, grouping: _Grouping, of: int) -> Reac
     rounds = [(run.rounds, rounds_to(run.rounds, target, grouping.metric, grouping.lower)) for run in runs]
     until = [rows[:number] for rows, number in rounds if number is not None]
     times = [[row["time/round_s"] for row in rows] for rows in until if all("time/round_s" in row for row in rows)]
-    transferred = spread(count for count in map(_bytes, until) if count is not None)
+    transferred = spread(count for count in map(transferred_bytes, until) if count is not None)
     return Reach(spread(map(len, until)), transferred, spread(map(sum, times)), len(until), of)
 
 
-def _bytes(rows: Sequence[Row]) -> float | None:
+def transferred_bytes(rows: Sequence[Row]) -> float | None:
     """Return the communication cost of some rounds in bytes, uploads plus downloads; None if it was not recorded."""
     counted = [row[name] for row in rows for name in ("comm/up_bytes", "comm/down_bytes") if name in row]
     return sum(counted) if counted else None

@@ -300,7 +300,8 @@ def _set_environment(environment: dict[str, str], workers: int, threads: int | N
 
     from fl_lightning.engines.processes import usable_cores
 
-    threads = threads or int(environment.get("OMP_NUM_THREADS", 0)) or max(1, usable_cores() // workers)
+    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]  # it may list a number for each nesting level
+    threads = threads or (int(given) if given.isdigit() else 0) or max(1, usable_cores() // workers)
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS=str(threads))
     os.environ.pop("WANDB_SERVICE", None)  # the parent's W&B service would not wait for this run's end

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from fl_lightning.analysis.baselines import expand_baseline, to_word
+from fl_lightning.analysis.baselines import expand_baseline, split_setting, to_word
 from fl_lightning.analysis.executor import Job, folder_name, run_folder
 from fl_lightning.core.config import (
     flatten,
@@ -332,9 +332,7 @@ def _scale_number(number: int, scale: float) -> int:
 
 
 def _option(pair: str) -> tuple[str, str]:
-    key, sign, value = pair.partition("=")
-    if not sign or not key:
-        raise ConfigError(f"--set: {pair!r} is not of the form KEY=VALUE")
+    key, value = split_setting(pair)
     if key in SET_ELSEWHERE:
         raise ConfigError(f"--set: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
     return f"--{key}", value

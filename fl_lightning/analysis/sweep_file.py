@@ -16,7 +16,7 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import SuccessiveHalvingPruner
 
-from fl_lightning.analysis.baselines import option_values, to_word
+from fl_lightning.analysis.baselines import option_values, split_setting, to_word
 from fl_lightning.core.config import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.renamed import refuse_old_option
@@ -226,9 +226,7 @@ def _log_offline(words: Sequence[str]) -> list[str]:
 
 
 def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
-    key, sign, _ = word.partition("=")
-    if not sign or not key:
-        raise ConfigError(f"--set: {word!r} is not of the form KEY=VALUE")
+    key, _ = split_setting(word)
     if key in parameters:
         raise ConfigError(f"--set: {key} is a parameter of the sweep. Leave it out")
     if key in SET_BY_SWEEP:

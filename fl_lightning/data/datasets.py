@@ -82,7 +82,7 @@ class Dataset(ArgumentsMixin, ABC):
     Attributes:
         objective: The learning task; inferred from the labels if None.
         has_statistics: Whether `load` computes statistics, such as a mean or a vocabulary, of the `fitted_rows`.
-        fitted: The training samples of which it computes them, ascending; by default all.
+        fitted: The training samples that these statistics are computed from, ascending; by default all.
     """
 
     objective: Objective | None = None
@@ -90,7 +90,7 @@ class Dataset(ArgumentsMixin, ABC):
     fitted: np.ndarray | None = None
 
     def fitted_rows(self, train: int) -> np.ndarray:
-        """Return the indices of the training samples of which statistics are computed, given the number of all."""
+        """Return the indices of the training samples that statistics are computed from, given the number of all."""
         return np.arange(train) if self.fitted is None else self.fitted
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Data that stay on the clients' machines: what a client tells the server about them, and what the server has instead.
+"""Data that stay on the clients' machines: each client's description of them, and the placeholders on the server.
 
 The server's methods only need the clients' numbers of samples, and the shapes of inputs and labels.
 """
@@ -23,7 +23,7 @@ from fl_lightning.data.scenario import FederatedData, PackedShards, Scenario, Sh
 from fl_lightning.data.transforms import Normalize
 
 Labels = Literal["classes", "labels", "numbers"]
-"""What the labels are: one class per sample, several 0/1 labels per sample, or numbers to predict."""
+"""Kinds of labels: one class per sample, several 0/1 labels per sample, or numbers to predict."""
 
 INPUTS = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 """Dtypes of inputs."""
@@ -31,7 +31,7 @@ INPUTS = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 
 @dataclass(frozen=True)
 class DataDescription:
-    """What a client tells the server about its data: numbers of samples, shapes, and a digest.
+    """A client's description of its data for the server: numbers of samples, shapes, and a digest.
 
     Args:
         train: Number of training samples.
@@ -39,7 +39,7 @@ class DataDescription:
         in_shape: Shape of one input.
         inputs: Dtype of the inputs.
         outputs: Number of classes, labels or numbers to predict.
-        labels: What the labels are.
+        labels: The kind of labels.
         digest: SHA-256 digest of the client's samples, by which a change between rounds is noticed.
     """
 

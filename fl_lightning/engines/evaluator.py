@@ -158,7 +158,7 @@ class Evaluator:
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
-        """What each held-out client keeps: without a server, the publication of its untrained model, else nothing."""
+        """The state of each held-out client: empty, or without a server the publication of its untrained model."""
         if self.server.algorithm.server:
             return {client: {} for client in self.new_clients}
         published = self.without_training(0, self.new_clients, repeat(Message()), upload=True)

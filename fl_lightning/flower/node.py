@@ -1,4 +1,4 @@
-"""What runs on a client's own machine: answers to the server's messages, with the client's data and state."""
+"""The program on a client's own machine, which answers the server's messages with the client's data and state."""
 
 from __future__ import annotations
 

@@ -246,10 +246,9 @@ def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_p
 def test_a_range_that_the_method_refuses_is_not_moved_and_the_best_is_marked(tmp_path, fakes):
     entry = next(benchmark(tmp_path).entries())
     fakes(at(30))
-    found = tuned(entry, tmp_path, allows=lambda words: False)
+    found = tuned(entry, tmp_path, first=1.0, allows=lambda words: False)
     assert not (tmp_path / "tuning/global/skewed/FedAvg/moved").exists()
-    value = float(found.best.settings["optimizer.lr"])
-    assert list(found.edges) == (["optimizer.lr"] if math.log10(value) > -0.2 else [])
+    assert found.edges == ["optimizer.lr"]
 
 
 @pytest.mark.thorough
@@ -354,7 +353,6 @@ def test_differences_are_paired_by_seed_with_a_confidence_interval(result):
     assert difference.mean == pytest.approx(0.15)
     expected = stats.ttest_rel([0.7, 0.7], [0.5, 0.6]).confidence_interval(0.95)
     assert difference.interval() == pytest.approx((expected.low, expected.high))
-    assert base.difference(base) is None
     assert paired_difference([0.1], [0.2]).interval() is None
 
 

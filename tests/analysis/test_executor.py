@@ -175,15 +175,18 @@ def test_a_job_has_its_threads_and_the_current_environment(monkeypatch):
     assert float(rows(outcome.job.folder)[0]["client/train_witness"]) == 500 + 11 * 2
 
 
-@pytest.mark.parametrize(("workers", "environment", "each"), [(2, {}, 3), (9, {}, 1), (2, {"OMP_NUM_THREADS": "5"}, 5)])
-def test_cores_are_shared_among_workers(workers, environment, each, monkeypatch):
+@pytest.mark.parametrize(
+    ("workers", "variable", "each"), [(2, None, 3), (9, None, 1), (2, "5", 5), (2, "5,2", 5), (2, "", 3)]
+)
+def test_cores_are_shared_among_workers(workers, variable, each, monkeypatch):
     import torch
 
     given = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.setattr(os, "environ", {"OLD": "1"})
     monkeypatch.setattr("fl_lightning.engines.processes.usable_cores", lambda: 7)
-    executor._set_environment({"NEW": "2", **environment}, workers, None)
+    environment = {"NEW": "2"} | ({} if variable is None else {"OMP_NUM_THREADS": variable})
+    executor._set_environment(environment, workers, None)
     assert given == [each]
     assert os.environ == {"NEW": "2", "OMP_NUM_THREADS": str(each)}
 

@@ -60,7 +60,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str], Defaults]:
-    """Return what the class and the configs of each method of each table say about its tuning.
+    """Return the ranges and default values of each method of each table, from its class and its configs.
 
     Raises:
         ConfigError: A setting is wrong; the message names the table, the scenario and the method.
