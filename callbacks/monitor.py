@@ -141,7 +141,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
     names += train_metrics([Result(0, 0, losses=losses)])
     names += personal_means([score] * evaluation.personal_on_global)
     names += ["client/failed"] * (run.on_client_failure == "drop")
-    names += ["time/fit_s", "time/round_s", "client_<id>/train_loss"]
+    names += ["time/fit_s", "time/round_s", "time/processor_s", "client_<id>/train_loss"]
     ids = ["<id>"] if len(scored) == len(shards) else scored
     names += [name.replace("client_0/", f"client_{client}/", 1) for client in ids for name in own_series({0: score})]
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]

@@ -26,6 +26,7 @@ from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.message import Message
+from fl_lightning.core.processor_time import processor_seconds
 from fl_lightning.core.state_dicts import State
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
@@ -220,7 +221,7 @@ class FederatedOrchestrator(ArgumentsMixin):
                 self._restore(self.checkpoints.read(self.round))
 
     def _run_round(self, round: int) -> Row:
-        started = time.monotonic()
+        started, processor_started = time.monotonic(), processor_seconds()
         participants = self.server.participants(round)
         self._notify("on_round_start", participants)
         results: list[Result] = []
@@ -231,7 +232,8 @@ class FederatedOrchestrator(ArgumentsMixin):
         metrics |= logged_by_clients(self, results)
         if self.on_client_failure == "drop":
             metrics["client/failed"] = len(participants) - len(results)
-        return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
+        seconds, processor = time.monotonic() - started, processor_seconds() - processor_started
+        return metrics | {"time/fit_s": fitted - started, "time/round_s": seconds, "time/processor_s": processor}
 
     def _fit_clients(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
         """Train the participants of a round, and yield their results by ascending client id.

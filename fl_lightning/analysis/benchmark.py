@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings
+from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings, Tuning
 from fl_lightning.analysis.comparison import transferred_bytes
 from fl_lightning.analysis.executor import Job, Program, earlier_result, is_finished, run_folder
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
@@ -21,11 +22,12 @@ from fl_lightning.analysis.sweep import (
     describe_sweep,
     rank_settings,
     run_sweep,
+    used_seconds,
     write_trials,
 )
 from fl_lightning.analysis.sweep_file import Parameter, Sweep, parse_sweep
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.evaluation.summary import best_and_last
+from fl_lightning.evaluation.summary import best_and_last, sum_of
 from fl_lightning.runs.folder import lock_run_dir
 from fl_lightning.runs.reader import DamagedRun, Run, open_run_folder
 
@@ -156,9 +158,9 @@ def tune(
 ) -> TunedEntry:
     """Run the missing trials of a method in one scenario, and return the results of all its trials.
 
-    The first trial has the values of the configs, the others those that Optuna proposes. If after the first half of the
-    trials the best value of a logarithmic range is at its edge, the range is moved by half its length for the other
-    half, so that this edge is in the middle. The number of trials stays the same, so that no method gets more of them.
+    The first trial has the values of the configs, the others those that Optuna proposes. If after half of the budget
+    the best value of a logarithmic range is at its edge, the range is moved by half its length for the other half, so
+    that this edge is in the middle. The budget stays the same, so that no method gets more of it.
 
     Args:
         entry: The entry.
@@ -174,31 +176,44 @@ def tune(
         ConfigError: A range or the first trial is wrong.
         Interrupted: SIGINT or SIGTERM was received.
     """
-    trials, folder = entry.benchmark.tuning.trials, out / TUNING / entry.folder
-    half, seed = -(-trials // 2), entry.benchmark.tuning.seeds[0]
+    tuning, folder = entry.benchmark.tuning, out / TUNING / entry.folder
+    trials, seconds = tuning.trials, tuning.processor_seconds
     ranges = entry.ranges(defaults.search_space)
     if not ranges:
         raise ConfigError(f"{entry.name}: nothing to tune. Give search: a range, such as that of optimizer.lr")
 
-    def run(folder: Path, ranges: Settings, count: int, start: Defaults | None) -> tuple[Sweep, list[TrialResult]]:
+    def run(
+        folder: Path, ranges: Settings, count: int, seconds: float, start: Defaults | None
+    ) -> tuple[Sweep, list[TrialResult]]:
         sweep, content = entry_sweep(entry, ranges, start)
         with lock_run_dir(folder):
-            describe_sweep(folder, sweep, content, seed)
-            results = run_sweep(sweep, folder, program, seed, count, workers, threads, show)
+            describe_sweep(folder, sweep, content, tuning.seeds[0])
+            results = run_sweep(sweep, folder, program, tuning.seeds[0], count, workers, threads, show, seconds)
             write_trials(folder / "trials.csv", sweep, results)
         return sweep, results
 
-    sweep, results = run(folder, ranges, half, defaults)
-    best = best_trial(results[:half], entry.table.maximize)
+    sweep, results = run(folder, ranges, -(-trials // 2), seconds / 2, defaults)
+    best = best_trial(first_half(results, tuning), entry.table.maximize)
     moved = moved_ranges(entry, ranges, edge_keys(sweep, best), best, allows) if best else {}
     if not moved:
-        sweep, results = run(folder, ranges, trials, defaults)
+        sweep, results = run(folder, ranges, trials, seconds, defaults)
         best = best_trial(results, entry.table.maximize)
         return TunedEntry(entry, results, list(edge_keys(sweep, best)))
-    second, others = run(folder / MOVED, ranges | moved, trials - half, None)
-    results = [*results[:half], *others]
+    left = seconds - used_seconds(results)
+    second, others = run(folder / MOVED, ranges | moved, trials - len(results), left, None)
+    results = [*results, *others]
     best = best_trial(results, entry.table.maximize)
     return TunedEntry(entry, results, list(edge_keys(second if best in others else sweep, best)))
+
+
+def first_half(results: Sequence[TrialResult], tuning: Tuning) -> list[TrialResult]:
+    """Return the trials that began within the first half of the budget, by their number and their processor time."""
+    used = accumulate((result.processor_seconds for result in results), initial=0.0)
+    return [
+        result
+        for result, before in zip(results, used, strict=False)
+        if result.number < tuning.trials / 2 and before < tuning.processor_seconds / 2
+    ]
 
 
 def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | None:
@@ -295,8 +310,16 @@ class EntryResult:
     @cached_property
     def seconds(self) -> float | None:
         """Mean seconds of a run's rounds; None without a finished run."""
-        times = [sum(row.get("time/round_s", 0) for row in run.rounds) for run in self.runs.values()]
-        return fmean(times) if times else None
+        return self._mean_of("time/round_s")
+
+    @cached_property
+    def processor_seconds(self) -> float | None:
+        """Mean processor time of a run's rounds in seconds; None without a finished run."""
+        return self._mean_of("time/processor_s")
+
+    def _mean_of(self, column: str) -> float | None:
+        sums = [sum_of(run.rounds, column) for run in self.runs.values()]
+        return fmean(sums) if sums else None
 
 
 class BenchmarkResult:

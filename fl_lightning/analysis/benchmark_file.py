@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -22,7 +23,7 @@ Settings = Mapping[str, Any]
 KEYS = ("config", "settings", "scenarios", "tables", "methods", "search", "tuning", "seeds", "reference", "untuned")
 TABLE_KEYS = ("metric", "goal", "methods", "settings")
 METHOD_KEYS = ("settings", "search")
-TUNING_KEYS = ("trials", "seeds", "settings", "early_terminate")
+TUNING_KEYS = ("trials", "processor_seconds", "seeds", "settings", "early_terminate")
 SET_ELSEWHERE = {"config": "config", "algorithm": "methods", "seed": "seeds", "run_dir": "--out", "resume": "--out"}
 """Options of `fit` that `settings` cannot have, with the part of the benchmark that sets them."""
 
@@ -72,12 +73,14 @@ class Tuning:
         seeds: Each trial is run with each of these seeds, and its value is the mean.
         settings: Options of all trials.
         early_terminate: Which trials end early, in the syntax of a sweep file; None if all run to their end.
+        processor_seconds: No trial begins once the others have used this much processor time.
     """
 
     trials: int
     seeds: tuple[int, ...]
     settings: Settings = field(default_factory=dict)
     early_terminate: Settings | None = None
+    processor_seconds: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -318,9 +321,12 @@ def _tuning(content: Any) -> Tuning:
     trials = content["trials"]
     if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
         raise ConfigError(f"tuning: trials: {trials!r} is not a number of at least 1")
+    seconds = content.get("processor_seconds", math.inf)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ConfigError(f"tuning: processor_seconds: {seconds!r} is not a number above 0")
     seeds = _seeds("tuning: seeds", content["seeds"])
     settings = _settings("tuning: settings", content.get("settings", {}))
-    return Tuning(trials, seeds, settings, content.get("early_terminate"))
+    return Tuning(trials, seeds, settings, content.get("early_terminate"), seconds)
 
 
 def _seeds(where: str, content: Any) -> tuple[int, ...]:

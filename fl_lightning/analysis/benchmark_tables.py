@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
@@ -9,11 +10,12 @@ from fl_lightning.analysis.benchmark import BenchmarkResult, EntryResult
 from fl_lightning.analysis.benchmark_file import BenchmarkTable
 from fl_lightning.analysis.result_table import ResultTable, format_number, mean_and_std, to_csv
 from fl_lightning.analysis.statistics import Difference, Spread, percent
+from fl_lightning.analysis.sweep import used_seconds
 from fl_lightning.evaluation.summary import human_bytes
 
 MISSING = "-"
 CSV_HEADER = ["table", "scenario", "method", "metric", "seed", "last", "last10", "best", "untuned_last"]
-CSV_HEADER += ["bytes", "seconds"]
+CSV_HEADER += ["bytes", "seconds", "processor_seconds", "tuning_processor_seconds"]
 
 
 def tables(result: BenchmarkResult, in_percent: bool = False) -> Iterable[tuple[str, list[ResultTable]]]:
@@ -33,7 +35,10 @@ def title(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool) -> s
     """Return the line above a table: the metric, and how the methods were tuned."""
     tuning, seeds = result.benchmark.tuning, ", ".join(map(str, result.benchmark.seeds))
     unit = " in percent" if in_percent else ""
-    trials = f"{tuning.trials} trials, seed{'s' * (len(tuning.seeds) > 1)} {', '.join(map(str, tuning.seeds))}"
+    trials = f"{tuning.trials} trials"
+    if tuning.processor_seconds < math.inf:
+        trials = f"within {tuning.processor_seconds:g} s of processor time, at most {trials}"
+    trials += f", seed{'s' * (len(tuning.seeds) > 1)} {', '.join(map(str, tuning.seeds))}"
     return (
         f"{table.name}: {table.metric}{unit} in the last round, seeds {seeds}; each method is tuned for this metric "
         f"in each scenario ({trials})"
@@ -99,16 +104,18 @@ def tuning_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: boo
                 MISSING if one.tuned.best is None else _number(one.tuned.best.value, in_percent),
                 *(format_spread(each, in_percent) for each in readings),
                 MISSING if one.bytes is None else human_bytes(one.bytes),
-                MISSING if one.seconds is None else f"{one.seconds:.1f}",
+                MISSING if one.processor_seconds is None else f"{one.processor_seconds:.1f}",
+                f"{used_seconds(one.tuned.trials):.1f}",
             ]
         )
     notes = [
         "validation: mean of the best trial over the tuning's seeds, on the validation split. last 10 and best: mean "
-        "of the last ten evaluated rounds, and the best round, on the test set. bytes and seconds: of one run."
+        "of the last ten evaluated rounds, and the best round, on the test set. bytes and run s: bytes and processor "
+        "seconds of one run. tuning s: processor seconds of all trials."
     ]
     if edges:
         notes.append("* at the edge of its range: a wider range may give better results.")
-    return ResultTable([*header, "bytes", "seconds"], rows, words=4, notes=notes)
+    return ResultTable([*header, "bytes", "run s", "tuning s"], rows, words=4, notes=notes)
 
 
 def format_trials(one: EntryResult) -> str:
@@ -175,7 +182,6 @@ def as_csv(result: BenchmarkResult) -> str:
             for seed in result.benchmark.seeds:
                 entry = one.entry
                 figures = [values.get(seed) for values in readings]
-                lines.append(
-                    [table.name, entry.scenario, entry.method, table.metric, seed, *figures, one.bytes, one.seconds]
-                )
+                costs = [one.bytes, one.seconds, one.processor_seconds, used_seconds(one.tuned.trials)]
+                lines.append([table.name, entry.scenario, entry.method, table.metric, seed, *figures, *costs])
     return to_csv(lines)

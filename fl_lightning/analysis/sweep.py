@@ -32,7 +32,7 @@ from fl_lightning.core.config import config_path, flatten, read_config
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.renamed import new_class, new_option, update_config, update_path, update_settings
-from fl_lightning.evaluation.summary import Row, read_rows
+from fl_lightning.evaluation.summary import Row, read_rows, sum_of
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
 TRIALS = "trials"
@@ -60,6 +60,7 @@ class TrialResult:
         rounds: Number of rounds that were run; for a trial that ended early, the round whose value decided.
         reason: Why the trial failed or is unfinished.
         values: The metric with each of the sweep's seeds, or that of the only run; empty unless the trial is complete.
+        processor_seconds: Processor time of its rounds, over all of its runs.
     """
 
     number: int
@@ -70,6 +71,7 @@ class TrialResult:
     rounds: int
     reason: str
     values: Sequence[float] = ()
+    processor_seconds: float = 0.0
 
     def describe(self) -> str:
         """Return the trial's result as text: its value if it is complete, else its state with the reason."""
@@ -107,11 +109,12 @@ class Study:
 
     # --- Proposing trials ---
 
-    def jobs(self, most: int) -> Iterator[Job]:
+    def jobs(self, most: int, processor_seconds: float = math.inf) -> Iterator[Job]:
         """Yield the jobs of a sweep's open trials: unfinished trials, failed trials to run again, then new trials.
 
         Args:
             most: Number of trials of the whole sweep.
+            processor_seconds: No trial begins once the trials have used this much processor time.
         """
         for trial in self._trials():
             runs = self._runs(trial)
@@ -120,7 +123,7 @@ class Study:
                 self._add(trial.params, {key: trial.user_attrs[key] for key in ATTRIBUTES})
         for number in range(min(most, len(self._trials()))):
             yield from self._jobs(number)
-        while (number := len(self._trials())) < most:
+        while (number := len(self._trials())) < most and used_seconds(self.results()) < processor_seconds:
             folder_name = f"{number:04d}-{secrets.token_hex(3)}"  # unique, because W&B's run takes this name
             self._add(self._propose(number), {"number": number, "folder": folder_name})
             yield from self._jobs(number)
@@ -283,7 +286,8 @@ class Study:
         return [self._result(trial) for trial in self._trials()]
 
     def _result(self, trial: FrozenTrial) -> TrialResult:
-        rounds = max((int(row["round"]) for run in self._runs(trial) for row in self._rows(run)), default=0)
+        rows = [row for run in self._runs(trial) for row in self._rows(run)]
+        rounds, seconds = max((int(row["round"]) for row in rows), default=0), sum_of(rows, "time/processor_s")
         if trial.state == PRUNED:  # a run may have more rounds than the one whose mean decided
             rounds = trial.last_step or rounds
         settings = {key: one.word(trial.params[key]) for key, one in self.sweep.parameters.items()}
@@ -291,7 +295,13 @@ class Study:
         reason = attributes.get("reason", self._reasons.get(number, "")) if trial.state != COMPLETE else ""
         value = trial.value if trial.state in (COMPLETE, PRUNED) else None
         values = attributes.get("values", [trial.value]) if trial.state == COMPLETE else ()
-        return TrialResult(number, self._folder(trial), settings, STATES[trial.state], value, rounds, reason, values)
+        state, folder = STATES[trial.state], self._folder(trial)
+        return TrialResult(number, folder, settings, state, value, rounds, reason, values, seconds)
+
+
+def used_seconds(results: Sequence[TrialResult]) -> float:
+    """Return the processor time of some trials in seconds."""
+    return sum(result.processor_seconds for result in results)
 
 
 # --- The database ------------------------------------------------------------------------------------------------
@@ -350,6 +360,7 @@ def run_sweep(
     workers: int = 1,
     threads: int | None = None,
     show: Callable[[TrialResult, int], None] = lambda result, most: None,
+    processor_seconds: float = math.inf,
 ) -> list[TrialResult]:
     """Run the trials of a sweep, or continue an interrupted sweep.
 
@@ -362,6 +373,7 @@ def run_sweep(
         workers: Number of runs at a time.
         threads: Number of torch threads of each trial.
         show: Called when a trial ends, with its result and the number of all trials.
+        processor_seconds: No trial begins once the trials have used this much processor time.
 
     Returns:
         The results of all trials, in the order in which they were proposed.
@@ -379,7 +391,7 @@ def run_sweep(
     most, study = min(limits), Study(sweep, folder, seed)
     try:
         should_stop, shown = study.should_stop if sweep.pruner or sweep.seeds else None, set[int]()
-        for ended in run_jobs(study.jobs(most), program, workers, threads, should_stop):
+        for ended in run_jobs(study.jobs(most, processor_seconds), program, workers, threads, should_stop):
             result = study.record(ended)
             if result.number not in shown and (result.state != "unfinished" or result.reason):
                 shown.add(result.number)

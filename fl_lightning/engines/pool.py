@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.processor_time import add_worker_seconds
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore
@@ -219,6 +220,7 @@ class PoolEngine(Engine):
             pool_worker.ready = True
             return None
         pool_worker.tasks.popleft()
+        add_worker_seconds(answer.processor_seconds)
         if answer.trace:
             assert answer.result.failure
             answer.result.failure.__cause__ = RemoteTraceback(answer.trace)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fl_lightning.core.errors import one_line
+from fl_lightning.core.processor_time import processor_seconds
 from fl_lightning.core.task import Result, failed_result
 from fl_lightning.engines.serialization import Block, SerializedValue, deserialize
 from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit
@@ -42,12 +43,14 @@ class Answer:
         refused: The reason if a `Worker` object could not be loaded.
         warnings: Text, category, file and line of each warning that was shown.
         trace: The traceback of the error in the result.
+        processor_seconds: Processor time of the task.
     """
 
     result: Result | None = None
     refused: str | None = None
     warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
     trace: str | None = None
+    processor_seconds: float = 0.0
 
 
 def process_settings() -> list[tuple[Callable[[Any], Any], Any]]:
@@ -149,6 +152,7 @@ def run_task(
         fit: Trains the client, as in `Worker.run`.
         shown: Warnings that were shown. They move into the answer.
     """
+    started = processor_seconds()
     task = deserialize(request.parts, request.block)
     result = worker.run(task, fit)
     seen = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
@@ -158,6 +162,6 @@ def run_task(
     try:
         if result.upload:
             result = replace(result, upload=result.upload.on_cpu())
-        return SerializedValue(Answer(result, None, seen, trace))
+        return SerializedValue(Answer(result, None, seen, trace, processor_seconds() - started))
     except Exception as error:
         return SerializedValue(Answer(failed_result(task, error), None, seen))

@@ -108,6 +108,11 @@ def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[s
     return {"last": series[-1][1], "last10": last_ten, "best": best, "best_round": int(best_round)}
 
 
+def sum_of(rows: Iterable[Row], name: str) -> float:
+    """Return the sum of a metric over the rounds that have it."""
+    return sum(row.get(name, 0.0) for row in rows)
+
+
 def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
     """Return the lowest value of each recorded loss over a run's rounds, as `<loss>_best`."""
     found = {name: best_and_last(rows, name, lower=True) for name in LOSSES}

@@ -22,11 +22,12 @@ from fl_lightning.analysis.benchmark import (
     TunedEntry,
     entry_jobs,
     entry_sweep,
+    first_half,
     moved_ranges,
     start_value,
     tune,
 )
-from fl_lightning.analysis.benchmark_file import Benchmark, benchmark_path, parse_overrides, read_benchmark
+from fl_lightning.analysis.benchmark_file import Benchmark, Tuning, benchmark_path, parse_overrides, read_benchmark
 from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
 from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
 from fl_lightning.analysis.statistics import paired_difference
@@ -123,6 +124,10 @@ WRONG = [
     ({"tuning": {"trials": 3}}, "tuning: seeds is missing"),
     ({"tuning": {"trials": 0, "seeds": [9]}}, "tuning: trials: 0 is not a number of at least 1"),
     ({"tuning": {"trials": True, "seeds": [9]}}, "tuning: trials: True is not a number of at least 1"),
+    (
+        {"tuning": {"trials": 3, "seeds": [9], "processor_seconds": 0}},
+        "tuning: processor_seconds: 0 is not a number above 0",
+    ),
     ({"seeds": [1, 1]}, "seeds: [1, 1] is not a list of different numbers from 0, such as [0, 1, 2]"),
     ({"seeds": [0, 7]}, "seeds: 7 is a seed of the tuning, too. Test with other seeds"),
     ({"reference": "Local"}, "reference: Local is in no table. Available: FedAvg, Prox."),
@@ -206,8 +211,8 @@ def test_the_edge_is_the_tenth_at_each_end(tmp_path):
 def fakes(monkeypatch):
     """Replace runs by a function of their values."""
 
-    def replace_runs(figure, kill=None) -> FakeRuns:
-        fake = FakeRuns(figure, kill)
+    def replace_runs(figure, kill=None, **more) -> FakeRuns:
+        fake = FakeRuns(figure, kill, **more)
         monkeypatch.setattr(sweeps, "run_jobs", fake)
         return fake
 
@@ -241,6 +246,27 @@ def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_p
     assert not again.ran
     lines = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert len(lines) == (3 if is_moved else 6)
+
+
+@pytest.mark.parametrize(("best", "first", "is_moved"), [(0.1, 0.1, False), (30, 1.0, True)])
+def test_a_budget_of_processor_time_ends_the_tuning(best, first, is_moved, tmp_path, fakes):
+    tuning = {"trials": 50, "processor_seconds": 90, "seeds": [7, 8]}
+    entry = next(benchmark(tmp_path, tuning=tuning).entries())
+    fakes(at(best), seconds=5)  # a trial takes 20 s
+    found = tuned(entry, tmp_path, first=first)
+    assert [one.processor_seconds for one in found.trials] == [20] * 5
+    folders = [one.folder.parent.parent.name == "moved" for one in found.trials]
+    assert folders == [False, False, False, is_moved, is_moved]
+    again = fakes(at(best))
+    assert tuned(entry, tmp_path, first=first).trials == found.trials
+    assert not again.ran
+
+
+def test_the_first_half_of_a_budget_has_the_trials_that_began_in_it():
+    tuning = Tuning(8, (0,), processor_seconds=90)
+    for seconds, number in (([20] * 8, 3), ([45, 1, 1], 1), ([44, 1, 1], 2), ([1] * 8, 4)):
+        results = [replace(trial(i), processor_seconds=each) for i, each in enumerate(seconds)]
+        assert first_half(results, tuning) == results[:number]
 
 
 def test_a_range_that_the_method_refuses_is_not_moved_and_the_best_is_marked(tmp_path, fakes):
@@ -283,7 +309,7 @@ def test_nothing_to_tune_is_refused(tmp_path):
 
 # --- Results ---
 
-ROWS = {"comm/up_bytes": 10.0, "comm/down_bytes": 20.0, "time/round_s": 0.5}
+ROWS = {"comm/up_bytes": 10.0, "comm/down_bytes": 20.0, "time/round_s": 0.5, "time/processor_s": 0.75}
 
 
 def finished(*values: float) -> Run:
@@ -303,6 +329,7 @@ def results_of(tmp_path, scores: dict[tuple[str, str], list[list[float]]], **mor
         runs = {seed: finished(*each) for seed, each in values.items()}
         untuned = {seed: finished(*np.array(each) / 2) for seed, each in values.items()}
         trials = [trial(0, value=0.7, **{"optimizer.lr": "0.12345"}), trial(1, "failed", None, **{"optimizer.lr": "1"})]
+        trials[0] = replace(trials[0], processor_seconds=12.5)
         entries.append(EntryResult(TunedEntry(entry, trials, ["optimizer.lr"]), runs, untuned))
     return BenchmarkResult(found, entries)
 
@@ -344,7 +371,7 @@ def test_readings_bytes_and_seconds(result):
     assert one.values("best") == {0: 0.9, 1: 0.7}
     assert one.values("last10") == {0: pytest.approx(0.8), 1: pytest.approx(0.4)}
     assert one.values(untuned=True) == {0: 0.35, 1: 0.35}
-    assert (one.bytes, one.seconds) == (60, 1)
+    assert (one.bytes, one.seconds, one.processor_seconds) == (60, 1, 1.5)
 
 
 def test_differences_are_paired_by_seed_with_a_confidence_interval(result):
@@ -369,6 +396,8 @@ def test_the_tables_show_results_differences_and_the_tuning(result):
     assert differences.rows[0][0] == "Prox"
     assert differences.rows[0][1].startswith("+15.00 [")
     assert tuning.rows[0][:6] == ["skewed", "FedAvg", "2 (1 failed)", "optimizer.lr=0.123*", "70.00", "27.50 ± 3.54"]
+    assert tuning.header[-2:] == ["run s", "tuning s"]
+    assert tuning.rows[0][-2:] == ["1.5", "12.5"]
     assert tuning.notes[-1].startswith("* at the edge")
     assert as_markdown(result).count("|") > 20
     lines = list(csv.DictReader(as_csv(result).splitlines()))

@@ -9,6 +9,7 @@ import threading
 import time
 import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from experiments import experiment
 from killed_runs import FIRST_ROUND, command_line, survive_kills
 from methods import FEW_QUICK, METHODS, assert_same_run
 from running import alive, gone
-from worker_processes import Deadly, Harmless, Witness
+from worker_processes import Busy, Deadly, Harmless, Witness
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
 from fl_lightning.client.module import LossTerm
@@ -143,6 +144,12 @@ def test_a_warning_is_shown_once_a_run_and_filtered_as_here(tmp_path, engine):
 
 
 # --- Killed processes ---
+
+
+def test_the_processor_time_of_a_round_has_that_of_its_worker_processes(tmp_path, engine):
+    alone, shared = both(tmp_path, engine, partial(FedAvg, loss_terms=[Busy()]), rounds=1)
+    for run in (alone, shared):
+        assert 4 * 0.2 <= run.csv.rows[0]["time/processor_s"] < 20
 
 
 def test_a_process_killed_in_mid_round_changes_nothing(tmp_path, engine):

@@ -22,11 +22,12 @@ class FakeRuns:
     Args:
         figure: Takes a trial's values by key; returns the metric by round, or a reason to fail.
         kill: The step at which the sweep is killed; each trial has one step before it runs and one after.
+        seconds: Processor time of each round, if it is recorded.
         summary: Entries of each trial's `final/summary.json`.
     """
 
-    def __init__(self, figure, kill=None, **summary):
-        self.figure, self.kill, self.summary = figure, kill, summary
+    def __init__(self, figure, kill=None, seconds=None, **summary):
+        self.figure, self.kill, self.seconds, self.summary = figure, kill, seconds, summary
         self.steps, self.ran = 0, []
 
     def step(self):
@@ -48,9 +49,11 @@ class FakeRuns:
                 yield JobResult(job, 1, metrics)
                 continue
             (job.folder / "config.yaml").write_text(f"rounds: {len(metrics)}\n")
+            header = "round,global/acc\n" if self.seconds is None else "round,global/acc,time/processor_s\n"
             for end in range(1, len(metrics) + 1):
-                lines = [f"{number},{value!r}\n" for number, value in enumerate(metrics[:end], 1)]
-                (job.folder / "metrics.csv").write_text("round,global/acc\n" + "".join(lines))
+                end_of_line = "\n" if self.seconds is None else f",{self.seconds}\n"
+                lines = [f"{number},{value!r}{end_of_line}" for number, value in enumerate(metrics[:end], 1)]
+                (job.folder / "metrics.csv").write_text(header + "".join(lines))
                 if should_stop and should_stop(job):
                     yield JobResult(job, 143, "stopped by SIGTERM")
                     break

@@ -1,0 +1,19 @@
+"""The processor time of a run: that of this process, of its ended child processes, and of its worker processes."""
+
+from __future__ import annotations
+
+import os
+
+_of_workers = 0.0
+
+
+def processor_seconds() -> float:
+    """Return the processor time so far, in seconds, including what `add_worker_seconds` has added."""
+    own = os.times()
+    return own.user + own.system + own.children_user + own.children_system + _of_workers
+
+
+def add_worker_seconds(seconds: float) -> None:
+    """Add processor time that a worker process has used for this one."""
+    global _of_workers
+    _of_workers += seconds
