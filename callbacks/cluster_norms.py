@@ -1,4 +1,4 @@
-"""Callback that records the update norms by which CFL decides to split a cluster, to help choose its thresholds."""
+"""Callback that records the update norms by which CFL (clustered federated learning) splits clusters."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST_IN_LEGEND = 20
 """Largest number of classes in a legend; more classes have a colour scale."""
 DIAMOND = 7.5
-"""Side of a diamond, in points."""
+"""Side of the diamond that marks a class mean, in points."""
 MOST_LABELS = 120
 """Largest number of classes whose diamonds are labelled."""
 

@@ -56,7 +56,7 @@ class Monitor(RoundCallback):
         self._warned = False
 
     def check(self, run: FederatedRun) -> None:
-        """Check that some rounds will have the watched metric, and warn if `mode` is opposite to its direction."""
+        """Check that some rounds will have the watched metric, and warn if `mode` is wrong for this metric."""
         names = round_metrics(run)
         default = next((one for one in (*ACCURACIES, *LOSSES) if one in names), None)
         if self.monitor is None:

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
 LONGEST_PAUSE = 2.0
-"""Longest time in seconds without updates after an update."""
+"""Maximum number of seconds for which no further update is made after an update."""
 
 
 class NotebookView:
     """The progress, main metrics and curves of a run, in one output of a notebook that is updated during the run.
 
-    After an update, there is none for nine times as long as it took, so that updates take little of the run's time.
+    After an update that took t seconds, the next one waits for 9 t seconds, at most `LONGEST_PAUSE`. Updates thus take
+    little of the run's time.
 
     Args:
         run: The run.
@@ -38,7 +39,7 @@ class NotebookView:
         self._handle = display(self, display_id=True)
 
     def begin_round(self, clients: int) -> None:
-        """Show that no client of the round has finished its fit."""
+        """Reset the count of the clients that have finished their fit in the round."""
         self._clients, self._trained = clients, 0
 
     def end_client(self) -> None:

@@ -19,7 +19,7 @@ from fl_lightning.runs.partition import MAX_COLUMNS
 
 
 def partition_figure(counts: np.ndarray, path: Path, names: Names = Names()) -> None:
-    """Draw a partition as bubbles, or as a heat map for more than 200 clients, see `draw_partition`.
+    """Draw a partition to a PNG file: a bubble per client and class, or a heat map for more than 200 clients.
 
     Args:
         counts: `(clients, C)` samples.

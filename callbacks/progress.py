@@ -112,7 +112,7 @@ class Bars(Progress):
         self.advance(self._clients)
 
     def end_round(self, note: str, left: float) -> None:
-        """Advance the bar of rounds. It computes the remaining time itself."""
+        """Advance the bar of rounds. `left` is not used: the bar estimates the remaining time itself."""
         self.update(self._rounds, completed=self.run.round, note=note)
 
     def end(self, reason: str) -> None:

@@ -83,7 +83,7 @@ class RowNorms(RoundFigure):
         return arrays
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the mean gap and the correlation between clients' class shares and shares of the row norms."""
+        """Return the mean L2 distance (`gap`) and the correlation between clients' class shares and row-norm shares."""
         shares, estimates = (row_shares(arrays[name]) for name in ("data", "trained"))
         gap = float(np.linalg.norm(shares - estimates, axis=1).mean())
         flat = estimates.std() == 0 or shares.std() == 0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fl_lightning.algorithms import Algorithm
 
 SHOWN_PARTS = 3
-"""Maximum number of personal parts that the summary names."""
+"""Maximum number of personal (never sent) parts of the model that the summary names."""
 
 
 def summarize_run(run: FederatedRun) -> list[str]:
@@ -39,9 +39,9 @@ def describe_method(algorithm: Algorithm) -> str:
 
 
 def sent_sections(run: FederatedRun) -> list[str]:
-    """Return the sections of a round's messages: the shared part of the model, shared knowledge, what the server adds.
+    """Return the names of what a round's messages contain: model, shared knowledge, and additions by the server.
 
-    What an `upload` of the method's own adds is not known before it is called.
+    Additions by a method's own `upload` are not included, because they are not known before round 1.
     """
     algorithm = run.algorithm
     parts = [prefix.rstrip(".") for prefix in algorithm.personal]

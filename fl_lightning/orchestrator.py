@@ -295,7 +295,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         return self.evaluator.test(self.round)
 
     def load(self, round: int | None = None, config: dict[str, Any] | None = None) -> None:
-        """Build the experiment and restore a checkpoint; without one, start at round 0.
+        """Build the experiment, and restore a checkpoint or, if the run has none, start at round 0.
 
         Args:
             round: The checkpoint's round; by default the newest valid one.
@@ -332,7 +332,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         return {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
 
     def worker_of(self, data: FederatedData) -> Worker:
-        """Return the experiment's worker object for the machine of a client, where only its own data are.
+        """Return the object that trains and evaluates one client on its own machine, given only its own data.
 
         Args:
             data: The client's data. The scenario's dataset is a `RemoteClients`.
@@ -380,7 +380,7 @@ class FederatedOrchestrator(ArgumentsMixin):
         self.record.begin(config, Labels(name, group, kinds), {} if config or self.is_dry_run else self._description())
 
     def _description(self) -> dict[str, Any]:
-        """Return the arguments of this orchestrator as a config, without those that configs do not have or compare."""
+        """Return the arguments of this orchestrator as a config, without `run_dir`, `logger` and `callbacks`."""
         arguments = describe(self)["init_args"]
         arguments |= arguments.pop("training")
         return {key: value for key, value in arguments.items() if key not in ("run_dir", "logger", "callbacks")}

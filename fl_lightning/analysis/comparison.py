@@ -20,11 +20,13 @@ DEFAULT_METRICS = ("global/acc", "client/acc_mean", "global/mae", "client/mae_me
 """Metrics that are compared by default. Regression has the error `mae` in place of the accuracy `acc`."""
 
 UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
-"""Settings that do not separate runs into groups."""
+"""Settings that are ignored when runs are grouped."""
 
 
 class Reach(NamedTuple):
-    """Rounds, bytes and seconds until the metric reached a target value, over the runs that reached the target.
+    """Mean number of rounds, bytes and seconds until the runs of a group reached a target value of the metric.
+
+    Runs that did not reach the target are left out.
 
     Args:
         rounds: The first evaluated round with the target value.
@@ -73,13 +75,13 @@ class Group:
         return _seeds(self.runs)
 
     def name_among(self, groups: Sequence[Group]) -> str:
-        """Return the group's name: the value of its first setting, or of all settings if the first is not unique."""
+        """Return the group's name: the value of its first setting or, if that is not unique, of all settings."""
         first, *_ = names = list(self.names.values()) or ["all runs"]
         unique = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
         return first if unique else " ".join(filter(None, names))
 
     def in_percent(self) -> Group:
-        """Return the group with the values of the metric, and their difference from the reference, in percent."""
+        """Return a copy of the group with its metric, and the difference from the reference group, in percent."""
         last, best, difference = percent(self.last), percent(self.best), percent(self.difference)
         return replace(self, last=last, best=best, difference=difference)
 
@@ -117,7 +119,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The settings that have a table column. `algorithm.mu` has none: it is shown in the column of `algorithm`."""
+        """The settings that have a table column. `algorithm.mu` is shown in the column of `algorithm`."""
         return _columns(self.keys, self.across)
 
     @property
@@ -127,13 +129,13 @@ class Comparison:
 
     @property
     def missing_seeds(self) -> list[str]:
-        """A line that says that some groups lack seeds of others; empty if none does."""
+        """A list with one warning if not all groups have the same seeds; otherwise an empty list."""
         if all(len(group.seeds) == len(self.seeds) for group in self.groups):
             return []
         return [f"seeds: {', '.join(map(str, self.seeds))}; some groups lack some."]
 
     def in_percent(self) -> Comparison:
-        """Return the comparison with the values of the metric, and their differences, in percent."""
+        """Return a copy of the comparison with the metric and its differences between groups in percent."""
         return replace(self, groups=[group.in_percent() for group in self.groups], percent=True)
 
 
@@ -244,16 +246,16 @@ def compare(
 
 
 def across_values(found: Comparison) -> list[str]:
-    """Return the values of the setting `across` of a comparison, as text and in order; empty without such a setting.
+    """Return the sorted values, as text, of the setting that a comparison spreads over columns or panels (`across`).
 
-    The value of a group without the setting is an empty text.
+    The value of a group without the setting is an empty text. If `across` is empty, the list is empty.
     """
     groups = sorted(found.groups, key=lambda group: sort_key(group.values.get(found.across)))
     return list(dict.fromkeys(group.names[found.across] for group in groups)) if found.across else []
 
 
 def _across_key(name: str, keys: Sequence[str], runs: Sequence[Run], grouped: bool) -> str:
-    """Return the full key of the setting `across`, given the key or its end.
+    """Return the full dotted key of the setting that a user gives as `--across`: the key or its end, such as `tau`.
 
     Args:
         name: The key or its end.
@@ -274,7 +276,7 @@ def _across_key(name: str, keys: Sequence[str], runs: Sequence[Run], grouped: bo
 
 
 def _columns(keys: Sequence[str], across: str) -> list[str]:
-    """Return the keys that are shown separately: those that are not below another one, and `across`."""
+    """Return the keys without nested ones, such as `algorithm.mu` if `algorithm` is a key. Always keep `across`."""
     return [key for key in keys if key == across or not is_below(key, keys)]
 
 
@@ -293,7 +295,7 @@ def _difference(group: Group, base: Group | None, grouping: _Grouping) -> Differ
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:
-        """Return the metric's last value, averaged over runs with the same seed and the same values of `inner`."""
+        """Return the metric's mean last value by pairing key: the seed and the values of the settings in `inner`."""
         values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
             if figures := best_and_last(run.rounds, grouping.metric):
@@ -390,7 +392,7 @@ def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
 
 
 def compared_settings(run: Run) -> dict[str, str]:
-    """Return the settings of a run that affect results, as text (two NaN values differ, but their texts are equal)."""
+    """Return the settings of a run that affect results. They are text, so that NaN is equal to NaN."""
     return {key: repr(value) for key, value in run.settings.items() if not _is_uncompared(key)}
 
 
@@ -399,10 +401,10 @@ def _is_uncompared(key: str) -> bool:
 
 
 def _varied(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
-    """Return the settings in which comparable runs differ, those of the algorithm first.
+    """Return the settings in which runs with the same classes differ. Settings of the algorithm come first.
 
-    Runs are comparable in a nested setting if they have the same class above it: FedSKC's `tau` counts only if two
-    FedSKC runs differ in it, not because FedAvg has no `tau`.
+    A nested setting is compared only among runs with the same class above it: `tau` is returned only if two FedSKC
+    runs differ in it, not because a FedAvg run has no `tau`.
 
     Returns:
         For each key, the values of the keys above it (such as the class) with which it differs.
@@ -451,7 +453,7 @@ def _name(key: str, run: Run, grouping: _Grouping) -> str:
 
 
 def group_labels(groups: Sequence[Group]) -> list[str]:
-    """Return the label of each group: its method, and the settings in which it differs from groups of this method."""
+    """Return the label of each group: its method, and the settings that vary among the groups of this method."""
 
     def label(group: Group) -> str:
         same_method = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]

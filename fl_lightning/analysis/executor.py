@@ -38,7 +38,7 @@ POLL_SECONDS = 0.5
 
 
 class Program(NamedTuple):
-    """The command-line program that job processes run, with the modules to import before they start.
+    """A command-line program to run in job processes, and the modules to import before these processes start.
 
     Args:
         main: Takes a command line without the program's name, and returns the exit code. Job processes import it.
@@ -138,7 +138,7 @@ def run_jobs(
 
 
 def run_folder(parent: Path, seed: int, settings: Mapping[str, Any]) -> Path:
-    """Return the folder of a run. It ends in a digest of the settings, so another setting is another run.
+    """Return the run folder for a seed and settings: `seed_<seed>-<digest of the settings>`.
 
     Args:
         parent: The folder of the runs that differ only in the seed.
@@ -270,7 +270,7 @@ def _run_job(
 
 
 def follow_parent() -> None:
-    """Let this process end with its parent, and leave Ctrl-C in the terminal to the parent, which asks it to stop."""
+    """End this process when its parent process ends. Ctrl-C reaches only the parent, which then stops this one."""
     os.setpgrp()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

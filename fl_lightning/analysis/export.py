@@ -75,12 +75,12 @@ class Network:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The class path and arguments of the network as plain data, from which `rebuilt` creates the network again."""
+        """The network's class path and constructor arguments as plain data, from which it can be built again."""
         in_shape = self.in_shape if isinstance(self.in_shape, dict) else list(self.in_shape)
         return {**self.model, "in_shape": in_shape, "num_classes": self.num_classes}
 
     def arguments(self, samples: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of the network for samples."""
+        """Return the positional and keyword arguments with which to call the network on samples."""
         return call_arguments(self.backbone, samples.tensors) if isinstance(samples, Inputs) else ((samples,), {})
 
     @property

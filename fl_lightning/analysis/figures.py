@@ -39,13 +39,13 @@ UNUSED: dict[Kind, set[str]] = {"curves": set(), "bars": {"x"}, "clients": {"x"}
 MOST_POINTS = 1000
 """Maximum number of clients of a group that are drawn as points."""
 CLUSTER = 0.8
-"""Share of the distance between clusters of bars that the bars take."""
+"""Width of a cluster of bars, as a share of the distance between the centres of two clusters."""
 LETTER = 0.075
 """Width of a letter in inches."""
 
 
 class Panels(NamedTuple):
-    """Groups of runs, arranged for a figure.
+    """The groups of runs that each panel of a figure shows, with their labels.
 
     Attributes:
         groups: The groups by label, for each panel by its title: one panel without a title, or one per value of a
@@ -69,7 +69,7 @@ def plot_runs(
     percent: bool = False,
     width: float | str = "column",
 ) -> PaperFigure:
-    """Draw groups of runs that differ only in the seed, in the size and style of a paper.
+    """Draw a figure for a paper that compares groups of runs. Runs of a group differ only in the seed.
 
     Args:
         runs: The runs, as `comparable_runs` or `open_runs` returns them.
@@ -115,7 +115,7 @@ def plot_runs(
 
 
 def arrange(found: Comparison) -> Panels:
-    """Return the groups of a comparison by panel, a panel per value of the setting `across`, and by label."""
+    """Assign each group of a comparison to a panel and a label: one panel per value of the setting `across`."""
     key, values = found.across, across_values(found) or [""]
     end = key.rpartition(".")[2]
     named = {value: f"{end}={value}" if value else f"no {end}" for value in values}
@@ -195,7 +195,7 @@ def bars_figure(found: Comparison, panels: Panels, percent: bool, width: float |
 
 
 def clients_figure(found: Comparison, panels: Panels, name: str, percent: bool, width: float | str) -> PaperFigure:
-    """Draw a box and points of the clients' values of a metric in the last evaluated round, of all runs of a group.
+    """Draw a box plot with points for each group: all clients' values of a metric in the last evaluated round.
 
     Raises:
         ConfigError: No run has the metric by client.
@@ -277,7 +277,7 @@ def _partition(runs: Sequence[Run]) -> PartitionCounts:
 
 
 def clusters(axes: Axes, panels: Panels, width: float) -> Iterator[tuple[float, float, str, Group]]:
-    """Yield the place, width, label and group of each bar, and label the x axis.
+    """Yield the x position, width, label and group of each bar or box, and label the x axis.
 
     With several panels, each is a cluster of bars; otherwise each bar has its label below it.
     """
@@ -309,7 +309,7 @@ def fill(panels: Panels, label: str) -> dict[str, Any]:
 
 
 def add_cluster_legend(figure: PaperFigure, panels: Panels) -> None:
-    """Add a legend of the groups, if they are in clusters."""
+    """Add a legend of the groups if bars or boxes are in clusters, that is, if there are several panels."""
     if len(panels.groups) > 1:
         add_legend(figure, {label: Patch(**fill(panels, label)) for label in panels.ranked})
 

@@ -1,4 +1,4 @@
-"""Combine listed values of settings and seeds to the runs of a multirun."""
+"""Expand `fit --multirun KEY=VALUE,VALUE --seeds ...` into one run for each combination of values and seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_lightning.loggers.naming import changes
 from fl_lightning.runs.reader import Run
 
 PLACE = "--multirun"
-"""The word of a command line that the values of a combination replace."""
+"""Placeholder in a command line. The options of each combination replace it."""
 
 FIXED = {
     "seed": "Use --seeds 0 1 2",
@@ -31,7 +31,7 @@ FIXED = {
 
 
 class Combination(NamedTuple):
-    """One of the values of each key of a multirun.
+    """A combination of settings in a multirun: one value for each key that varies.
 
     Args:
         values: The values as text, by key. Empty if only the seeds differ.
@@ -47,7 +47,7 @@ class Combination(NamedTuple):
         return changes(self.values, {})
 
     def refusal(self, error: ConfigError) -> ConfigError:
-        """Return an error of this combination's command line, with the combination in front."""
+        """Return a copy of an error with the combination's name at the start of its message."""
         return ConfigError(": ".join(filter(None, [self.name, str(error)])))
 
 

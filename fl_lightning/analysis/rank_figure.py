@@ -16,7 +16,7 @@ ROW = 0.16
 
 
 def critical_difference(methods: int, scenarios: int, alpha: float = 0.05) -> float:
-    """Return the difference of mean ranks from which two methods differ significantly by Nemenyi's test.
+    """Return the smallest difference between two methods' mean ranks that is significant in Nemenyi's test.
 
     `q_α · √(k (k + 1) / (6 N))` for k methods and N scenarios (Demšar, JMLR 2006, Section 3.2.2), where `q_α` is the
     studentized range statistic for infinitely many degrees of freedom divided by √2.

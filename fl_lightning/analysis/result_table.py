@@ -24,7 +24,7 @@ LATEX = {
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 FIGURE = re.compile(rf"-|-inf|{_NUMBER}( ± {_NUMBER})?( \*+)?", re.ASCII)
-"""Cells that may begin with a sign: a number, a mean with its deviation, or a dash for a missing value."""
+"""Matches cells that are no formulas: a number, a mean ± deviation, or a dash for a missing value."""
 
 
 def to_csv(rows: Iterable[Sequence[Any]]) -> str:

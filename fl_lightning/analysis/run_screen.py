@@ -44,14 +44,14 @@ FEWEST, USUAL, MOST = 3, 10, 12
 FRAME = 3
 """Number of lines of a plot besides its rows: two of the frame, one of the axis."""
 LARGEST = 1e6
-"""Larger values are not drawn, because all other values would appear as zero."""
+"""Largest absolute value that is drawn. A larger value would make all others appear as zero."""
 QUIET = 60.0
 """Seconds without a change after which a run is reported as silent. For slow runs it is three rounds."""
 
 
 @dataclass(frozen=True)
 class RunScreen:
-    """A terminal view of a run's progress and metrics, which rich prints to fit the terminal.
+    """A terminal view of a run's progress and metrics. The library rich prints it in the size of the terminal.
 
     Args:
         status: The status of the run.

@@ -20,7 +20,7 @@ MOST_CLIENTS, ENDS = 100, 20
 MOST_NAMED = 20
 """Maximum number of clients in the table of the metrics of named clients."""
 HEADER_LETTERS = 12
-"""Maximum number of characters of a class in the header of a table."""
+"""Maximum number of characters of a class name in the header of a table."""
 
 
 def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
@@ -93,7 +93,7 @@ def clients_table(data: FederatedData, rows: Mapping[int, Row]) -> Table | None:
 
 
 def last_metrics(rounds: Sequence[Row], columns: Mapping[str, np.ndarray]) -> dict[int, Row]:
-    """Return the metrics of each client's model in the last round in which the client was evaluated, with this round.
+    """Return the round and the metrics of the last evaluation of each client's model, by client.
 
     Args:
         rounds: The rows of the run's `metrics.csv`.

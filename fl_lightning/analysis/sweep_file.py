@@ -27,9 +27,9 @@ METHODS = ("grid", "random", "bayes")
 UNRELATED_KEYS = {"name", "description", "project", "entity", "program"}
 """Keys that do not affect the trials. They may change during a sweep."""
 KEYS = {*UNRELATED_KEYS, "command", "method", "metric", "parameters", "early_terminate", "run_cap", "seeds"}
-"""Keys of W&B's sweep files, except the last one, which is ours."""
+"""Keys that a sweep file may have: those of W&B, and `seeds`, which only this package has."""
 SET_BY_SWEEP = {"config", "resume", "run_dir"}
-"""Options of `fit` that are no parameters, because the sweep sets them."""
+"""Options of `fit` that a sweep file cannot vary, because the sweep sets them itself."""
 BOUNDS = ("min", "max")
 DISTRIBUTIONS = {"constant": ("value",), "categorical": ("values",), "int_uniform": BOUNDS} | {
     f"{q}{name}": BOUNDS for name in ("uniform", "log_uniform", "log_uniform_values") for q in ("", "q_")
@@ -109,7 +109,7 @@ class Sweep:
     start: Mapping[str, Any] = field(default_factory=dict)
 
     def command(self, drawn: Mapping[str, Any], seed: int | None = None) -> tuple[str, ...]:
-        """Return the command line of a run of a trial.
+        """Return the `fit` command line of one run of a trial, without `fit`.
 
         Args:
             drawn: The values that Optuna drew for the trial's parameters.
@@ -119,7 +119,7 @@ class Sweep:
         return (*self.words, *values, *([] if seed is None else [f"--seed={seed}"]), *self.words_after)
 
     def runs(self, folder: Path) -> dict[Path, int | None]:
-        """Return the seed of each run of a trial by its run folder, given the trial's folder."""
+        """Return the run folders of a trial, each with the seed of its run, given the trial's folder."""
         return {folder / f"seed_{seed}": seed for seed in self.seeds} or {folder: None}
 
     def grid(self) -> list[dict[str, Any]]:

@@ -52,12 +52,12 @@ OTHERS: dict[str, tuple[str, ...]] = {
         *("ModelPruning", "ThroughputMonitor", "Timer", "WeightAveraging"),
     ),
 }
-"""The common classes for keys that take classes of other packages, such as torch's optimizers."""
+"""For keys that take classes of other packages, such as `optimizer`: the classes to list and suggest."""
 CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS}
 """Keys that take a class, or a list of them."""
 
 SET_BY_DATA = ("in_shape", "num_classes")
-"""Arguments of models whose values come from the data."""
+"""Arguments of models that are set from the dataset, not by the user."""
 
 _SCHEDULER_SOURCES = (("torch", "optim/lr_scheduler.py"),)
 SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -69,7 +69,7 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
     "client_callbacks": (("lightning", "pytorch/callbacks/**/*.py"), ("fl_lightning.callbacks", "*.py")),
     "model": (("torchvision", "models/*.py"),),
 }
-"""Source files of other packages with classes that users give for a key, whether the key accepts them or not."""
+"""Source files of other packages in which to look up the classes that users give for a key."""
 
 
 def classes_of(kind: str) -> dict[str, Class]:

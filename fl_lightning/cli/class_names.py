@@ -16,9 +16,10 @@ NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 
 
 def correct_case(words: Sequence[str]) -> list[str]:
-    """Return a command line with the case of class names corrected, and with null values written as mappings.
+    """Correct the case of class names on a command line, and write nested null values so that they stay null.
 
-    jsonargparse turns null into the text `None` in an option within an argument of a class, except in a mapping.
+    In `--model.head.prediction null`, jsonargparse turns null into the text `None`. It reads the mapping in
+    `--model.head {prediction: null}` correctly.
     """
     found = list(words)
     for place, word in enumerate(words):
@@ -54,7 +55,7 @@ def builders_of_torchvision() -> list[str]:
 
 
 def as_backbone(module: str) -> str:
-    """Return the command-line options that use a function's network as the model, through `FromModule`.
+    """Return the command-line options that use the network of a function as the model, wrapped in `FromModule`.
 
     Args:
         module: The import path of the function, or the name of a model builder of torchvision.

@@ -25,7 +25,7 @@ VALUE = r" value: ?(.*?)(?: - |- Expected| Given value|\. Got value|$)"
 
 @contextmanager
 def readable_errors(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterator[None]:
-    """Context that turns errors of jsonargparse, and of the constructors that it calls, into a one-line `ConfigError`.
+    """Context manager: turn errors of jsonargparse and of the constructors it calls into a one-line `ConfigError`.
 
     Args:
         parser: The parser that is used inside.

@@ -27,7 +27,7 @@ from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config
 
 RECORDED_BARE = ("FedAvg", "FedSKC")
-"""Algorithms that recorded configs name without a module."""
+"""Algorithms that a run's `config.yaml` records without a module: as `fl_lightning.FedAvg`."""
 
 WATCHERS = ("engine", "logger", "callbacks")
 """Keys that do not influence the checkpoints of a run."""
@@ -77,7 +77,10 @@ def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Return a config in which our classes have the import paths that runs record, so that digests do not change."""
+    """Return a config with the import paths of this package's classes in the form that run folders record.
+
+    The recorded form is fixed, so that digests of configs stay the same if a module is renamed.
+    """
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):

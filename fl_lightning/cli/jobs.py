@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 Words = Sequence[str]
-"""A command line of `fit`, without `fit`."""
+"""The words of a `fit` command line that follow the word `fit`."""
 
 Environment = Mapping[str, str]
 """Environment variables."""
@@ -42,7 +42,7 @@ FIT = Program(main, preload=["fl_lightning.cli.commands.fit"])
 
 
 def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
-    """Run the unfinished ones of several runs, report each on stderr as it ends, and yield its result.
+    """Run the jobs that have not finished, report each on stderr as it ends, and yield its result.
 
     Args:
         jobs: The runs.
@@ -66,7 +66,9 @@ def _report(line: str) -> None:
 def in_job_processes(
     function: Callable[[Words, Environment], Result], command_lines: Sequence[Words], workers: int = 1
 ) -> Iterator[Result]:
-    """Yield the results of a function for each of several command lines. It runs in job processes, which import torch.
+    """Call a function with each of several command lines, in job processes, and yield the results in order.
+
+    Only the job processes import torch, not this process.
 
     Args:
         function: Takes a command line, and the environment variables of this process.
@@ -96,7 +98,7 @@ def resolve_config(words: Words, environment: Environment) -> dict[str, Any]:
 
 
 def check_experiment(words: Words, environment: Environment) -> None:
-    """Make the checks that `fit` makes before its first round. The run itself reports an unexpected error.
+    """Make the checks that `fit` makes before its first round. Unexpected errors are left to the run to report.
 
     Raises:
         ConfigError: A setting is wrong, or does not fit the data or the other settings.
@@ -112,7 +114,7 @@ def check_experiment(words: Words, environment: Environment) -> None:
 
 @contextmanager
 def open_experiment(words: Words, environment: Environment) -> Iterator[tuple[FederatedOrchestrator, dict[str, Any]]]:
-    """Context with the experiment of a command line, in a temporary folder, and its resolved config.
+    """Context manager: build the experiment of a command line in a temporary folder; yield it and its resolved config.
 
     Raises:
         ConfigError: A value is wrong, or the code inside raised an `FLError`.

@@ -112,7 +112,7 @@ class Source:
         return found
 
     def find(self, name: str) -> tuple[Source, ast.stmt] | None:
-        """Return the module and the statement that define a name, through imports; None if outside this package."""
+        """Return the module and the statement that define a name, following imports; None if outside this package."""
         statement = self.names.get(name)
         if not isinstance(statement, ast.ImportFrom):
             return (self, statement) if statement else None

@@ -21,7 +21,7 @@ TOTALS = ("comm/total_up_bytes", "comm/total_down_bytes")
 
 
 def check_metric(sweep: Sweep) -> None:
-    """Raise an error if a sweep's trials will not log its metric. One trial per algorithm is built and none is run.
+    """Raise an error if a sweep's trials will not log its metric. Builds one trial per algorithm, but trains nothing.
 
     A trial that cannot be built passes. Its own run reports the reason.
 
@@ -50,7 +50,7 @@ def _one_per_algorithm(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def other_metrics(metric: str, by_round: bool, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the metrics that a sweep's trial has if it lacks one, the most similar first; empty if it may have it.
+    """Return the names to suggest if a sweep's trial will not log a metric, best match first; empty if it may log it.
 
     Runs in a job process, because it imports torch and loads data.
 

@@ -30,7 +30,7 @@ LONGEST_LIST = 200
 LIST_KEYS = ("algorithm.loss_terms", "callbacks", "client_callbacks")
 """Keys that take a list of classes."""
 COMMAND_LINE_OPTIONS = ("config", "print_config", "resume", "trust", "fast")
-"""Options beside an experiment's keys. `partition` accepts them too, so that a command line of `fit` can be reused."""
+"""Options of `fit` that are not config keys. `partition` accepts them too, so that command lines of `fit` work."""
 NOT_IN_CONFIGS = {"config", "print_config", *map(key_of, MULTIRUN)}
 """Options that a config cannot contain."""
 CLASS_EXPECTED = "expected the name of a class, or a class_path with its init_args"

@@ -25,7 +25,7 @@ MODEL_COLUMNS = (
     "new_client/{}_weighted",
     "personal_on_global/{}_mean",
 )
-"""Columns of a metric: of the global model, and of the clients' models."""
+"""Patterns of a metric's column names: for the global model, and for the clients' models."""
 
 # Columns that hold a metric of models, not a loss or a time.
 MODELS = re.compile(

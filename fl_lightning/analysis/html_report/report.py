@@ -59,7 +59,7 @@ MOST_TEXT = 300
 
 
 class Section(NamedTuple):
-    """A part of a report in addition to those that every report has.
+    """An extra section of a report: a title, tables and figures.
 
     Args:
         title: The title.
@@ -261,7 +261,9 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def title_of(texts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
-    """Return the title of a report: `FedAvg, FedSKC on Digits: 6 runs, 3 seeds`; of a single run with its name.
+    """Return the title of a report, such as `FedAvg on Digits: 6 runs, 3 seeds`.
+
+    For a single run, its name replaces the counts.
 
     Args:
         texts: The settings of each run.
@@ -327,7 +329,7 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return each distinct partition: its runs, sample counts and names. Over 200 clients are averaged in groups."""
+    """Return each distinct partition: its runs, counts and names. More than 200 clients are averaged in groups."""
     found: dict[Any, dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
@@ -417,7 +419,7 @@ def reduce_image(image: Image.Image) -> bytes:
 
 
 def own_file(run: Run, *parts: str) -> Path:
-    """Return the path of a file in a run's folder, after checking that it is a regular file and no part is a link.
+    """Return the path of a file below a run's folder. Raise an error if it is too large or reached through a link.
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -1,7 +1,7 @@
 """The commands of `fl-lightning`, one file each.
 
-`main(given, parser)` runs a command. `expand(words)`, where a file has one, completes its command line before. The file
-`multirun` is `fit` with `--seeds` or `--multirun`.
+`main(given, parser)` runs a command. If a file has a function `expand(words)`, it completes the command line before it
+is parsed. The file `multirun` implements `fit` with `--seeds` or `--multirun`.
 """
 
 COMMANDS = {

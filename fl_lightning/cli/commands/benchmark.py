@@ -37,7 +37,7 @@ from fl_lightning.runs.reader import Run
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run the missing trials and runs of a benchmark, and print its tables. Return 1 if a run failed."""
+    """Run the trials and runs of a benchmark that have not finished, and print its tables. Return 1 if a run failed."""
     check_positive("--", workers=given.workers, threads=given.threads)
     benchmark = read_benchmark(benchmark_path(given.benchmark))
     benchmark = replace(benchmark, overrides=parse_overrides(given.set or []))
@@ -60,7 +60,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str], Defaults]:
-    """Return the ranges and default values of each method of each table, from its class and its configs.
+    """Return each method's default search space and config values, by table and method.
 
     Raises:
         ConfigError: A setting is wrong; the message names the table, the scenario and the method.
@@ -79,13 +79,13 @@ def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str
 
 
 def defaults_of(words: Words, environment: Environment) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the search space of a command line's method, and the values of its configs. Runs in a job process."""
+    """Return the method's search space and all config values of a `fit` command line. Runs in a job process."""
     with open_experiment(words, environment) as (run, config):
         return run.algorithm.search_space, Run(Path(), config, []).settings
 
 
 def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], Defaults]) -> None:
-    """Check the ranges and the metric of each method in one scenario, and each scenario with one method.
+    """Check the search ranges and the metric, at least once for each method of a table and for each scenario.
 
     Raises:
         ConfigError: A trial could not run or would not have the metric.
@@ -106,7 +106,7 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
 
 
 def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) -> TunedEntry:
-    """Run the missing trials of an entry, and report each on stderr as it ends."""
+    """Run the tuning trials of a method in a scenario that have not finished, and report each on stderr as it ends."""
 
     def show(result: TrialResult, most: int) -> None:
         values = " ".join(f"{key}={value}" for key, value in result.settings.items())
@@ -117,7 +117,7 @@ def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) ->
 
 
 def is_allowed(words: Words) -> bool:
-    """Return whether a command line can be built, in a job process."""
+    """Return whether the experiment of a command line can be built without an error. Builds it in a job process."""
     try:
         list(in_job_processes(defaults_of, [words]))
     except (ConfigError, BrokenProcessPool):
@@ -126,7 +126,7 @@ def is_allowed(words: Words) -> bool:
 
 
 def run_all(tuned: Sequence[TunedEntry], out: Path, given: Namespace) -> bool:
-    """Run the missing runs of all entries, tuned and untuned, and return whether one failed."""
+    """Execute all unfinished runs, with tuned and, if asked for, with default values. Return whether one failed."""
     jobs: list[Job] = [job for one in tuned for job in one.jobs(out).values()]
     failed = [ended for ended in run_missing(jobs, out / RUNS, given.workers, given.threads) if ended.code]
     if tuned[0].entry.benchmark.untuned:

@@ -65,7 +65,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def print_results(orchestrator: FederatedOrchestrator, run: Run) -> None:
-    """Print the table of a finished run, and that of its clients if they have names."""
+    """Print the results of a finished run as a table and, if its clients have names, a table of the clients."""
     console = Console()
     console.print(summary_table(run.summary, orchestrator.evaluation.client_model))
     if table := clients_table(orchestrator.data, last_metrics(run.rounds, read_clients(run.run_dir))):
@@ -90,7 +90,7 @@ def with_engine_class(words: Sequence[str]) -> list[str]:
 
 
 def with_optimizer_class(words: Sequence[str]) -> list[str]:
-    """Return a command line with `--optimizer SGD` added if it has options of an optimizer that nothing names."""
+    """Add `--optimizer SGD` to a command line that has optimizer options but names no optimizer."""
     named = values(words, "optimizer") or any("optimizer" in read_config(Path(p)) for _, p in values(words, "config"))
     has_options = any(word.startswith("--optimizer.") for word in words)
     return ["--optimizer", "SGD", *words] if has_options and not named else list(words)
@@ -123,10 +123,10 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the experiment's config. Changes to them by later files and options name the run.
+    """Return the settings of the experiment's config before later files and options change them.
 
-    Classes given by these changes count with their default options. If the experiment's config is not complete, all
-    settings are returned.
+    The changes become part of the run's name. A class that replaces another one counts with its default options. If
+    the experiment's config is not complete, all settings are returned.
     """
     configs = experiment_configs(given, parser)
 
@@ -145,16 +145,16 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 
 
 def config_name(given: Namespace, parser: ArgumentParser) -> str:
-    """Return the name of the experiment's config without its ending, after which runs are named."""
+    """Return the file name of the experiment's config without its suffix. Run names begin with it."""
     configs = experiment_configs(given, parser)
     return Path(str(configs[-1])).stem if configs else "run"
 
 
 def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
-    """Return the files that are the experiment's config: the first one, and those that it needs to be complete.
+    """Return the config files that define the experiment: the fewest first files that together are complete.
 
-    Files after them change the experiment. If only all files or the options of the command line make it complete, all
-    files are returned.
+    Later files change the experiment. If the config is complete only with all files, or not even then, all files are
+    returned.
     """
     configs = given.config or []
     for count in range(1, len(configs)):
@@ -165,7 +165,7 @@ def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
 
 
 def parse_configs(configs: Sequence[Any], parser: ArgumentParser, *more: str) -> Namespace:
-    """Parse config files and more words of a command line, without showing warnings."""
+    """Parse config files and further command-line words, without showing warnings."""
     words = [*(f"--config={path}" for path in configs), *more]
     with readable_errors(parser), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they were shown already

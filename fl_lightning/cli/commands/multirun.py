@@ -34,11 +34,13 @@ CONFLICTS = {
     "run_dir": "each run has its own folder. Use --out for the folder of all runs",
     "print_config": "it shows the config of one run. Leave out --seeds and --multirun",
 }
-"""Options of `fit` that several runs cannot have, with the reason and the fix."""
+"""Options of `fit` that cannot be used for several runs, with the reason and the fix."""
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Return the options for several runs, then `--` and the command line of the runs, in which `PLACE` is kept.
+    """Split a command line: move the options for several runs to the front, before `--` and the words of each run.
+
+    In the words of each run, `PLACE` marks the position of `--multirun`.
 
     Raises:
         ConfigError: An option is repeated, conflicts with another, or needs `--seeds` or `--multirun`.
@@ -59,7 +61,7 @@ def expand(words: Sequence[str]) -> list[str]:
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run the missing ones of several runs, and print the comparison of all. Return 1 if a run failed."""
+    """Run those of several runs that have not finished, and print a comparison of all. Return 1 if a run failed."""
     check_positive("--", workers=given.workers, threads=given.threads)
     grid = combine(given)
     if "--fast" in given.words:
@@ -116,7 +118,7 @@ def dry_runs(grid: Sequence[Combination]) -> int:
 
 
 def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list[Job]:
-    """Return one job per combination and seed. Combinations without a run folder are checked first.
+    """Return one job per combination of settings and seed, after checking the combinations that have no run yet.
 
     Raises:
         ConfigError: A value is wrong or does not fit the others, two combinations are equal, or none is the reference.
@@ -131,7 +133,7 @@ def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list
 def in_each(
     grid: Sequence[Combination], function: Callable[[Words, Environment], Result], workers: int
 ) -> list[Result]:
-    """Return the results of a function for the command line of each combination. It runs in job processes.
+    """Call a function with the command line of each combination, in job processes, and return the results.
 
     Raises:
         ConfigError: The function raised one; the message begins with the combination.

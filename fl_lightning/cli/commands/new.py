@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.core.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
-"""The files of a project named `my_method`: those of all projects, and a folder with those of each kind of data."""
+"""Template folder of a project named `my_method`. Each kind of data has a subfolder with additional files."""
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -36,7 +36,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def check_name(name: str) -> None:
-    """Raise an error unless a project's name can be that of its module, and its class differs from the template's.
+    """Raise an error if a project's name is no valid module name, or is taken by another class or module.
 
     Raises:
         ConfigError: Names the reason, and a valid name if there is a similar one.
@@ -52,7 +52,7 @@ def check_name(name: str) -> None:
 
 
 def is_module_name(name: str) -> bool:
-    """Return whether a module can have a name, and a class the name that is derived from it."""
+    """Return whether a name is valid for a Python module, and its camel-case form for a class."""
     return all(one.isidentifier() and not iskeyword(one) for one in (name, class_name(name)))
 
 
@@ -74,7 +74,7 @@ def template_names() -> set[str]:
 
 
 def project_files(name: str, data: str) -> dict[str, str]:
-    """Return the texts of the files of a project, by file name.
+    """Return the content of each file of a new project, by file name.
 
     Args:
         name: The project's name.

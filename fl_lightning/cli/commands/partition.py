@@ -55,12 +55,12 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def counts_of_everybody(data: FederatedData, split: str) -> np.ndarray:
-    """Return the samples by client and class, also of clients that are held out of the training, which are last."""
+    """Return the number of samples by client and class. Clients held out of training are included as the last rows."""
     return np.concatenate([data.class_counts(split, held_out) for held_out in (False, True)[: 1 + bool(data.held_out)]])
 
 
 def names_of_everybody(data: FederatedData) -> Names:
-    """Return the names of the clients and classes, with a mark after those of clients that are held out."""
+    """Return the names of clients and classes. Clients held out of training are marked `held out`."""
     if not data.held_out:
         return data.names
     held_out = data.held_out_clients

@@ -21,9 +21,9 @@ METADATA: dict[str, dict[str, Any]] = {
     ".svg": {"Creator": MARK, "Date": None},
     ".png": {"Software": MARK},
 }
-"""Metadata by the ending of the file, without a date: the same runs give the same bytes."""
+"""File metadata by file suffix. It has no date, so that the same runs give identical files."""
 MOST_BYTES = 2**27
-"""Maximum size in bytes of a file that is replaced."""
+"""Maximum size in bytes of an existing file that may be replaced."""
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -51,10 +51,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def check_target(path: Path) -> None:
-    """Check that a figure can be written to a file: its ending is known, and it replaces nothing but such a figure.
+    """Raise an error if a file has no known suffix, or exists and is not a figure of this command.
 
     Raises:
-        ConfigError: It is no name of a figure, or the file exists and was not written by this command.
+        ConfigError: The suffix is unknown, or the file exists and was not written by this command.
     """
     if path.suffix not in METADATA:
         raise ConfigError(

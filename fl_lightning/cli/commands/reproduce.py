@@ -21,7 +21,7 @@ from fl_lightning.core.lazy_import import load
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run the missing runs of a paper's table, and print our results beside the paper's. Return 1 if a run failed."""
+    """Run a paper table's unfinished runs, and print our results beside the paper's. Return 1 if one failed."""
     check_positive("--", workers=given.workers, threads=given.threads)
     table = read_table(given.table).part(given.rows or (), given.columns or (), given.seeds or ())
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []

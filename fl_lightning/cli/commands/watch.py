@@ -72,7 +72,7 @@ def follow(monitor: RunMonitor, console: Console, every: float) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Context that SIGINT or SIGTERM ends early, without an error."""
+    """Context manager: SIGINT or SIGTERM ends its block early, without an error."""
     both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: background processes of a shell ignore it
     before = [signal.signal(one, signal.default_int_handler) for one in both]
     try:
@@ -86,7 +86,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def read_keys() -> Iterator[Callable[[float], str]]:
-    """Context that yields a function `pressed(seconds)`, which waits for a key and returns the key or empty text."""
+    """Context manager: yield a function `pressed(seconds)` that waits for a key and returns it, or empty text."""
     keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def pressed(seconds: float) -> str:

@@ -43,7 +43,7 @@ class ClassCounts(SharedKnowledge):
 
 
 class PriorMatching(LossTerm):
-    """beta · KL(class distribution of all clients ‖ mean prediction of the batch)."""
+    """Loss term: beta · KL(class distribution of all clients ‖ mean prediction of the batch)."""
 
     needs_classes = True
 
@@ -80,7 +80,7 @@ class PowerMean(Aggregator):
         return mean
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the next state: the global model, and what the next round needs besides. `before` is the old state."""
+        """Return the next state: the global model, and anything else for the next round. `before` is the old state."""
         return {"model": folded.value()}
 
 
