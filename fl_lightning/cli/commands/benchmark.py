@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -108,9 +109,11 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
 def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) -> TunedEntry:
     """Run the tuning trials of a method in a scenario that have not finished, and report each on stderr as it ends."""
 
+    of = "of at most" if entry.benchmark.tuning.processor_seconds < math.inf else "of"
+
     def show(result: TrialResult, most: int) -> None:
         values = " ".join(f"{key}={value}" for key, value in result.settings.items())
-        text = f"{entry.name}: trial {result.number + 1} of {most}, {values}: {result.describe()}"
+        text = f"{entry.name}: trial {result.number + 1} {of} {most}, {values}: {result.describe()}"
         print(text, file=sys.stderr, flush=True)
 
     return tune(entry, defaults, out, FIT, given.workers, given.threads, is_allowed, show)
