@@ -80,7 +80,7 @@ def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], An
 
 @cache
 def allowed_objects() -> dict[str, Any]:
-    """Return the objects that an exported checkpoint may import: our models and objectives, torch.nn, torchvision."""
+    """Return what an exported checkpoint may import: this package's models and objectives, torch.nn, torchvision."""
     from torchvision import models
 
     return {

@@ -1,4 +1,4 @@
-"""Fine-tuning a client's model outside of its fit, and freezing parameters."""
+"""Fine-tune a client's model outside of its Lightning fit, and freeze parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fine_tune(
     epochs: int,
     learns: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Train a client's module for some epochs outside of its Lightning fit, on the objective's loss without loss terms.
+    """Train a client's module for some epochs outside its Lightning fit, on the task loss without the method's terms.
 
     Args:
         module: The module, changed in place and left in eval mode.

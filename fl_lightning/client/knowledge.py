@@ -49,7 +49,7 @@ class SharedKnowledge(ArgumentsMixin, nn.Module):
             self.register_buffer(name, value.to(device), persistent=False)
 
     def observe(self, step: Step, epoch: int) -> None:
-        """On the client, read the outputs of each training step to compute the knowledge; by default does nothing."""
+        """On the client, update the knowledge with the outputs of a training step. By default, do nothing."""
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
         """On the client after training, return the tensors to upload. Called in eval mode without gradients."""
@@ -140,7 +140,7 @@ class ClassMeans(SharedKnowledge):
         return self.seen != "after"
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Add a training step's outputs to the sums of each class. With `last_epoch`, each epoch resets the sums."""
+        """Add a training step's outputs to the sums of each class. With `seen="last_epoch"`, epochs reset the sums."""
         sums, counts = class_sums(self.outputs(step).detach(), step.targets, step.logits.shape[1])
         if self.tracked and (self.seen == "round" or self._epoch == epoch):
             sums, counts = sums + self.tracked[0].to(sums.device), counts + self.tracked[1].to(sums.device)
@@ -170,7 +170,7 @@ class ClassMeans(SharedKnowledge):
 
 
 def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:
-    """Return the first shared knowledge object of each name, in the given order."""
+    """Remove shared knowledge objects whose name has occurred before, and keep the order of the others."""
     by_name: dict[str, SharedKnowledge] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, piece)

@@ -1,4 +1,4 @@
-"""A LightningModule of the user as the model: a client's fit uses its training step, optimizer, hooks and metrics."""
+"""Train a user's LightningModule as the clients' model, with its own training step, optimizer, hooks and metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_lightning.models.base import tapped
 from fl_lightning.models.wrapped import FromModule
 
 Outputs = tuple[Tensor | None, Tensor]
-"""Features, if the model names its head, and logits."""
+"""Features (None if the model does not name its head) and logits."""
 
 HOOKS = (
     *("setup", "teardown", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start"),
@@ -35,7 +35,7 @@ UNSUPPORTED = (
 
 
 def users_module(backbone: nn.Module) -> nn.Module:
-    """Return the user's module in a `FromModule`. Any other network is returned unchanged."""
+    """Return the user's own module if the backbone is its wrapper `FromModule`; otherwise return the backbone."""
     return backbone.network if isinstance(backbone, FromModule) else backbone
 
 
@@ -64,9 +64,9 @@ def has_optimizer(backbone: nn.Module) -> bool:
 
 @contextmanager
 def in_fit(module: L.LightningModule) -> Iterator[Any]:
-    """Context with the user's LightningModule, complete with its head, as it is in a fit of its own.
+    """Context that yields the user's LightningModule, with its head and with the `trainer` of the client's fit.
 
-    Its `trainer` is that of the client's fit, and values that it logs are logged by the client's module.
+    Values that it logs are logged by the client's module.
     """
     backbone: Any = module.backbone
     with backbone.assembled() if isinstance(backbone, FromModule) else nullcontext(backbone) as network:
@@ -79,17 +79,17 @@ def in_fit(module: L.LightningModule) -> Iterator[Any]:
 
 
 def users_batch(value: Any) -> Any:
-    """Return a batch of several inputs as a `DataLoader` returns it: `({...}, y)`. Other values are unchanged."""
+    """Convert a batch with several inputs to the form that a `DataLoader` returns, `({...}, y)`; keep other values."""
     if isinstance(value, tuple | list) and value and isinstance(value[0], Inputs):
         return (value[0].tensors, *value[1:])
     return value
 
 
 def own_step(module: L.LightningModule, batch: Any, batch_idx: int) -> tuple[Tensor, Outputs | None]:
-    """Call the training step of a client's LightningModule.
+    """Call the training step of the user's LightningModule on a batch.
 
     Returns:
-        The loss that it returns; and the features and logits of its last forward pass, or None if there was none.
+        The loss, and the features and logits of the last forward pass in the step; None if there was no such pass.
 
     Raises:
         ConfigError: The training step returns no loss.
@@ -112,7 +112,7 @@ def own_step(module: L.LightningModule, batch: Any, batch_idx: int) -> tuple[Ten
 
 
 def own_optimizer(module: L.LightningModule) -> tuple[Any, torch.optim.Optimizer]:
-    """Call `configure_optimizers` of a client's LightningModule; return what it returns, and the optimizer in it.
+    """Call `configure_optimizers` of the user's LightningModule; return its result, and the optimizer in the result.
 
     Raises:
         ConfigError: It does not return exactly one optimizer.
@@ -147,7 +147,7 @@ def check_lightning_model(module: L.LightningModule) -> None:
 
 
 class ModelHooks(Callback):
-    """Calls the hooks of a client's LightningModule, such as `on_train_epoch_end`, in the client's fit."""
+    """Calls the hooks of the user's LightningModule, such as `on_train_epoch_end`, in a client's fit."""
 
 
 def _hook(name: str) -> Callable[..., None]:

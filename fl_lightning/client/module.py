@@ -94,9 +94,9 @@ class LossTerm(ArgumentsMixin, nn.Module):
         """
 
     def outside_fit(self, value: Tensor) -> Tensor:
-        """Return the term's value outside of a fit. In train mode this value would hide a mistake, so raise an error.
+        """Return `value` for a loss term that no fit has prepared. In train mode, raise an error instead.
 
-        A subclass calls it in `forward` if what `begin` sets, or a tensor of the step, is missing.
+        A subclass calls it in `forward` if a tensor of the step, or an attribute that `begin` sets, is missing.
 
         Raises:
             ConfigError: The term is active and in train mode.
@@ -225,7 +225,7 @@ class ClientModule(L.LightningModule):
 
     @property
     def objective(self) -> Objective:
-        """The objective, whose loss has the client's `class_weights`, if any."""
+        """The objective (loss and metrics). Its loss is weighted if the client has `class_weights`."""
         return self._objective if self.class_weights is None else self._objective.weighted(self.class_weights)
 
     @objective.setter
@@ -234,7 +234,7 @@ class ClientModule(L.LightningModule):
 
     @property
     def class_counts(self) -> Tensor | None:
-        """Number of the client's training samples of each class, `(C,)`. A method that sends it says so."""
+        """Number of the client's training samples of each class, `(C,)`. Sent only by methods that document it."""
         if callable(self._class_counts) and not isinstance(self._class_counts, Tensor):
             self._class_counts = self._class_counts()
         return cast("Tensor | None", self._class_counts)
@@ -244,7 +244,7 @@ class ClientModule(L.LightningModule):
         self._class_counts = counts
 
     def class_counts_for(self, term: LossTerm) -> Tensor:
-        """Return the client's samples of each class, `(C,)`, on the module's device, for a loss term that needs them.
+        """Return `class_counts`, `(C,)`, on the module's device, for a loss term that requires it.
 
         Raises:
             ConfigError: `class_counts` is not set. The message names the term.
@@ -302,7 +302,7 @@ class ClientModule(L.LightningModule):
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether the optimizer is that of the backbone, a LightningModule, because no other was given."""
+        """Whether the fit uses the optimizer of the backbone, a LightningModule, because no other was given."""
         return self.optimizer_factory is None and has_optimizer(self.backbone)
 
     def step(self, batch: Batch, batch_idx: int = 0) -> Step:
@@ -435,7 +435,7 @@ class ClientModule(L.LightningModule):
         return optimizer
 
     def require_optimizer(self, key: str) -> None:
-        """Raise an error if the optimizer is that of the backbone, a LightningModule.
+        """Raise an error if the fit uses the optimizer of the backbone, a LightningModule, and `key` needs another one.
 
         Args:
             key: The config key that needs another optimizer.

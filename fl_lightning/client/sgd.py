@@ -1,4 +1,4 @@
-"""Checks and figures of a fit for methods that infer gradients from how far the weights moved."""
+"""Check the optimizer of a fit, and return its learning rate, for methods that infer gradients from weight changes."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
 
 
 def kept_model(network: nn.Module, fixed: Collection[str], what: str, fix: str) -> Tensors:
-    """Return copies of a network's entries on the CPU, as client state, after a check that they are finite.
+    """Return a network's state dict as client state: copied to the CPU, and checked for NaN and Inf.
 
     Args:
         network: A model of the client's own, beside the one that is uploaded.

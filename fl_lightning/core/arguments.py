@@ -13,7 +13,7 @@ import numpy as np
 
 PLAIN = (bool, int, float, str)
 MOST_ELEMENTS = 100
-"""Maximum length of a list or mapping that is described by its elements. A longer one is data."""
+"""Maximum length of a list or mapping whose elements `describe` returns. For a longer one, it returns the class."""
 
 
 class ArgumentsMixin:
@@ -36,7 +36,7 @@ def _keep_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def describe(value: Any) -> Any:
-    """Return a value as a config has it: an object as `class_path` and `init_args`, data such as a tensor as its class.
+    """Convert a value to its form in a config: an object to `class_path` and `init_args`, a tensor to its class path.
 
     Arguments with defaults are included, as in a resolved config. The arguments of an object are known if its class
     derives from `ArgumentsMixin` or is a dataclass. Of other objects, only plain attributes with the names of arguments
@@ -81,7 +81,7 @@ def _describe_call(function: Any, args: tuple[Any, ...] = (), kwargs: Mapping[st
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """Return the signature of a class or function; one without parameters for builtins that have none."""
+    """Return the signature of a class or function, or an empty signature if Python does not know it (some builtins)."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -89,7 +89,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _import_path(kind: Any) -> str:
-    """Return the import path of a class or function; that of a public one of this package is `fl_lightning.<name>`."""
+    """Return the import path of a class or function: `fl_lightning.<name>` if this package exports it."""
     from fl_lightning import HOMES
 
     module, name = getattr(kind, "__module__", None) or "builtins", kind.__qualname__

@@ -1,4 +1,4 @@
-"""Class attributes that state properties of methods, and turn False in subclasses that override these methods."""
+"""Boolean class attributes that describe a class's methods. They turn False in subclasses that override the methods."""
 
 from __future__ import annotations
 

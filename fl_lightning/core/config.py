@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 DIGITS = "digits_fedavg.yaml"
-"""The config on the digits dataset from which those of other algorithms are derived: their name replaces FedAvg."""
+"""The config of FedAvg on the digits dataset. The configs of other algorithms replace the name FedAvg in it."""
 
 FREE_KEYS = {
     "engine",
@@ -85,7 +85,7 @@ def named_file(name: str, kind: str) -> Path | None:
 
 
 def nearest_file(name: str, kind: str) -> str | None:
-    """Return the YAML file most similar to a misspelled path, in its folder or in this package; None if none is."""
+    """Return the YAML file in a path's folder or in this package whose name is most similar to the path's, or None."""
     folder, _, last = name.rpartition(os.sep)
     with suppress(OSError):
         near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
@@ -209,12 +209,12 @@ def config_file(run_dir: Path) -> str:
 
 
 def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda path: path) -> dict[str, Any]:
-    """Return a nested config with dotted keys: `algorithm` for a class path, `algorithm.tau` for its argument.
+    """Flatten a nested config to dotted keys, such as `algorithm` for a class and `algorithm.tau` for its argument.
 
     Args:
         config: The nested dict.
         prefix: Prefix of all keys.
-        name: Applied to the path of each class.
+        name: Function that is applied to each class path.
     """
     if not isinstance(config, dict):
         return {prefix: config}
@@ -235,13 +235,13 @@ def is_below(key: str, others: Iterable[str]) -> bool:
 # --- YAML from an untrusted source ---
 
 MOST_SETTINGS = 200_000
-"""Keys and values that a config may have, with its aliases resolved. More would fill the memory."""
+"""Maximum number of keys and values in a config, with its aliases resolved. More would fill the memory."""
 DEEPEST = 50
-"""Levels of nesting that a config may have. Much deeper ones crash PyYAML's C loader."""
+"""Maximum depth of nesting in a config. Much deeper YAML crashes PyYAML's C loader."""
 LONGEST_NUMBER = 300
-"""Digits that a number may have."""
+"""Maximum number of digits of a number in a config."""
 PLAIN = re.compile(r"[\w./ +-]*")
-"""Matches words and numbers. They need no check."""
+"""Matches texts of words and numbers, which are valid YAML without a check."""
 NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-Fox_:.+-]*")
 
 
@@ -255,7 +255,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 class StrictYAMLError(yaml.YAMLError):
-    """Valid YAML that a config may not contain, such as duplicate keys. The message names the line and the key."""
+    """Error for YAML that a config may not contain, such as duplicate keys. The message names the line and the key."""
 
 
 def read_yaml(path: Path, what: str | None = None) -> Any:
@@ -384,7 +384,7 @@ class _Checker:
 
 @dataclass
 class _Collection:
-    """The state of `_Checker` for a YAML mapping or list whose end is not reached yet."""
+    """A YAML mapping or list that `_Checker` has read in part, with the keys so far."""
 
     anchor: str | None
     before: int

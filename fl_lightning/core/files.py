@@ -1,4 +1,4 @@
-"""Write files atomically, and read files that others may have written."""
+"""Write files atomically, and read untrusted files with limits on their type and size."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def flush(path: Path) -> None:
 MOST_BYTES = {"metrics.csv": 2**27, "clients.csv": 2**30, "warnings.txt": 2**27, "partition.csv": 2**28}
 """Maximum size in bytes of files in a run folder, by name. Larger ones could fill the memory of a reader."""
 MOST_OF_OTHERS = 2**20
-"""Maximum size in bytes of any other file."""
+"""Maximum size in bytes of files that `MOST_BYTES` does not list."""
 
 
 def most_bytes(path: Path) -> int:
@@ -95,7 +95,7 @@ def read_file(path: Path, most: float | None = None) -> bytes:
 
 
 def blocks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file of a checkpoint in blocks of 1 MiB. Links are refused."""
+    """Yield the content of a checkpoint's file in blocks of 1 MiB. Links are refused."""
     with open_file(path, math.inf, links=False) as file:
         while block := file.read(1 << 20):
             yield block

@@ -14,7 +14,7 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 
 ALIGNMENT = 64
-"""Bytes. Each entry begins at a multiple of it, like a tensor of its own: matrix products may depend on it."""
+"""Alignment of each entry in bytes, as of a separate tensor. The last bits of matrix products may depend on it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def as_flat(tensors: Tensors) -> FlatTensors | None:
 def unflatten(value: Any) -> Any:
     """Replace each `FlatTensors` in nested dicts by an ordinary state dict. Tensors are not copied.
 
-    A background thread calls this. torch's threads of a second thread would slow down those of training.
+    A background thread calls this. It computes nothing, because torch's threads would then slow down the training.
     """
     if isinstance(value, FlatTensors):
         return dict(value)
@@ -115,7 +115,7 @@ def unflatten(value: Any) -> Any:
 
 
 def owners(tensors: Tensors) -> list[Tensor]:
-    """Return the tensors that store a state dict's elements: the flat tensor instead of its views, and the rest."""
+    """Return the tensors that store a state dict's elements: the flat tensor, and the entries that are not in it."""
     state = as_flat(tensors)
     return [*tensors.values()] if state is None else [state.flat, *state.others.values()]
 

@@ -11,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 Batch = tuple[Any, Tensor]
-"""The inputs of a batch, which are a tensor or `Inputs`, and its labels."""
+"""A batch `(x, y)`: the inputs, a tensor or `Inputs`, and the labels."""
 
 Shapes = dict[str, tuple[int, ...]] | tuple[tuple[int, ...], ...]
 """The shape of each input of one sample."""
@@ -35,16 +35,16 @@ class Inputs:
     tensors: dict[str, Tensor] | tuple[Tensor, ...]
 
     def items(self) -> ItemsView[Any, Tensor]:
-        """Return pairs of the name, or position, of each tensor and the tensor."""
+        """Return the tensors in pairs `(name, tensor)`; without names, the position takes the place of the name."""
         tensors = self.tensors if isinstance(self.tensors, dict) else dict(enumerate(self.tensors))
         return tensors.items()
 
     def like(self, values: Iterable[Any]) -> Any:
-        """Return values, one for each tensor, in a dict with the same names or in a tuple."""
+        """Put values, one per tensor, into the same container as the tensors: a dict with their names, or a tuple."""
         return dict(zip(self.tensors, values, strict=True)) if isinstance(self.tensors, dict) else tuple(values)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
-        """Return the results of a function for each tensor."""
+        """Apply a function to each tensor, and return the results as `Inputs`."""
         return Inputs(self.like(function(value) for _, value in self.items()))
 
     @property
@@ -103,7 +103,7 @@ class Inputs:
 
 
 def map_inputs(function: Callable[[Tensor], Tensor], x: Tensor | Inputs) -> Any:
-    """Return the result of a function for a tensor, or for each tensor of several inputs."""
+    """Apply a function to a tensor, or to each tensor of an `Inputs` object, and return the result."""
     return x.map(function) if isinstance(x, Inputs) else function(x)
 
 

@@ -13,7 +13,7 @@ MOST_LETTERS = 40
 
 
 class Names(NamedTuple):
-    """The names of a run's clients and classes to show, each empty if the data have none.
+    """The display names of a run's clients and of its classes. Either is empty if the data have no such names.
 
     Attributes:
         clients: A name per client.
@@ -29,9 +29,9 @@ class Names(NamedTuple):
 
 
 def shown_names(values: Iterable[object] | None) -> Sequence[str]:
-    """Return names from the data in the form to show: one short line each, all different.
+    """Convert names from the data to display names: one short line each, all different.
 
-    Two names of the same form get their index. Names that only repeat the indices, such as 0, 1, 2, are left out.
+    If two names become equal, their indices are added. Names that only repeat the indices (0, 1, 2) are left out.
 
     Example:
         >>> shown_names(["north", "a b", "a  b"]), shown_names([0, 1])

@@ -109,7 +109,7 @@ class Objective(Capable, ABC):
         return outputs, self.weights.to(outputs)
 
     def balanced_weights(self, labels: Tensor, outputs: int) -> Tensor:
-        """Return the class weights, `(C,)`, that balance the classes of some training samples, for `class_weights`.
+        """Return the class weights `(C,)` that balance the loss of these training samples (`class_weights: balanced`).
 
         Args:
             labels: Labels of the samples, `(n, ...)`.
@@ -118,11 +118,11 @@ class Objective(Capable, ABC):
         raise NotImplementedError
 
     def divergence_hint(self, labels: Tensor) -> str:
-        """Return a sentence about training labels that may be the reason why a loss diverged; empty if they are not."""
+        """Return a hint for an error message if the training labels may be why a loss diverged, else an empty text."""
         return ""
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return the group of each sample, `(n,)`, for stratified splits and partitions by label: 0 without classes."""
+        """Return each sample's group, `(n,)`, for stratified splits and partitions by label; without classes, all 0."""
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:
@@ -213,7 +213,7 @@ class MultiLabel(Objective):
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
     def balanced_weights(self, labels: Tensor, outputs: int) -> Tensor:
-        """Return each label's number of negatives divided by its number of positives; 1 if it has only one of them."""
+        """Return each label's number of negatives divided by its number of positives; 1 if either number is 0."""
         positives = labels.sum(dim=0)
         negatives = len(labels) - positives
         return (negatives / positives).where((positives > 0) & (negatives > 0), 1.0)
@@ -273,7 +273,7 @@ class Regression(Objective):
         return {"mae": error, "loss": self.loss(outputs, targets, "sum")}
 
     def divergence_hint(self, labels: Tensor) -> str:
-        """Return a sentence with the range of the targets and how to scale them; empty if they are small."""
+        """Return a hint with the range of the targets and how to scale them, or an empty text if they are small."""
         low, high = map(float, labels.aminmax())
         if max(-low, high) <= LARGE_TARGET:
             return ""

@@ -15,7 +15,7 @@ CLASS = re.compile(r"^class ([A-Za-z]\w*)(?:\(([^)]*)\))?:", re.MULTILINE)
 
 @cache
 def public_classes(base: str | None = None) -> dict[str, str]:
-    """Return the module of each public class in the folder `algorithms`, relative to that folder, by class name.
+    """Return a dict from each public class in the folder `algorithms` to its module, relative to that folder.
 
     Args:
         base: Only this class and those that derive from it.

@@ -133,7 +133,7 @@ def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, 
 
 
 def _give_to_callbacks(config: dict[str, Any]) -> None:
-    """Move options of an old config in place to the callbacks that have them now; add callbacks that are missing."""
+    """Change an old config in place: move options to the callbacks that have them now, and add missing callbacks."""
     for old in sorted(config.keys() & CALLBACK_OPTIONS.keys()):
         name, argument = CALLBACK_OPTIONS[old]
         value, callbacks = config.pop(old), config.get("callbacks") or []

@@ -34,7 +34,7 @@ def suggest(near: str | None, choices: Iterable[str]) -> str:
 
 
 def match_case(name: str, names: Iterable[str]) -> str:
-    """Return the only one of `names` that equals a name except for case, `_` and `-`; otherwise the name itself."""
+    """Return the only entry of `names` that equals a name except for case, `_` and `-`. Otherwise, return the name."""
     known = set(names)
     alike = [one for one in known if fold(one) == fold(name)]
     return alike[0] if len(alike) == 1 and name not in known else name

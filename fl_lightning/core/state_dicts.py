@@ -176,7 +176,7 @@ def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensor
 
 
 def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Tensors:
-    """Return `keep · w + step · (v - w)` for state dicts `w = state` and `v = other`; integer entries are `w`'s."""
+    """Return `keep · w + step · (v - w)`, with `w = state` and `v = other`. Integer entries are those of `w`."""
 
     def mixed(w: Tensor, v: Tensor) -> Tensor:
         return (keep * w.double() + step * (v.double() - w.double())).to(w.dtype)
@@ -256,7 +256,7 @@ def read_numbers(lists: Sequence[Sequence[Tensor]]) -> list[list[float]]:
 
 
 def sums_of(tensors: Tensors) -> list[Tensor]:
-    """Return sums of a state dict's elements, of each tensor or of all together. They are finite only if all are."""
+    """Return sums over a state dict's elements, in all or per tensor. They are finite only if all elements are."""
     flat = as_flat(tensors)
     return [value.sum() for value in (tensors.values() if flat is None else [flat.flat]) if value.is_floating_point()]
 

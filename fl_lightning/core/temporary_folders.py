@@ -12,7 +12,7 @@ from multiprocessing import util
 from subprocess import DEVNULL, PIPE, Popen
 
 LONGEST = 60
-"""Maximum length of the path of the system's temporary folder. The path of a socket below it may have 107."""
+"""Maximum length of the path of the system's temporary folder. Paths of sockets in it may have only 107 characters."""
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def refusal() -> ConfigError | None:
 
 
 def find_object(path: str) -> Any:
-    """Import and return the object at an import path that a config names, if the config may name the object.
+    """Import and return the object at an import path from a config. Refuse objects that the config may not name.
 
     Raises:
         ConfigError: The config in use is untrusted and may not name the object.

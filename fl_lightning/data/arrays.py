@@ -125,10 +125,10 @@ class Arrays(Dataset):
 
 
 def required_names(present: Collection[str]) -> Sequence[str]:
-    """Return the names of the arrays that must be there: `NAMES`, or those of several inputs of each sample.
+    """Return the names of the arrays that a dataset must have, for one input per sample or for several.
 
     Args:
-        present: The arrays that are there.
+        present: The names of the arrays that it has.
     """
     several = sorted(name.removeprefix("x_train_") for name in present if name.startswith("x_train_"))
     if "x_train" in present or not several:

@@ -160,7 +160,7 @@ def _classes(column: pd.Series) -> Labels:
 
 
 def read_known_classes(column: pd.Series, classes: Sequence[Any]) -> Labels:
-    """Return the index of each row's label among classes that are given."""
+    """Return the index of each row's label in the list `classes`."""
     import pandas as pd
 
     refuse_missing(column, "label")

@@ -37,7 +37,7 @@ from fl_lightning.data.images import Augment, make_augment
 from fl_lightning.data.transforms import Normalize
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
-"""Formats that are opened. Pillow's reader of another one, EPS, would start a program."""
+"""Image formats that are opened. EPS is not one of them, because Pillow would start a program to read it."""
 
 GREY = ("1", "L", "LA")
 COLOUR = ("RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr")
@@ -45,7 +45,7 @@ ORIENTATION = 0x0112
 """EXIF tag of the camera's orientation; values from 5 on swap width and height."""
 
 CHUNK_IMAGES = 1024
-"""Images whose encoded bytes are in memory at a time."""
+"""Number of images whose encoded bytes are in memory at a time."""
 CHUNK_BYTES = 1 << 24
 """Bytes of images whose statistics are computed at a time."""
 

@@ -31,11 +31,12 @@ SPLITS = ("train", "test", "val")
 
 
 class ImageFolder(CustomDataset):
-    """Custom images in one folder per class, below `train` and `test`, or directly below `path`, or by a pattern.
+    """Custom images in one folder per class, or in files whose paths a pattern maps to class, client and split.
 
-    Without `train`, a share of each class is held out for testing. Classes are the folders' names in alphabetical
-    order. `val` is the test set if there is no `test`. Images are rotated as their EXIF orientation says. Pixels are
-    normalized to mean 0 and standard deviation 1 of the training images, channel by channel.
+    The class folders are below `train` and `test`, or directly below `path`. Without `train`, a share of each class is
+    held out for testing. Classes are the folders' names in alphabetical order. `val` is the test set if there is no
+    `test`. Images are rotated as their EXIF orientation says. Pixels are normalized to mean 0 and standard deviation 1
+    of the training images, channel by channel.
 
     Args:
         path: The folder.
@@ -179,7 +180,7 @@ class PathPattern:
         return pd.DataFrame([{"path": root / name, **fields} for name, fields in matches.items()])
 
     def select_splits(self, frame: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
-        """Return the rows of the training and test images, and the mask of the test images: `test`, or else `val`.
+        """Return the table's rows of training and test images, and a mask of the test images (`test`, or else `val`).
 
         Raises:
             ConfigError: A split is not one of these, there are no training or test images, or a class has only test

@@ -82,7 +82,7 @@ class _LeafDataset(FileDataset):
 
 
 class _LeafArrays(_LeafDataset):
-    """Base class of LEAF datasets that are read as arrays: images, or characters instead of words."""
+    """Base class of LEAF datasets whose inputs are arrays: pixels of images, or ids of characters."""
 
     def __init__(self, data_dir: str = "data") -> None:
         super().__init__(data_dir)

@@ -15,11 +15,11 @@ from fl_lightning.data.transforms import BatchTransform
 BatchSampler = Literal["shuffle", "balanced"]
 
 GATHERED = 1 << 20
-"""Bytes of small batches that are gathered at a time, which is faster than one by one."""
+"""Bytes of samples that are gathered at a time and then split into batches, which is faster for small batches."""
 
 
 def send(value: Any, device: torch.device) -> Any:
-    """Return a tensor, or `Inputs`, on a device. A copy to a GPU does not wait for what the GPU still has to do."""
+    """Move a tensor or `Inputs` to a device. A copy from the CPU to a GPU is asynchronous."""
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()  # from other memory, the copy may wait
     return value.to(device, non_blocking=True)

@@ -118,7 +118,7 @@ class FederatedData:
         return range(len(self.shards), len(self.shards) + len(self.held_out))
 
     def shard(self, client: int) -> Shard:
-        """Return the samples of a client, which may be held out of the training."""
+        """Return the samples of a client, whether it trains or is held out of the training."""
         trains = client < len(self.shards)
         return self.shards[client] if trains else self.held_out[client - len(self.shards)]
 
@@ -277,7 +277,7 @@ class Scenario:
         return federated
 
     def training_clients(self, clients: int) -> int:
-        """Return how many of all clients train, because they are not held out.
+        """Return how many of `clients` clients train; the others are held out of the training.
 
         Raises:
             ConfigError: All clients are held out.
@@ -289,7 +289,7 @@ class Scenario:
         return clients - held_out
 
     def _load_without(self, held_out: Sequence[Shard], data: LoadedData, seed: int) -> LoadedData:
-        """Load the data again, with statistics of all training samples except those of the held-out clients."""
+        """Load the data again, with statistics such as the mean computed without the held-out clients' samples."""
         everything = torch.arange(len(data.y_train))
         rows = self._reduce(replace(data, x_train=everything), seed, self._objective(data)).x_train
         assert isinstance(rows, Tensor)
@@ -320,7 +320,7 @@ class Scenario:
         return self.objective or self.dataset.objective or objective_of(data.y_train)
 
     def _reduce(self, data: LoadedData, seed: int, objective: Objective) -> LoadedData:
-        """Return the data with the training samples that `train_samples` and `long_tail` leave."""
+        """Return the data with a training set reduced by the options `train_samples` and `long_tail`."""
         # These random streams differ from the partition's, so that every partition splits the same samples.
         if self.train_samples is not None:
             data = subsample(data, self.train_samples, generator(seed, Stream.PARTITION, 1), objective)
@@ -444,7 +444,7 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
 def hold_out_clients(federated: FederatedData, held_out: Sequence[int]) -> FederatedData:
     """Return federated data in which some clients do not train. The others keep their order.
 
-    The ids of all clients stay the same. If the data have none, they are the clients' indices before.
+    The ids of all clients stay the same. If the data have no ids, the clients' previous indices become their ids.
 
     Args:
         federated: The data of all clients.

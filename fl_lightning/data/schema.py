@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LONGEST_LIST = 8
-"""Most feature columns that `TableSchema.summary` names. It gives the number of the others."""
+"""Maximum number of feature columns that `TableSchema.summary` names. Of the others, it gives only the number."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Column:
         dtype: The dtype of the training data, for example `float64` or `object`.
         categories: The values of a category column, in the order of their indices; None for a column of numbers.
         mean: Subtracted from a number, or from a category's code.
-        scale: What the difference is divided by.
+        scale: The divisor of the difference.
     """
 
     name: str
@@ -118,7 +118,7 @@ class TableSchema:
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 
     def examples(self, n: int) -> Tensor:
-        """Return n artificial rows for `encode`: numbers near the means, and categories, including an unknown one."""
+        """Return n artificial rows to try `encode` on: numbers near the means, and categories with an unknown one."""
         rows = [
             [
                 i % (len(column.categories) + 1) - 1 if column.categories else column.mean + (i - n // 2) * column.scale

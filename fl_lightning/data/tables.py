@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_CATEGORIES = 1_000
-"""Most categories of a one-hot encoded column. A column with more is probably a name, an id or a text."""
+"""Maximum number of categories of a one-hot encoded column. One with more is probably a name, an id or a text."""
 
 FEWEST_IDS = 100
-"""Fewest rows of a table in which a column of different values counts as ids. In small tables, numbers often differ."""
+"""Minimum number of rows of a table in which a column can count as ids. In smaller tables, values often differ."""
 
 ID_NAME = re.compile(r"(^|[\W_])(?i:id|uuid|guid)$|[a-z]I[Dd]$")
 """Matches names of columns that usually hold ids, such as `id` and `patient_id`."""
@@ -414,9 +414,9 @@ class ImageTable(_FileTable):
 
 
 def looks_like_id(column: pd.Series) -> bool:
-    """Return whether a column of integers or texts looks like an id of the rows or of their subjects.
+    """Return whether a column of integers or texts looks like an id of the rows, or of persons with a few rows each.
 
-    All values differ or, if its name is that of an id, more than half of them.
+    That is so if all values differ or, in a column named like an id, more than half of them.
     """
     if len(column) < FEWEST_IDS or column.dtype.kind not in "iuOUT":
         return False

@@ -90,7 +90,7 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
 
 
 def as_inputs(who: str, what: str, value: Any) -> Tensor | Inputs:
-    """Convert the input of an item to a tensor, or a dict or tuple to several inputs."""
+    """Convert the input of an item to a tensor or, if it is a dict or tuple, to `Inputs`."""
     kept = torch.uint8, torch.bool  # of several inputs, one is often a mask
     if isinstance(value, Mapping):
         return Inputs({str(name): as_tensor(who, f"{what}, {name!r},", part, kept) for name, part in value.items()})
@@ -124,7 +124,7 @@ def as_tensor(who: str, what: str, value: Any, kept: tuple[torch.dtype, ...] = (
 
 
 def stack_inputs(who: str, values: Sequence[Any]) -> Tensor | Inputs:
-    """Stack the inputs of all items, each of several inputs by itself."""
+    """Stack the inputs of all items into one tensor or, if items have several inputs, into one tensor per input."""
     names = [list(dict(value.items())) if isinstance(value, Inputs) else None for value in values]
     if odd := next((i for i, own in enumerate(names) if own != names[0]), None):
         differ = f"{names[0] or 'one tensor'} in item 0 and {names[odd] or 'one tensor'} in item {odd}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from fl_lightning.core.inputs import Inputs
 
 BatchTransform = Callable[[Any], Any]
-"""Changes a batch of inputs: a tensor, or `Inputs`."""
+"""A function that returns a changed batch of inputs, a tensor or `Inputs`."""
 
 
 class Normalize:

@@ -17,8 +17,8 @@ TEST_SAMPLES = 256
 def truncate_dataset(data: FederatedData, train_samples: int) -> FederatedData:
     """Return federated data with fewer samples: evenly spaced samples of each client and of the global test set.
 
-    Each client keeps at most `train_samples`. The partition and the shapes do not change. Datasets with batches or
-    scores of their own, such as episodes, keep the samples that those need.
+    Each client keeps at most `train_samples` training samples. The partition and the shapes do not change. A dataset
+    with custom batches (such as episodes) keeps all samples of the clients, and one with custom scoring its test set.
     """
     loaded, shards, held_out = data.data, data.shards, data.held_out
     if loaded.cut is LoadedData.cut:

@@ -58,7 +58,7 @@ class AutoEngine(Engine):
         self._here: dict[str, Engine] = {"sequential": SequentialEngine(), "stacked": StackedEngine()}
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work` and return its value, inside a shared `Trainer.fit` for each engine that may use one."""
+        """Call `work` in a shared `Trainer.fit` of the chosen engine or, before the choice, of each possible engine."""
         for engine in [self._chosen] if self._chosen else self._here.values():
             work = partial(engine.in_one_fit, worker, work)
         return work()
@@ -146,7 +146,7 @@ EngineName = Literal["auto", "sequential", "stacked", "processes", "ray"]
 
 
 def engine_of(engine: Engine | EngineName) -> Engine:
-    """Return an engine given as an object, or a new one with default arguments given as a name such as `stacked`."""
+    """Return the engine itself or, given a name such as `stacked`, a new engine with default arguments."""
     if isinstance(engine, Engine):
         return engine
     kinds: dict[str, type[Engine]] = {**ENGINES, "auto": AutoEngine, "ray": RayEngine}

@@ -89,7 +89,7 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
 
 
 def check_class_weights(weights: ClassWeights, objective: Objective, outputs: int, module: ClientModule) -> None:
-    """Raise an error if the training loss has no class weights, or if a list does not have one for each class."""
+    """Raise an error if the training loss cannot have class weights, or if a list does not have one for each class."""
     if module.trains_itself:
         what, fix = f"{class_name(module.backbone)}.training_step computes the loss", "Weight the classes there"
         raise ConfigError(f"class_weights: {what}. {fix}, or leave class_weights out.")
@@ -146,7 +146,7 @@ def warn_of_unused_optimizer(module: ClientModule) -> None:
 
 @contextmanager
 def blame_inputs(x: Tensor | Inputs) -> Iterator[None]:
-    """Context in which an exception of the model becomes a `ConfigError` that names the type of integer inputs."""
+    """Context that turns an exception of the model into a `ConfigError`, which says if integer inputs are the cause."""
     try:
         with blame("model"):
             yield

@@ -102,7 +102,7 @@ class ClientData:
         return weights.to(self.device, torch.float32)
 
     def _frequencies(self, index: Tensor) -> Tensor:
-        """Return for each of a client's training samples the inverse of its class's number of samples, `(n,)`."""
+        """Return sampling weights of a client's samples, `(n,)`, by which its classes are drawn equally often."""
         strata = self.data.objective.strata(self.data.data.y_train[index])
         return 1 / torch.bincount(strata)[strata].double()
 

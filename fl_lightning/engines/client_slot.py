@@ -23,7 +23,7 @@ CONSTANTS = (
 
 
 class ClientSlot:
-    """A client module with its weights in one flat tensor, which is reset and used for one client after another.
+    """A reusable client module with its weights in one flat tensor. It is reset for one client after another.
 
     `reset` makes the module equal to a newly built one, in a tenth of the time. An upload can take the memory of the
     weights with it instead of a copy (`ClientModule.spent`).
@@ -31,10 +31,10 @@ class ClientSlot:
     Args:
         module: A newly built client module on the training device, for which `can_reset` is true.
         shared: Names of the backbone's entries that are sent.
-        fixed: Names of those that are the same everywhere.
+        fixed: Names of frozen parameters, which are the same on all clients and need no reset.
 
     Attributes:
-        layout: Where the weights that are sent are in the flat tensor.
+        layout: The positions of the sent weights in the flat tensor.
     """
 
     def __init__(self, module: ClientModule, shared: Iterable[str], fixed: Iterable[str] = ()) -> None:
@@ -141,7 +141,7 @@ def can_reset(module: ClientModule, shared: Iterable[str]) -> bool:
 
 
 def default_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides that a new contiguous tensor with a tensor's shape has."""
+    """Return the strides of a new contiguous tensor that has the same shape."""
     return torch.empty(tensor.shape, device="meta").stride()
 
 

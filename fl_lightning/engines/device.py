@@ -72,13 +72,13 @@ def times_written(value: Tensor) -> object:
 
 
 def prefers_channels_last(network: nn.Module, device: torch.device, precision: str) -> bool:
-    """Return whether a network should be given channels-last images: convolutions in half precision on a CUDA GPU."""
+    """Return whether to use channels-last images: if the network convolves in half precision on a CUDA GPU."""
     convolves = any(isinstance(part, nn.Conv2d) for part in network.modules())
     return convolves and device.type == "cuda" and precision.startswith(("bf16", "16"))
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Return a batch of images in channels-last memory format, in which convolutions then compute.
+    """Convert a batch of images to channels-last memory format. Convolutions then compute in this format.
 
     cuDNN and oneDNN take the format from the images and convert the weights, which are small. The weights themselves
     keep their format, because all are views of one tensor (`ClientSlot`).

@@ -158,7 +158,7 @@ class Evaluator:
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
-        """The state of each held-out client: empty, or without a server the publication of its untrained model."""
+        """The initial state of each held-out client: empty, or without a server what the client publishes to peers."""
         if self.server.algorithm.server:
             return {client: {} for client in self.new_clients}
         published = self.without_training(0, self.new_clients, repeat(Message()), upload=True)
@@ -170,7 +170,7 @@ class Evaluator:
 
 
 def run_tasks(engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]) -> Iterator[Result]:
-    """Run clients' tasks that do not belong to the training, and yield the results in the order of `clients`.
+    """Run clients' tasks other than local training, such as evaluation; yield the results in the order of `clients`.
 
     Raises:
         ClientFailure: A task fails.

@@ -1,4 +1,4 @@
-"""Construction of client modules with initial weights, with given shared weights, or as a client starts a task."""
+"""Build client modules: with initial weights, with given shared weights, or in their state at the start of a task."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ class ModuleFactory:
         return module
 
     def intact_slot(self) -> ClientSlot | None:
-        """Return the holder of the module that all clients use in turn; None if the module cannot be reset."""
+        """Return the `ClientSlot` whose module all clients use in turn; None if the module cannot be reset."""
         if self._slot and not self._slot.is_intact:
             del self._slot
         return self._slot
 
     @cached_property
     def _slot(self) -> ClientSlot | None:
-        """The client module that is reset for each client; None if a new module must be built for each."""
+        """The `ClientSlot` whose module is reset for each client; None if a new module must be built for each."""
         return self.new_slot()
 
     @cached_property

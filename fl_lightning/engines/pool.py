@@ -156,7 +156,7 @@ class PoolEngine(Engine):
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
-        """Return how many workers to use, after ending busy ones and sending a new `Worker` object to the others."""
+        """End busy workers, send the others the `Worker` object if it is new, and return how many workers to use."""
         self._lost.clear()
         size = min(self.size(worker), len(worker.data.shards))
         for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:

@@ -25,7 +25,7 @@ from fl_lightning.core.task import Task
 from fl_lightning.engines.persistent_pickle import KeyUnpickler
 
 Block = Callable[[int], list[Tensor]]
-"""Returns the tensors of one block of a `SharedTensorStore`."""
+"""A function that returns the tensors of one block of a `SharedTensorStore`, given the block's number."""
 
 
 class SerializedValue:

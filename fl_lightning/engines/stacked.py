@@ -30,7 +30,7 @@ OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam",
 """Optimizers of torch that handle each parameter separately and skip those without a gradient."""
 
 HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_end", "loss_names")
-"""Methods that are called for each client separately, and so may be overridden."""
+"""Methods of `ClientModule` that are called for each client separately, and so may be overridden."""
 
 
 class StackedEngine(SharedFitEngine):
@@ -130,7 +130,7 @@ class StackedEngine(SharedFitEngine):
         yield from read_results(map(fit.finish, rows), worker.device)
 
     def _slots_for(self, worker: Worker, count: int) -> StackedSlots | None:
-        """Return slots for some clients, those of earlier rounds if possible; None if modules cannot be reset."""
+        """Return reusable client modules, if possible those of earlier rounds; None if modules cannot be reset."""
         if self._slots is None or self._slots.modules is not worker.modules or self._slots.count < count:
             first = worker.modules.new_slot()
             self._slots = StackedSlots(worker.modules, first, count) if first else None
@@ -141,12 +141,12 @@ class StackedEngine(SharedFitEngine):
 
 
 def refusal(what: str, why: str) -> ConfigError:
-    """Return the error about something that cannot be stacked."""
+    """Return the error that says what cannot be trained as part of a batched model, and why."""
     return ConfigError(f"engine: StackedEngine cannot stack {what} ({why}); use SequentialEngine")
 
 
 def check_module(module: ClientModule) -> None:
-    """Refuse a client module that overrides its training, and optimizers and schedules that cannot be stacked."""
+    """Refuse a client module with training code of its own, and optimizers and schedulers that cannot be stacked."""
     kind, find = type(module), inspect.getattr_static
     for name in dir(ClientModule):
         if not name.startswith("__") and name not in HOOKS and find(kind, name) is not find(ClientModule, name):

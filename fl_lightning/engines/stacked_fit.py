@@ -99,8 +99,8 @@ class StackedBatch:
 
     Args:
         rows: Ascending rows of their clients.
-        x: `(n, B, ...)`.
-        y: `(n, B)`.
+        x: The inputs, `(n, B, ...)`.
+        y: The labels, `(n, B)`.
     """
 
     rows: list[int]
@@ -134,7 +134,7 @@ class StackedFit:
         self.alike = slots is not None and differ_in_weights_only(worker)
 
     def start(self, task: Task) -> None:
-        """Start a client's fit. If that fails, the error is raised, and the next client gets its row."""
+        """Build a client's module and start its fit, in the next row of the stacks. An error leaves the row free."""
         slot = self.slots.slot(len(self.clients)) if self.slots else None
         module = self.worker.modules.receive(task, slot=slot)
         if slot is None:  # newly built
@@ -188,7 +188,7 @@ class StackedFit:
     # --- Epochs ---
 
     def _prepare(self) -> None:
-        """Stack the clients' tensors if they have no slots, and build the optimizer and scheduler."""
+        """Set up the training: the stacked tensors, one optimizer for all of them, and its scheduler."""
         first, modules = self.clients[0].module, [client.module for client in self.clients]
         self.epochs = max(client.work.epochs for client in self.clients)
         self.observes = any(piece.observes for module in modules for piece in module.pieces())
@@ -200,7 +200,7 @@ class StackedFit:
         self.schedule = first.scheduler_factory(self.blocks.optimizer) if first.scheduler_factory else None
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Call the active clients' `on_train_epoch_start`. Group clients again if that may have changed them."""
+        """Call `on_train_epoch_start` of the active clients. Group clients again if it may have changed their steps."""
         self.epoch = epoch
         self.begun = [client for client in self.clients if client.steps_in(self.epoch)]
         if self.hooked:
@@ -253,11 +253,11 @@ class StackedFit:
                     own.data = place.copy_(own.detach())
 
     def _look(self) -> None:
-        """Compare the clients' steps to group them."""
+        """Group the active clients whose steps differ only in the values of tensors."""
         kinds: list[tuple[dict[str, Any], list[int], list[StepContents]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.epoch):
-                client.module.class_counts = client.module.class_counts  # a step would compute those of one client
+                client.module.class_counts = client.module.class_counts  # now, since a step uses only one module
                 step = StepContents(ClientStep(client.module))
                 shape = step.shape()
                 for other, rows, steps in kinds:
@@ -401,7 +401,7 @@ def differ_in_weights_only(worker: Worker) -> bool:
 def in_rows(worker: Worker, tasks: Sequence[Task]) -> list[Task]:
     """Sort tasks by the number of samples of their clients, largest first.
 
-    Clients with most steps then come first, so that active clients stay consecutive rows, which are views of the
+    Clients with the most steps then come first, so that active clients stay consecutive rows, which are views of the
     stacks. Clients with equal numbers of samples are neighbours, because their batches always have the same size.
     """
     return sorted(tasks, key=lambda task: (-worker.client_data.sample_count(task.client), task.client))
@@ -419,7 +419,7 @@ def clip(gradients: Tensors, bound: float, by: str) -> None:
     """Clip each client's gradient in place, as Lightning does.
 
     Args:
-        gradients: By parameter, `(n, ...)`.
+        gradients: The gradients by parameter name, `(n, ...)`.
         bound: The largest norm or value; 0 or less clips nothing.
         by: `norm` of all of a client's gradients together, or `value`.
     """

@@ -70,7 +70,7 @@ class BlockOptimizer:
 
         Args:
             rows: Some rows, ascending.
-            gradients: By name, `(len(rows), ...)`.
+            gradients: The gradients by parameter name, `(len(rows), ...)`.
         """
         if (known := tuple(rows)) not in self._places:
             self._divide(rows)

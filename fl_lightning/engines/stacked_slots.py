@@ -10,11 +10,11 @@ from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepConte
 
 
 class StackedSlots:
-    """Client slots whose weights are rows of stacked tensors, so that a step of all clients copies no weights.
+    """Reusable client modules (slots) whose weights are rows of stacked tensors, so that a step copies no weights.
 
     Args:
         modules: Builds the slots.
-        first: A new slot.
+        first: A new slot, for row 0.
         count: Number of rows.
 
     Attributes:
@@ -37,7 +37,7 @@ class StackedSlots:
         self._add(first)
 
     def slot(self, row: int) -> ClientSlot:
-        """Return the slot of a row. It is built anew if a client has replaced or moved one of its tensors."""
+        """Return the reusable module (slot) of a row, rebuilt if a client has replaced or moved one of its tensors."""
         if row >= len(self._slots) or not self._is_intact(row):
             del self._slots[row:], self._unsent[row:]
             slot = self.modules.new_slot()

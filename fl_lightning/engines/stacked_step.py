@@ -26,7 +26,7 @@ from fl_lightning.core.seeding import RandomStates
 from fl_lightning.data.loaders import send
 
 Rows = slice | Tensor
-"""Clients of a stack: a slice, which gives a view, or indices, which give a copy."""
+"""Rows (clients) of stacked tensors: a slice, which gives a view, or an index tensor, which gives a copy."""
 
 BACKBONE = "client.backbone."
 
@@ -56,7 +56,7 @@ class StepOutput(NamedTuple):
 
 
 class ClientStep(nn.Module):
-    """A client's training step as a module. It also registers modules in plain attributes of the client's module."""
+    """A client's training step as an `nn.Module`. Modules in plain attributes of the client become its submodules."""
 
     def __init__(self, client: ClientModule) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def impure(path: str) -> ConfigError:
 
 
 class StepContents:
-    """The tensors and attributes that a client's training step reads, at the time this object is created.
+    """A snapshot, taken on creation, of the tensors and attributes that a client's training step reads.
 
     Args:
         step: The step.
@@ -206,10 +206,10 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
 
 
 class StackedStep:
-    """A batched training step of clients that differ only in tensors.
+    """A training step of several clients as one batched call. Their modules differ only in the values of tensors.
 
     Args:
-        steps: Their steps in their current state. The module of the first computes the steps of all.
+        steps: The clients' steps in their current state. The module of the first client computes the steps of all.
         device: The training device.
         random_states: The clients' random states, which dropout, `torch.rand` and `torch.randn` draw from.
 
@@ -235,7 +235,7 @@ class StackedStep:
         self.watch()
 
     def watch(self) -> None:
-        """Remember what the next steps must not change, for `verify`."""
+        """Record the tensors, attributes and random states that steps must not change, for a later `verify`."""
         self.held, self.written = plain(self.step), versions({**self.constants, **self.free})
         self.outside = RandomStates(self.device)
 
@@ -245,8 +245,8 @@ class StackedStep:
         Args:
             backbone: Weights and buffers of the backbone by name, `(n, ...)`. The buffers are updated.
             chosen: Ascending numbers of the n clients.
-            x: Their batches, `(n, B, ...)`.
-            y: `(n, B)`.
+            x: Their inputs, `(n, B, ...)`.
+            y: Their labels, `(n, B)`.
 
         Raises:
             ConfigError: The step replaces a tensor.
@@ -336,7 +336,7 @@ class SharedTrainer:
 
 
 class ClientFunctions(TorchFunctionMode):
-    """Replaces, inside `torch.vmap`, functions whose batched version differs from a client's own forward.
+    """Replaces functions, inside `torch.vmap`, whose batched result would differ from that of separate clients.
 
     Dropout, `torch.rand` and `torch.randn` draw from the client's own random state. Embeddings keep the padding vector
     out of the gradient of every client. torch's batching rule does so for the first client only (seen in torch 2.15).
@@ -376,7 +376,7 @@ class ClientFunctions(TorchFunctionMode):
         return input.mul_(own) if inplace else input * own
 
     def draw(self, one: Callable[[], Tensor]) -> Tensor:
-        """Call a function that draws random numbers once for each client, in the client's own random state."""
+        """For each client, call a function that draws random numbers, in the client's own random state."""
         self.used = True
         outside, drawn = RandomStates(self.place.device), []
         for random_states in self.random_states:

@@ -134,7 +134,7 @@ class TaskServer:
 
 
 def shares_fit(worker: Worker) -> bool:
-    """Return whether a worker's tasks can share a `Trainer.fit`; False on an error, which separate fits then raise."""
+    """Return whether tasks can share a `Trainer.fit`. On an error, return False; separate fits then raise the error."""
     try:
         return can_share_fit(worker)
     except BaseException:

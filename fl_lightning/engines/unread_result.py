@@ -1,4 +1,4 @@
-"""Results whose losses and checks are still on the training device, so that several clients' are read together."""
+"""Results whose losses are still on the training device, so that several clients' losses are read in one transfer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fl_lightning.core.state_dicts import first_non_finite, read_numbers, sums_o
 from fl_lightning.core.task import Result, Task, failed_result
 
 HELD = 1 << 28
-"""Bytes of uploads and losses on a GPU that wait to be read together."""
+"""Number of bytes of unread uploads and losses on a GPU at which they are read together."""
 
 NUMBER = 512
-"""Bytes that torch allocates on a GPU for a number."""
+"""Bytes that torch allocates on a GPU for a tensor of a single number."""
 
 
 class UnreadResult(NamedTuple):
-    """The result of a task before its losses, and whether its upload is finite, are read from the device.
+    """A task's result whose losses and check for NaN and Inf have not been read from the device yet.
 
     Attributes:
         task: The task.
@@ -45,7 +45,7 @@ class UnreadResult(NamedTuple):
 
     @property
     def parts(self) -> list[list[Tensor]]:
-        """The tensors to read from the device: the losses, and the sums of each section."""
+        """The tensors to read from the device: the losses, and the sums that show whether the upload is finite."""
         return [self.losses.pending if self.losses else [], *self.sums.values()]
 
     def read(self, losses: list[float], *sums: list[float]) -> Result:
@@ -73,10 +73,10 @@ def unread_result(task: Task, result: Result, losses: LossRecord | None = None) 
 
 
 def read_results(results: Iterable[UnreadResult], device: torch.device) -> Iterator[Result]:
-    """Yield results with their losses.
+    """Read the losses of results from the device, on a GPU those of several results together, and yield the results.
 
-    Those of a GPU are read together, as many as `HELD` allows. After each wait, a GPU has no work until the first step
-    of the next client.
+    Results wait until they take `HELD` bytes, because after each transfer the GPU has no work until the next client's
+    first step.
 
     Args:
         results: The results. They are computed when they are requested.

@@ -135,7 +135,7 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot write {path}: {one_line(error)}") from error
 
     def rounds(self) -> list[int]:
-        """Return the numbers of the rounds with a checkpoint, newest first, except checkpoints found damaged."""
+        """Return the rounds that have a checkpoint, newest first, except those whose checkpoint was found damaged."""
         names = (path.name for path in self.path.glob("round-*") if path.is_dir() and not path.is_symlink())
         rounds = {int(name.removeprefix("round-")) for name in names if re.fullmatch("round-[0-9]{6,18}", name)}
         return sorted((r for r in rounds - self._damaged if self._folder(r).exists()), reverse=True)

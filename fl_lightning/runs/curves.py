@@ -13,7 +13,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import Row, label_of
 
 XAxis = Literal["round", "bytes", "seconds"]
-"""The x axis of a curve: the round, or the bytes (up and down) or seconds until its end."""
+"""The x axis of a curve: rounds, or the total bytes sent (up and down) or total seconds at the end of each round."""
 
 COLUMNS: dict[str, str] = {"bytes": "comm/total_bytes", "seconds": "time/round_s"}
 """The column of `metrics.csv` that an x axis needs."""

@@ -34,10 +34,10 @@ RUN_FILES = (
     "figures",
     "final",
 )
-"""Files and folders that exist in a folder once a run has begun there."""
+"""Files and folders of a run. Any of them shows that a run has begun in a folder."""
 
 WRITTEN_NAMES = (*RUN_FILES, "checkpoints", "wandb", "csv_logs", "tensorboard", "mlflow", LOCK, OWNER, SIGNATURE)
-"""All names that a run writes in its folder."""
+"""Names of all files and folders that a run writes in its folder."""
 
 
 def new_run_dir(name: str) -> Path:
@@ -165,7 +165,7 @@ def refuse_lost_checkpoints(folder: Path) -> None:
 
 @contextmanager
 def remove_on_failure(created: Sequence[Path]) -> Iterator[None]:
-    """Context that removes the folders that `lock_run_dir` created if an exception occurs; parents only if empty."""
+    """Context that, on an exception, removes the folders that `lock_run_dir` created. Parents are kept if not empty."""
     try:
         yield
     except BaseException:

@@ -38,7 +38,7 @@ MOST_MARKERS = 8
 STEPS = (1, 2, 5, 10)
 """Distances between the ticks of an x axis, times a power of ten."""
 TICK_LETTERS, AXIS_LETTERS = 16, 30
-"""Maximum number of characters of a tick's name, and of all names below an x axis; more are rotated."""
+"""Maximum number of characters of one tick label, and of all tick labels of an x axis before they are rotated."""
 
 STYLE: Any = {
     "font.size": FONT_SIZE,
@@ -67,7 +67,7 @@ STYLE: Any = {
 }
 
 FILES: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "savefig.dpi": 300, "svg.hashsalt": "fl-lightning"}
-"""Settings of saved files: TrueType fonts, sharp images, and the same names inside an SVG each time."""
+"""Settings of saved files: TrueType fonts, 300 dpi, and reproducible ids inside SVG files."""
 
 UNITS: dict[str, tuple[str, dict[str, float]]] = {
     "bytes": ("communication", {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}),
@@ -96,7 +96,7 @@ class PaperFigure(Figure):
 
 
 def paper_figure(width: float | str, panels: int = 1, height: float = 0) -> tuple[PaperFigure, list[Axes]]:
-    """Create a figure with axes side by side, in several rows if they are many. Call it and draw inside of `STYLE`.
+    """Create a figure with axes side by side, in several rows if needed. Call it and draw within `rc_context(STYLE)`.
 
     Args:
         width: `column`, `text`, or a number of inches.
@@ -152,7 +152,7 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
 
 
 def pick(options: Sequence[str], number: int) -> str:
-    """Return the colour, line style, marker or hatch of the group with a number; they repeat."""
+    """Return the colour, line style, marker or hatch for a group number. Options repeat if there are more groups."""
     return options[number % len(options)]
 
 

@@ -284,7 +284,7 @@ def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
 
 
 def known_key(name: str, runs: Iterable[Run], option: str) -> str:
-    """Return the full key of a setting of some of these runs, given the key or the end of the key.
+    """Return the full key of a setting, given the key or its end, after checking that some of these runs have it.
 
     Args:
         name: The key or its end.

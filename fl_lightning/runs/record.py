@@ -314,10 +314,10 @@ class Record:
                 self._flushed_round = rounds[0]
 
     def finish(self, targets: Sequence[float], model: Tensors | None) -> Figures:
-        """Write `final/`, the summary and the global model, after everything else is on disk, and log the run's files.
+        """Write the folder `final/` (summary and global model) after all other files, and pass the files to loggers.
 
         Args:
-            targets: The target accuracies of R_acc.
+            targets: The accuracies for which the summary gives the first round that reaches them (R_acc).
             model: The global model's weights, if there is one.
 
         Returns:

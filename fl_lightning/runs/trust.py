@@ -1,4 +1,4 @@
-"""Load the config of a run folder. A signature tells the user's own runs from those of other users.
+"""Load the config of a run folder. A signature distinguishes the user's own runs from those of other users.
 
 A config that the user signed, or passes with `--trust`, is trusted. `core.trusted_imports` restricts any other config.
 """
@@ -148,7 +148,7 @@ def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
 
 
 def _reason_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) -> str | None:
-    """Return the reason if a run folder's signature does not show that the run is the user's own, else None."""
+    """Return None if a run folder's signature proves that the run is the user's own, else the reason why not."""
     try:
         signature, _ = _read_small_file(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
         valid = hmac.compare_digest(signature.strip(), _signature(content, config, _load_key(make=False)).encode())
