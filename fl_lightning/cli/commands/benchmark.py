@@ -108,7 +108,6 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
 
 def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) -> TunedEntry:
     """Run the tuning trials of a method in a scenario that have not finished, and report each on stderr as it ends."""
-
     of = "of at most" if entry.benchmark.tuning.processor_seconds < math.inf else "of"
 
     def show(result: TrialResult, most: int) -> None:
