@@ -58,10 +58,10 @@ class Aggregator(ArgumentsMixin, Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield the state from which `model_for` returns a client's model, for each client in turn; by default `state`.
+        """Yield, for each client, a state from which `model_for` returns the client's model; by default `state` itself.
 
         An aggregator that can compute the models of several clients together overrides this: it adds them to the
-        yielded state, where `model_for` finds them. A client's model must not depend on the other clients asked for.
+        yielded state, where `model_for` finds them. A client's model must not depend on the other ids in `clients`.
         """
         return (state for _ in clients)
 
@@ -105,10 +105,10 @@ class WeightedMean(Aggregator):
 
 
 class ServerStep(WeightedMean):
-    """Server optimizer: `w + server_lr · u(Δ)`, where `Δ` is the clients' mean minus the old weights `w`.
+    """Server optimizer: a step from the old weights `w` to `w + server_lr · Δ`, with `Δ` the clients' mean minus `w`.
 
-    Here `u(Δ) = Δ`. Subclasses override `direction`, and may keep moments of `Δ` from round to round, each in a section
-    of the state. Only parameters take the step. BatchNorm's statistics become the mean.
+    Subclasses override `direction` to step along another `u(Δ)`. They may keep moments of `Δ` from round to round, each
+    in a section of the state. Only parameters take the step. BatchNorm's statistics become the mean.
 
     Args:
         server_lr: Server learning rate η_s, above 0. With 1, the result is the mean.

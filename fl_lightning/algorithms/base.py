@@ -49,16 +49,17 @@ class Algorithm(ArgumentsMixin, Capable):
     Attributes:
         server: Whether there is a server. Otherwise a client's upload stays with the client, and its peers collect it.
         public: The section of the client state that peers can read, if any. The state that is passed to `download` and
-            `aggregate` has that of client `k` as `peer_<k>`, as it was at the start of the round.
+            `aggregate` has this section of client `k` as `peer_<k>`, as it was at the start of the round.
         optimizer_state: Whether a client's optimizer state is `kept` between its rounds or `fresh`, by default.
         drop_last: Whether clients skip a last training batch with fewer samples than the others.
         one_model: Whether the state's `model` is a model for all clients, which is evaluated as the global model.
         personal: Prefixes of entries of the backbone's state dict that never leave the client, which keeps them from
             round to round. `("head.",)` is the head, `("",)` the whole model.
-        validation: Fraction of a client's training data that is not trained on, as validation data for `prepare`.
+        validation: Fraction of a client's training data that is left out of training, as validation data for `prepare`.
         whole: Whether a client's trained model consists of its upload, its personal part and the unchanged rest. Some
             callbacks need that.
-        needs_classes: Whether labels must be classes for the method itself, apart from its parts.
+        needs_classes: Whether the method itself, apart from its loss terms, knowledge and aggregator, only works with
+            class labels.
         module_class: Builds a client's module; a subclass of `ClientModule` if the training step differs.
         samples: Number of training samples of each client. It is set before `initial_state` is called.
         fixed: Names of the parameters that the model freezes (`requires_grad=False` when built). They are equal
@@ -68,7 +69,8 @@ class Algorithm(ArgumentsMixin, Capable):
         uploads_by_copying: Whether `upload` and `remember` only copy tensors of the module, which is not used
             afterwards.
         aggregates_by_parts: Whether `aggregate` leaves the uploads' weights to the aggregator.
-        starts_alike: Whether all clients without a personal part start from the same model, if there is one.
+        starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
+            one model.
         search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
     """
 
@@ -147,7 +149,7 @@ class Algorithm(ArgumentsMixin, Capable):
         """Return a client's LightningModule around a backbone. It also works in a plain `Trainer.fit`.
 
         Raises:
-            ConfigError: The backbone does not have a personal part.
+            ConfigError: The backbone does not have a part that `personal` names.
         """
         require_parts("personal", self.personal, backbone)
         terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
@@ -180,9 +182,9 @@ class Algorithm(ArgumentsMixin, Capable):
 
     @property
     def trains_new_clients(self) -> bool:
-        """Whether a client that was held out trains on its data before it is evaluated, or only downloads a model.
+        """Whether a client that was held out of the training trains on its own data before it is evaluated.
 
-        By default it trains if there is no model for all clients.
+        Otherwise it only downloads a model. By default it trains if there is no model for all clients.
         """
         return not self.one_model
 
@@ -255,7 +257,7 @@ class Algorithm(ArgumentsMixin, Capable):
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
     def describe(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
-        """Client: return what `calibrate` needs from the client, computed with the global model.
+        """Client: return the tensors that `calibrate` needs from the client, such as class means of its features.
 
         Args:
             module: The global model, in eval mode, without gradients.

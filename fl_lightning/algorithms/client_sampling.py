@@ -22,7 +22,7 @@ from fl_lightning.core.files import read_file
 from fl_lightning.core.seeding import Stream, generator
 
 MOST_ROUNDS = 10**7
-"""Largest round number in a file of availability."""
+"""Largest round number that an availability file may contain."""
 
 
 class ClientSampler(ABC):
@@ -41,7 +41,7 @@ class ClientSampler(ABC):
     min_clients: int
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Set the attributes before round 1, and check that the sampler's options fit the clients.
+        """Set the sampler's attributes before round 1, and check that its options are valid for the run's clients.
 
         Args:
             algorithm: The method, which knows the number of samples of each client.
@@ -49,7 +49,7 @@ class ClientSampler(ABC):
             min_clients: Smallest number of participants of a round.
 
         Raises:
-            ConfigError: An option does not fit.
+            ConfigError: An option is not valid for these clients.
         """
         self.seed, self.samples, self.min_clients = seed, algorithm.samples, min_clients
 
@@ -81,13 +81,13 @@ class UniformSampling(ClientSampler):
 
 
 class PoissonSampling(ClientSampler):
-    """Each client takes part independently, with probability `clients_per_round / K`, so the number varies.
+    """Each client takes part independently, with probability `clients_per_round / K`, so the number of clients varies.
 
     A round with fewer than `min_clients` clients is drawn again, so no round is empty.
     """
 
     def sample(self, round: int, size: int) -> list[int]:
-        """Return the clients whose own draw succeeded."""
+        """Draw each client independently with the same probability, and return the clients that were drawn."""
         rng = self.rng(round)
         while True:
             chosen = np.flatnonzero(rng.random(self.clients) < size / self.clients)
@@ -115,7 +115,7 @@ class WeightedSampling(ClientSampler):
         self.weights = weights
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Check that there is one weight for each client, and warn of uploads that are weighted by samples as well."""
+        """Check the number of weights, and warn if the number of samples also weights uploads in the aggregation."""
         super().start(algorithm, seed, min_clients)
         if self.weights != "samples":
             check_length("weights", self.weights, self.clients)
@@ -126,7 +126,7 @@ class WeightedSampling(ClientSampler):
             )
 
     def sample(self, round: int, size: int) -> list[int]:
-        """Return distinct clients by systematic sampling (Madow 1949): client k with probability `π_k`."""
+        """Draw distinct clients by systematic sampling (Madow 1949), with their `inclusion_probabilities`."""
         rng = self.rng(round)
         order = rng.permutation(self.clients)
         weights = self.samples if self.weights == "samples" else self.weights
@@ -139,7 +139,7 @@ class RoundRobin(ClientSampler):
     """Clients take turns in a random order that stays the same: the next `clients_per_round` in each round."""
 
     def sample(self, round: int, size: int) -> list[int]:
-        """Return the next clients of the cycle."""
+        """Return the round's `size` clients in the fixed random order, which starts again after the last client."""
         order = self.rng(0).permutation(self.clients)
         return sorted(order[np.arange((round - 1) * size, round * size) % self.clients].tolist())
 
@@ -162,7 +162,7 @@ class AvailabilityFile(ClientSampler):
         self.path = path
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Read and check the file."""
+        """Read the availability file, and check that each of its rounds has at least `min_clients` clients."""
         super().start(algorithm, seed, min_clients)
         try:
             text = read_file(Path(self.path), 2**30).decode()
@@ -184,23 +184,25 @@ class AvailabilityFile(ClientSampler):
             raise ConfigError(f"client_sampler.path: {what} ({min_clients}). List more clients.")
 
     def sample(self, round: int, size: int) -> list[int]:
-        """Return clients that are available in the round."""
+        """Draw participants uniformly from the clients that the file lists as available in the round."""
         now = (round - 1) % self._period + 1
         available = self._owner[(self._first <= now) & (now <= self._last)]
         return choose(self.rng(round), available, min(size, len(available)))
 
 
 class MarkovAvailability(ClientSampler):
-    """Participants are drawn uniformly from the available clients. Each client is a Markov chain with two states.
+    """Participants are drawn uniformly from the available clients. Availability is a two-state Markov chain per client.
 
-    An available client stays available with probability `π + λ (1 - π)`, and another one becomes available with
-    probability `π (1 - λ)` (Rodio et al. 2023). A client is available in a share π of the time. If fewer than
-    `clients_per_round` are available, all of them take part. While fewer than `min_clients` are, the round waits.
+    An available client stays available with probability `π + λ (1 - π)`, and an unavailable client becomes available
+    with probability `π (1 - λ)` (Rodio et al. 2023). A client is available in a share π of the time. If fewer than
+    `clients_per_round` are available, all of them take part. A round only starts when at least `min_clients` are
+    available; until then, the chains take further steps.
 
     Args:
-        available: π, in (0, 1]: one number, or a list with a number for each client.
-        correlation: λ, in [0, 0.999]: 0 is independent in each round; with a larger one, clients stay available or
-            unavailable for longer.
+        available: π, the share of the time in which a client is available, in (0, 1]: one number, or a list with a
+            number for each client.
+        correlation: λ, in [0, 0.999]. With 0, availability is independent in each round. With a larger λ, clients stay
+            available or unavailable for longer.
 
     Raises:
         ConfigError: An option is out of range.
@@ -213,7 +215,7 @@ class MarkovAvailability(ClientSampler):
         self.available, self.correlation = available, correlation
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Check that there is one number for each client, and that enough clients are available on average."""
+        """Check the number of probabilities, and that at least `min_clients` clients are available on average."""
         super().start(algorithm, seed, min_clients)
         if isinstance(self.available, list):
             check_length("available", self.available, self.clients)
@@ -224,7 +226,7 @@ class MarkovAvailability(ClientSampler):
         self._states, self._round = self._rounds(), 0
 
     def sample(self, round: int, size: int) -> list[int]:
-        """Return clients that are available in the round."""
+        """Draw participants uniformly from the clients that are available in the round."""
         if round < self._round:
             self._states, self._round = self._rounds(), 0
         while self._round < round:
@@ -233,7 +235,7 @@ class MarkovAvailability(ClientSampler):
         return choose(self.rng(round), available, min(size, len(available)))
 
     def _rounds(self) -> Iterator[np.ndarray]:
-        """Yield which clients are available in each round, `(K,)` bool, from round 1."""
+        """Yield a mask of the available clients, `(K,)` bool, for each round from round 1."""
         rng, chance = generator(self.seed, Stream.AVAILABILITY), self._shares
         while True:
             state = rng.random(self.clients) < chance

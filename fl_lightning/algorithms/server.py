@@ -79,7 +79,7 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The shared state and, in some methods, the publication of each client. Downloads are made from it."""
+        """The state from which downloads are built: the shared state, plus each client's public section, if any."""
         return self.memory.with_peers(self.state, self.algorithm.public)
 
     def participants(self, round: int) -> list[int]:
@@ -117,16 +117,16 @@ class Server:
     def new_client_tasks(
         self, round: int, state: State, memories: Mapping[int, State], lr_scale: float, fit: bool
     ) -> Iterator[Task]:
-        """Yield the evaluation tasks of clients that are held out, as if each took part for the first time.
+        """Yield tasks that evaluate the clients held out of the training, each as if it took part for the first time.
 
-        For the method, each of them is one client more, and the only new one.
+        Each client gets a message as the only new client, in addition to the clients of the training.
 
         Args:
-            round: The round in which they would take part.
+            round: The round in which the clients would take part.
             state: The shared state after the previous round.
-            memories: What each of these clients keeps, by client id.
+            memories: The state that each of the clients keeps, by client id.
             lr_scale: Factor on the learning rates.
-            fit: Whether they train before they are evaluated.
+            fit: Whether the clients train before they are evaluated.
 
         Raises:
             ConfigError: The method cannot make a message to a new client.

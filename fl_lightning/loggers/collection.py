@@ -310,7 +310,7 @@ class WarningsTxt:
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
     def rewind(self, round: int) -> None:
-        """Remove the file's warnings after a round, and append those raised before the run folder was locked."""
+        """Remove warnings of later rounds from the file, and append those raised before the run folder was locked."""
         waiting, self._waiting = self._waiting or [], None
         with suppress(OSError):
             before, kept = self._on_file(), self._lines_until(round)
@@ -441,7 +441,7 @@ class Loggers:
             raise
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics of a round, given as `step`, in all loggers. Metrics of a client get its name in their key."""
+        """Log the metrics of round `step` in all loggers. The key of a client's metric includes its name, if any."""
         named = {named_key(key, self._client_names): value for key, value in metrics.items()}
         for one in self._all:
             one.log_metrics(dict(named), step)
@@ -457,7 +457,7 @@ class Loggers:
 
         Args:
             rows: The metrics of all rounds so far.
-            targets: The target accuracies of R_acc.
+            targets: Accuracies for which the summary has the first round that reaches them (R_acc).
         """
         for one in self._all:
             one.save()

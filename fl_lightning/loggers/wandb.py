@@ -40,7 +40,7 @@ FIELDS = {
     "job_type": "run_job_type",
     "notes": "run_notes",
 }
-"""Names of our options in W&B's settings."""
+"""Names that the options of this logger have in W&B's settings."""
 
 LONGEST = {"name": 128, "group": 128, "job_type": 64, "id": 128}
 """Largest number of characters that W&B's server accepts. Its client would only fail when a run is uploaded."""

@@ -66,11 +66,11 @@ class CNN4(Backbone):
 
 
 class LeNet(Backbone):
-    """FedDW's LeNet-like CNN: two 5x5 convolutions, mapping layers (256, 128), a last layer without bias.
+    """FedDW's LeNet-like CNN: two 5x5 convolutions, linear layers of 256 and 128 units, a last layer without bias.
 
-    There is no ReLU between the mapping layers and the classification layer. FedDW uses it without pooling for MNIST
-    and with 2x2 max pooling for CIFAR-10. Its published code for MNIST has 10 and 20 channels, and dropout 0.5, which
-    this network does not have.
+    There is no ReLU before the last layer. FedDW uses the network without pooling for MNIST and with 2x2 max pooling
+    for CIFAR-10. The published code for MNIST has 10 and 20 channels, and dropout 0.5, which this network does not
+    have.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 16, or 9 without pooling.

@@ -1,4 +1,4 @@
-"""Layers after the convolutions of every model: projections, mapping layers and classification layers."""
+"""The last layers of every model: projections, fully connected layers and classification layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """Options of the layers after a model's convolutions. The default is one linear layer.
+    """Options of a model's last layers, such as projection and classification layer. The default is one linear layer.
 
     Args:
         projection: Size of a projection MLP (linear, ReLU, linear) that ends the encoder, so that its output is the
@@ -66,7 +66,7 @@ class Head:
                 raise ConfigError(f"model.head.{name}: {getattr(self, name)} has a width below 1")
 
     def attach(self, encoder: nn.Module, width: int, num_classes: int) -> Parts:
-        """Append the projection, mapping and classification layers to an encoder, and return the backbone's parts.
+        """Add the layers that follow an encoder, and return the parts of the backbone.
 
         Args:
             encoder: Maps inputs to `(B, width)`.

@@ -183,7 +183,7 @@ class WordConvolutions(nn.Module):
 
 
 class TwoWayLSTM(nn.LSTM):
-    """A bidirectional LSTM over the word vectors of texts, without padding. It returns `Words` of size `2 · hidden`."""
+    """A bidirectional LSTM over texts' word vectors, skipping padding. It returns vectors of size `2 · hidden`."""
 
     def __init__(self, embedding_dim: int, hidden: int) -> None:
         super().__init__(embedding_dim, hidden, batch_first=True, bidirectional=True)

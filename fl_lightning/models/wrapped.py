@@ -168,7 +168,7 @@ def probe(module: nn.Module, in_shape: tuple[int, ...] | Shapes, path: str) -> T
     """Return a random batch of two samples that a module accepts. Each input is floating-point numbers or token ids.
 
     Raises:
-        ConfigError: The module accepts none.
+        ConfigError: The module accepts no such batch.
     """
     several = has_several_inputs(in_shape)
     shapes: Any = in_shape if several else (in_shape,)
@@ -197,10 +197,10 @@ def has_several_inputs(in_shape: Sequence[Any] | Shapes) -> bool:
 
 
 def accept_inputs(network: nn.Module, in_shape: tuple[int, ...] | Shapes) -> None:
-    """Let a network be called with `Inputs`, if its data have several inputs. Its `forward` gets the tensors.
+    """If samples have several inputs, let a network be called with one `Inputs` object, whose tensors `forward` gets.
 
     Raises:
-        ConfigError: `forward` does not take them.
+        ConfigError: `forward` does not take these tensors.
     """
     if has_several_inputs(in_shape):
         call_arguments(network, in_shape)
@@ -251,7 +251,7 @@ def build_network(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes:
 
 
 def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes: int) -> dict[str, Any]:
-    """Return the arguments `in_shape` and `num_classes` that a class or function of a network takes."""
+    """Return `in_shape` and `num_classes` as keyword arguments, each only if the network's factory takes it."""
     values = {"in_shape": in_shape, "num_classes": num_classes}
     called = constructor_of(factory)
     parameters = inspect.signature(called).parameters
@@ -261,7 +261,7 @@ def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_cl
 
 
 def constructor_of(factory: Any) -> Any:
-    """Return the class or function of a network, also if a config has set some of its arguments."""
+    """Return the class or function that a network's factory calls, also if a config has set some of its arguments."""
     if isinstance(factory, partial):  # in that of jsonargparse, the class is the first argument
         return next(filter(inspect.isclass, factory.args), factory)
     return factory
@@ -283,7 +283,7 @@ def build(path: str, arguments: dict[str, Any], in_shape: tuple[int, ...] | Shap
     `in_shape` and `num_classes` are passed to it if its signature names them and `arguments` does not.
 
     Raises:
-        ConfigError: That fails, or the result is not an `nn.Module`.
+        ConfigError: The import or the call fails, or the result is not an `nn.Module`.
     """
     if not re.search("[.:]", path):  # `find_object` would import it as a module
         raise ConfigError(f"model.module: {path} is not an import path such as package.module.Class")

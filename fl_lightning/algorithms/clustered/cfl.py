@@ -70,7 +70,7 @@ def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 
 
 class Splits(Aggregator):
-    """Average uploads by cluster, and split a cluster with a small mean update but a large client update.
+    """Average uploads by cluster. Split a cluster if its mean update is small, but the update of one client is large.
 
     The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has ever uploaded
     (`heard`) and the `round`. The section `norms` holds, for each cluster before it was split, the norm of the `mean`
@@ -104,7 +104,7 @@ class Splits(Aggregator):
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Split the clusters that meet the norm conditions, then average the uploads in each cluster."""
+        """Split each cluster for which `should_split` is true, then average the uploads in each cluster."""
         assignment = before["assignment"]
         clusters, heard, round = assignment["cluster"].clone(), assignment["heard"].clone(), assignment["round"] + 1
         count = existing = int(clusters.max()) + 1
@@ -218,7 +218,7 @@ class CFL(Algorithm):
         return state | {section(0): state["model"], "assignment": assignment}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with a client in a cluster of its own, which has the mean model of all participants."""
+        """Return the state with a new client in a new cluster. The cluster's model is the mean of all uploads."""
         cluster = state["assignment"]["cluster"]
         own = cluster.max()[None] + 1
         return state | {
@@ -232,6 +232,6 @@ class CFL(Algorithm):
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state, with the latest update to choose the client's cluster if it is absent at a split."""
+        """Return the client state, with the client's latest update, which decides its cluster if it misses a split."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

@@ -57,7 +57,7 @@ class ClusterFold(NamedTuple):
 
 
 class ClusterMeans(Aggregator):
-    """Average the uploads of the clients that chose each cluster. Clusters without clients do not change.
+    """Average, for each cluster, the uploads of the clients that chose it. Clusters without clients do not change.
 
     The state's `model` is the mean of all uploads. The section `choices` holds the cluster of each participant.
 

@@ -40,7 +40,7 @@ PEER_NORMS = "peer_norms"
 
 
 class PeerCriticalFL(PeerAlgorithm):
-    """CriticalFL without a server: while gradients grow, a client collects only the largest changes, from more peers.
+    """CriticalFL without a server: while gradients grow, a client collects only the most changed weights of more peers.
 
     Each client has its own detector. It receives the mean of the client's gradient norm and the last norms of the peers
     that the client collected from. From a peer in a critical period, a client collects only the entries that changed
@@ -54,7 +54,7 @@ class PeerCriticalFL(PeerAlgorithm):
         delta: δ, the relative growth of the gradient norm above which a period is critical.
         window: Number of norms in the moving average. Norms before the first round count as zero.
         every: Number of the client's rounds between two checks of the norms.
-        sure: Number of first checks that always find a critical period.
+        sure: Number of checks, counted from the first, that always find a critical period.
         max_share: The largest share of all clients that a client collects from in a round, unless `n_com` is more.
         keep: Share of the parameters' entries that a peer in a critical period provides; 1 is the whole model.
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. They are always collected completely.
@@ -148,7 +148,7 @@ def collected_part(publication: Message) -> Message:
 
 
 def mask_message(message: Message) -> Message:
-    """Convert a message's model to a mask and the values of the masked entries. A whole model gets a mask of ones."""
+    """Convert a message's model to a mask of the sent entries, and their values. A whole model gets a mask of ones."""
     model = message.section("model")
     if MASK in model:
         return message

@@ -21,7 +21,7 @@ from fl_lightning.core.state_dicts import State, weighted_mean
 
 
 def metropolis_weights(links: Tensor) -> Tensor:
-    """Return Metropolis mixing weights `(N, N)`: `w_ij = 1/(1 + max(d_i, d_j))` for linked i and j; float64.
+    """Return Metropolis mixing weights `(N, N)`, float64: `1/(1 + max(d_i, d_j))` for linked clients of degrees `d`.
 
     Rows sum to 1. In an undirected graph, so do columns, and mixing preserves the mean.
 
@@ -38,8 +38,8 @@ class DFedAvgM(PeerAlgorithm):
 
     The momentum is that of the clients' optimizer (`optimizer: SGD` with `momentum`) and starts from zero in every
     round. In the paper a client mixes at the end of its round; here it mixes at the start of its next round, which is
-    equivalent: peers collect `z`. In a complete graph the mean of all models is that of FedAvg with `weighting:
-    uniform`. Without links, clients train alone. The number of samples of a client does not matter.
+    equivalent: peers collect the trained models `z`. In a complete graph the mean of all models is that of FedAvg with
+    `weighting: uniform`. Without links, clients train alone. The number of samples of a client does not matter.
 
     Bytes a round, each participant: down `(n_com or N - 1) * (model + 16)`, up `0`.
 

@@ -62,9 +62,9 @@ def search_rate(round: int, prune_rate: float, rounds: int) -> float:
 
 
 def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
-    """Return a mask with its `⌈α nnz⌉` smallest weights removed and as many of highest score added (Algorithm 2).
+    """Return the next mask: drop the entries with the smallest weights, and add as many of highest score (Algorithm 2).
 
-    An entry that was just dropped can come back. The number of entries in the mask does not change.
+    `⌈α nnz⌉` of the mask's `nnz` entries are replaced. An entry that was just dropped can come back.
 
     Args:
         weights: `(...)`, zero outside the mask.

@@ -185,7 +185,7 @@ def bundle(messages: Mapping[int, Message]) -> Message:
 def unbundle(message: Message) -> list[Upload]:
     """Split a message made by `bundle` into the messages of the peers, in ascending order of their ids.
 
-    Every message needs a number, such as `n_samples`.
+    Every message must contain at least one number, such as `n_samples`.
     """
     peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
     uploads = []

@@ -72,7 +72,7 @@ DIVERGENCES = {"jensen_shannon": jensen_shannon, "symmetric_kl": symmetric_kl}
 
 
 class UnitRepresentation(SharedKnowledge):
-    """Outputs of each client's model for the unit input: probabilities `I` and features `I^Aux`.
+    """Outputs of each client's model for a constant input (unit input): class probabilities `I` and features `I^Aux`.
 
     A client sends `I` (Eq. 5), `(C,)`, and `I^Aux = g(X_unit)` (Eq. 11), `(d,)`.
 
@@ -123,9 +123,10 @@ def alignment_loss(features: Tensor, average: Tensor) -> Tensor:
 
 
 class UnitAlignment(LossTerm):
-    """`μ ||I^Aux_i - I^Aux_avg||²` keeps a client's features of the unit input close to all clients' mean.
+    """Loss term: keep a client's features of a constant input (unit input) near the mean of all clients' features.
 
-    `I^Aux_i` is computed in each step, with the encoder in eval mode. The average does not change during the fit.
+    It is `μ ||I^Aux_i - I^Aux_avg||²`. `I^Aux_i` is computed in each step, with the encoder in eval mode. The average
+    does not change during the fit.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.

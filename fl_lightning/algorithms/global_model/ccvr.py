@@ -28,7 +28,7 @@ from fl_lightning.models.base import with_encoder
 
 
 class ClassMoments(NamedTuple):
-    """The numbers, means and covariances of the features of each class.
+    """The number of samples of each class, and the mean and covariance of their features.
 
     Attributes:
         counts: Number of samples, `(C,)`.
@@ -42,7 +42,7 @@ class ClassMoments(NamedTuple):
 
 
 def class_moments(features: Tensor, targets: Tensor, num_classes: int) -> ClassMoments:
-    """Return the moments of each class of one client's features.
+    """Return the number of a client's samples of each class, and the mean and covariance of their features.
 
     Args:
         features: `(n, d)`.
@@ -61,7 +61,7 @@ def class_moments(features: Tensor, targets: Tensor, num_classes: int) -> ClassM
 
 
 def merge_moments(clients: Iterable[ClassMoments]) -> ClassMoments:
-    """Return the moments of each class over the samples of all clients, in float64. They are merged as they arrive."""
+    """Merge the clients' class counts, means and covariances to those of all clients' samples together, in float64."""
     counts = means = scatter = torch.zeros(0)
     for client in clients:
         n, mean, covariance = (value.double().cpu() for value in client)
@@ -131,7 +131,7 @@ class CCVR(FedAvg):
         return super().initial_state(backbone, num_classes, clients, rng)
 
     def describe(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
-        """Return the moments of each class of the client's features."""
+        """Return the number of the client's samples of each class, and the mean and covariance of their features."""
         if not self.epochs:
             return {}
         parts = [(at_least_float32(module.encoder(x)), y) for x, y in batches]
@@ -139,7 +139,7 @@ class CCVR(FedAvg):
         return class_moments(features, targets, num_classes)._asdict()
 
     def calibrate(self, module: ClientModule, descriptions: Iterable[Tensors]) -> None:
-        """Train the head, in eval mode, on features drawn from the merged moments of all clients."""
+        """Train the head, in eval mode, on features drawn from one Gaussian per class, fitted to all clients' data."""
         if not self.epochs:
             return
         moments = merge_moments(ClassMoments(**description) for description in descriptions)

@@ -58,7 +58,7 @@ class CriticalPeriods:
         delta: δ, the relative growth of the norms above which a period is critical.
         window: Number of norms in the moving average. Norms before the first round count as zero.
         every: Number of rounds between checks.
-        sure: Number of first checks that always find a critical period.
+        sure: Number of checks, counted from the first, that always find a critical period.
     """
 
     delta: float = 0.01
@@ -232,7 +232,7 @@ class CriticalFL(Algorithm):
         delta: δ, the relative growth of the gradient norm above which a period is critical.
         window: Number of norms in the moving average. Norms before the first round count as zero.
         every: Number of rounds between the server's checks of the norms.
-        sure: Number of first checks that always find a critical period.
+        sure: Number of checks, counted from the first, that always find a critical period.
         max_share: The largest share of all clients that takes part in a round, unless `clients_per_round` is larger.
         keep: Share of the parameters' entries that a client sends in a critical period; 1 sends whole models.
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. They are always sent completely.

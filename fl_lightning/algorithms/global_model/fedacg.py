@@ -22,10 +22,11 @@ MOMENTUM = "momentum"
 
 
 class LookAhead(WeightedMean):
-    """Send the look-ahead `x + λ m`, and average the clients' models. The momentum `m` is the server's last step.
+    """Send clients the weights `x + λ m`, ahead of the model `x` along the momentum `m`, and average their models.
 
-    With `Δ` the clients' mean change, Algorithm 1 sets `m ← λ m + Δ` and `x ← x + m`. Clients start at `x + λ m`, so
-    the new `x` is their mean, and `m` is its distance from the old one. BatchNorm's statistics have no momentum.
+    `m` is the server's last step. With `Δ` the clients' mean change, Algorithm 1 sets `m ← λ m + Δ` and `x ← x + m`.
+    Clients start at `x + λ m`, so the new `x` is their mean, and the new `m` is the new `x` minus the old `x`.
+    BatchNorm's statistics have no momentum.
 
     Args:
         lam: λ, in [0, 1).
@@ -45,18 +46,18 @@ class LookAhead(WeightedMean):
         return {MOMENTUM: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Return the look-ahead `x + λ m`."""
+        """Return the weights that clients start from, `x + λ m`: the model `x` moved ahead along the momentum `m`."""
         moved = {name: state["model"][name] + self.lam * value for name, value in state[MOMENTUM].items()}
         return state["model"] | moved if self.lam else state["model"]
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the mean as the next model, and its change as the next momentum."""
+        """Return the mean of the uploads as the next model, and its change from the old model as the next momentum."""
         model = folded.value()
         return {"model": model, MOMENTUM: {name: model[name] - before["model"][name] for name in before[MOMENTUM]}}
 
 
 class FedACG(Algorithm):
-    """FedAvg with server momentum, from whose next position clients start and near which they stay.
+    """FedAvg with server momentum. Clients start from a point ahead along the momentum, and stay near this point.
 
     With `lam` and `beta` 0 this is FedAvg with `weighting: uniform`, bit for bit.
 

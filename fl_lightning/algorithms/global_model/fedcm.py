@@ -23,14 +23,14 @@ from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 DIRECTION = "direction"
 """The section of the state with the descent direction `Δ`."""
 LENGTH = "length"
-"""The number of an upload with `K η`, the length of a client's path."""
+"""The key of an upload's number `K η`, the number of local steps times the learning rate."""
 
 
 class ClientMomentum(LossTerm):
-    """`(1 - α) <Δ, w>`, together with a factor `α` on the objective's loss: steps along `α g + (1 - α) Δ`.
+    """Loss term that turns each step's gradient `g` into `α g + (1 - α) Δ`, a mix with the server's last direction `Δ`.
 
-    `Δ` is the server's last descent direction. The term is part of `FedCM`, which sends it. `α` does not scale other
-    loss terms and weight decay.
+    It is `(1 - α) <Δ, w>` for weights `w`, together with a factor `α` on the objective's loss. The factor does not
+    scale other loss terms and weight decay. The term is part of `FedCM`, which sends `Δ`.
 
     Args:
         alpha: α, in (0, 1]; 1 switches the term off.
@@ -58,7 +58,7 @@ class ClientMomentum(LossTerm):
         self._direction = {name: value.to(parameters[name]) for name, value in (self._direction or {}).items()}
 
     def forward(self, step: Step) -> Tensor:
-        """Return `(1 - α) <Δ, w>` at the current weights, or zero without a direction."""
+        """Return `(1 - α) <Δ, w>` at the current weights `w`, or zero if no direction `Δ` was received."""
         if self._direction is None or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
         if not self._direction:
@@ -83,10 +83,10 @@ class PathMeans(NamedTuple):
 
 
 class DirectionServer(ServerStep):
-    """A server step along the clients' mean change, which also gives the next descent direction.
+    """Take a server step along the clients' mean change, and compute the descent direction `Δ` for the next round.
 
-    `Δ` is the mean of `(x - y_k) / (K_k η)` over the participants: of client `k` with `K_k` steps, the mean of the
-    vectors along which it went.
+    `Δ` is the mean of `(x - y_k) / (K_k η)` over the participants. For client `k`, which took `K_k` steps from `x` to
+    `y_k`, this is the mean direction of its steps.
 
     Args:
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
@@ -98,11 +98,11 @@ class DirectionServer(ServerStep):
         super().__init__(server_lr, "uniform")
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return a direction of zero."""
+        """Return the initial descent direction `Δ`, all zeros."""
         return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
 
     def fold(self, uploads: Iterable[Upload]) -> PathMeans:  # type: ignore[override]
-        """Return the means of the uploaded models. A client without steps has no direction."""
+        """Return means of the uploaded models. Clients without steps do not count in the next descent direction."""
         plain, by_path, inverses = RunningMean(), RunningMean(), 0.0
         for upload in uploads:
             model, length = upload.message.section("model"), upload.message.numbers[LENGTH]

@@ -27,10 +27,11 @@ DRIFT = "drift"
 
 
 class DriftPenalty(LossTerm):
-    """The penalty `α/2 · ||h_k + θ - w||²` (Eq. 3) on the distance between the drift `h_k` and its correction `w - θ`.
+    """Loss term that keeps a client's weights near the received weights minus the client's drift so far.
 
-    `w` are the received weights and `θ` the weights in training. A client keeps `h_k` from round to round; it is zero
-    at first, and never sent. After a fit, `h_k` grows by `θ - w`.
+    It is `α/2 · ||h_k + θ - w||²` (Eq. 3), with the drift `h_k`, the received weights `w` and the weights in training
+    `θ`. A client keeps `h_k` from round to round; it is zero at first, and never sent. After a fit, `h_k` grows by
+    `θ - w`.
 
     Args:
         alpha: α, 0 or more; with 0 the drift does not change the training.
@@ -49,7 +50,7 @@ class DriftPenalty(LossTerm):
         self._drift = kept
 
     def begin(self, module: ClientModule) -> None:
-        """Keep the received weights `w`, and the weights `w - h_k`, which are corrected by the client's drift."""
+        """Keep the received weights `w`, and the weights minus the client's drift, `w - h_k`."""
         self._start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
         zero = {name: torch.zeros_like(p) for name, p in self._start.items()}
         self._drift = zero | {name: value.to(zero[name]) for name, value in self._drift.items()}
@@ -68,7 +69,7 @@ class DriftPenalty(LossTerm):
 
 
 class DriftCorrection(WeightedMean):
-    """The participants' mean plus the mean drift of all clients (Eq. 7).
+    """Aggregate to the mean of the participants' models plus the mean drift of all clients (Eq. 7).
 
     The server computes the mean drift itself, because each participant's drift grows by its change of weights.
     """

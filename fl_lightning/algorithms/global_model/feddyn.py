@@ -19,11 +19,13 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 SUM = "gradient_sum"
-"""The section of the state with the server's `h`."""
+"""The section of the state with the server's `h`, the mean of all clients' gradients."""
 
 
 def next_gradient(gradient: Tensor, start: Tensor, end: Tensor, alpha: float) -> Tensor:
-    """Return a client's next gradient, `g_k - α (θ_k - θ)`: that of its loss at `θ_k`, if `θ_k` is a minimum (Eq. 1).
+    """Return the gradient that a client keeps for its next round, `g_k - α (θ_k - θ)` (Eq. 1).
+
+    If `θ_k` is a minimum of the regularized loss, this is the gradient of the client's own loss at `θ_k`.
 
     Args:
         gradient: `g_k`, a parameter's gradient after the client's last round.
@@ -37,7 +39,8 @@ def next_gradient(gradient: Tensor, start: Tensor, end: Tensor, alpha: float) ->
 class DynamicRegularizer(LossTerm):
     """The term `-<g_k, θ> + α/2 · ||θ - θ_received||²`, with the client's gradient `g_k` from its last round.
 
-    A client keeps `g_k` from round to round; it is zero at first, and never sent. The term trains all parameters.
+    A client keeps `g_k` from round to round; it is zero at first, and never sent. The term covers all parameters, also
+    those that the loss does not depend on.
 
     Args:
         alpha: α, above 0.
@@ -89,11 +92,11 @@ class DynamicServer(WeightedMean):
         self.alpha = alpha
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return a zero `h`."""
+        """Return the initial `h`, the mean of all clients' gradients: all zeros."""
         return {SUM: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the next model and the next `h ← h - α / m · Σ (θ_k - θ)`, for `m` clients."""
+        """Return the next model, and the next mean of all `m` clients' gradients, `h ← h - α / m · Σ (θ_k - θ)`."""
         model, share, sums = folded.value(), folded.count / self.clients, before[SUM]
         for name in sums:
             mean, start = model[name].double(), before["model"][name].double()
@@ -104,7 +107,7 @@ class DynamicServer(WeightedMean):
 
 
 class FedDyn(Algorithm):
-    """FedAvg with a regularizer for which all clients' minima agree at a minimum of the global loss.
+    """FedAvg with a dynamic regularizer, which moves the minima of the clients' losses to a minimum of the global loss.
 
     BatchNorm's statistics are averaged.
 

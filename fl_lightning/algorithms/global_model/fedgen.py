@@ -60,7 +60,7 @@ class Generator(nn.Module):
 
     @classmethod
     def of(cls, shared: Tensors) -> Generator:
-        """Return the generator in the shared knowledge. It has copies of the weights, which also give its sizes."""
+        """Build the generator from copies of its weights in the shared knowledge. Their shapes give its sizes."""
         weights, num_classes = (
             {name: value.clone() for name, value in shared.items() if name != COUNTS},
             len(shared[COUNTS]),
@@ -79,7 +79,7 @@ class Generator(nn.Module):
 
 
 def label_bounds(counts: Tensor) -> Tensor:
-    """Return the bounds `(C - 1,)` between which a uniform number is the class that `draw_labels` draws.
+    """Return the cumulative class shares, `(C - 1,)`, by which `draw_labels` turns uniform random numbers into classes.
 
     Args:
         counts: Weights of the classes, `(C,)`, such as numbers of samples. A class with weight 0 is never drawn.
@@ -147,7 +147,7 @@ class SharedGenerator(SharedKnowledge):
     in round 1, nothing is sent.
 
     Attributes:
-        tensors: The weights of the generator, and `label_counts`, `(C,)`; empty before the first download of them.
+        tensors: The weights of the generator, and `label_counts`, `(C,)`; empty before a generator is received.
     """
 
     name = "generator"
@@ -171,7 +171,7 @@ class SharedGenerator(SharedKnowledge):
         return {COUNTS: module.class_counts.float()}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the last generator, which `FedGen.aggregate` trains."""
+        """Return the previous generator unchanged, because `FedGen.aggregate` trains it."""
         return previous
 
 
@@ -329,8 +329,8 @@ class FedGen(Algorithm):
 
         Args:
             state: The state before the round.
-            heads: The participants' heads, in one state dict of K (`stack`).
-            counts: Their numbers of samples of each class, `(K, C)`.
+            heads: The K participants' heads, in one state dict with entries `(K, ...)`.
+            counts: The participants' numbers of samples of each class, `(K, C)`.
         """
         seed, round, totals = state[TRAINING]["seed"], state[TRAINING]["round"], counts.sum(dim=0)
         heads = {name: at_least_float32(value) for name, value in heads.items()}

@@ -47,9 +47,9 @@ def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def update_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
-    """Return the next class prototypes `norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`.
+    """Return the next class prototypes: a mix of the old ones and the clients' mean prototypes, normalised to length 1.
 
-    A class without samples keeps its prototype.
+    They are `norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`. A class without samples keeps its prototype.
 
     Args:
         prototypes: `W`, `(C, d)`, unit rows.

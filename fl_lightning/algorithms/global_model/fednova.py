@@ -19,16 +19,16 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 EFFECTIVE = "effective_steps"
-"""The number of an upload with `||a_k||₁`."""
+"""The key of an upload's number `||a_k||₁`, the client's number of effective steps."""
 
 
 def effective_steps(
     steps: int, lr: float, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, mu: float = 0.0
 ) -> float:
-    """Return `||a_k||₁`, the factor from a constant gradient to a client's change of weights, divided by `-η`.
+    """Return a client's number of effective SGD steps, `||a_k||₁`, which includes momentum and a proximal term.
 
-    A client's change is `-η Σ_i a_i g_i` for its gradients `g_i`. This is the sum of the `a_i`: the number of steps
-    for plain SGD, and `[τ - ρ (1 - ρ^τ) / (1 - ρ)] / (1 - ρ)` with momentum `ρ`.
+    A client's change of weights is `-η Σ_i a_i g_i` for its gradients `g_i`. `||a_k||₁` is the sum of the `a_i`: the
+    number of steps for plain SGD, and `[τ - ρ (1 - ρ^τ) / (1 - ρ)] / (1 - ρ)` with momentum `ρ`.
 
     Args:
         steps: τ, the number of local steps.
@@ -63,13 +63,14 @@ class NormalizedMeans(NamedTuple):
 
 
 class NormalizedAveraging(Aggregator):
-    """The step `x - τ_eff Σ p_k d_k` (Eq. 8) with normalized changes `d_k = (x - y_k) / ||a_k||₁`.
+    """Average the clients' changes, each divided by the client's number of effective steps (Eq. 8).
 
+    The next model is `x - τ_eff Σ p_k d_k`, with the normalized changes `d_k = (x - y_k) / ||a_k||₁` and
     `τ_eff = Σ p_k ||a_k||₁`. BatchNorm's statistics are averaged as in FedAvg.
     """
 
     def fold(self, uploads: Iterable[Upload]) -> NormalizedMeans:
-        """Return the means of the uploaded models, as they arrive."""
+        """Average the uploaded models as they arrive: parameters per effective step, other entries as in FedAvg."""
         parameters, others, samples, steps, inverse = RunningMean(), RunningMean(), 0.0, 0.0, 0.0
         for upload in uploads:
             model, n, length = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]
@@ -81,7 +82,7 @@ class NormalizedAveraging(Aggregator):
         return NormalizedMeans(parameters.value(), others.value(), steps / samples * inverse / samples)
 
     def finish(self, folded: NormalizedMeans, before: State, knowledge: State) -> State:
-        """Return the model after the normalized step."""
+        """Return the next model: the old parameters plus the clients' mean normalized change, times `τ_eff` (Eq. 8)."""
         model = {}
         for name, mean in folded.parameters.items():
             start = before["model"][name].double()
@@ -90,7 +91,7 @@ class NormalizedAveraging(Aggregator):
 
 
 class EqualSteps(ClientModule):
-    """A client's module for fits by SGD whose steps are alike."""
+    """A client's module that only accepts fits by SGD with one constant learning rate and momentum."""
 
     def check_fit(self) -> None:
         """Raise an error if the number of effective steps of the fit is not known."""
@@ -102,7 +103,7 @@ class EqualSteps(ClientModule):
 class FedNova(Algorithm):
     """FedAvg for clients with unequal numbers of steps: their changes are normalized before they are averaged.
 
-    If all participants take equally many steps, this is FedAvg but for rounding. It needs SGD, and knows momentum.
+    If all participants take equally many steps, this is FedAvg but for rounding. It needs SGD; momentum is allowed.
 
     Bytes a round, each participant: down `model`, up `model + 16`.
 

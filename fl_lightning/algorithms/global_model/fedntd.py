@@ -1,4 +1,4 @@
-"""FedNTD: clients keep what the global model knows about the classes that are not a sample's own.
+"""FedNTD: clients distil the global model's predictions for all classes except a sample's true class.
 
 Lee, Jeong, Shin, Bae, Yun: "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning",
 NeurIPS 2022, Eq. 3-5.
@@ -29,7 +29,7 @@ def not_true(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def not_true_distillation(logits: Tensor, teacher: Tensor, targets: Tensor, tau: float) -> Tensor:
-    """Return the batch's mean `τ² KL(q̃_g || q̃)` between the not-true softmax outputs (Eq. 4).
+    """Return the batch mean of `τ² KL(q̃_g || q̃)` (Eq. 4), with softmax over all classes except a sample's true class.
 
     Args:
         logits: `(B, C)`.
@@ -42,7 +42,7 @@ def not_true_distillation(logits: Tensor, teacher: Tensor, targets: Tensor, tau:
 
 
 class NotTrueDistillation(LossTerm):
-    """`β` times the distillation of the received model's predictions for the classes that are not a sample's own.
+    """Loss term: distil the received model's predictions for all classes except a sample's true class, times `β`.
 
     The received model is the teacher. It is in eval mode.
 
@@ -77,7 +77,7 @@ class NotTrueDistillation(LossTerm):
 
 
 class FedNTD(Algorithm):
-    """FedAvg in which clients distil the received model's predictions for the classes that are not a sample's own.
+    """FedAvg in which clients distil the received model's predictions for all classes except a sample's true class.
 
     With `beta` 0 this is FedAvg, bit for bit.
 

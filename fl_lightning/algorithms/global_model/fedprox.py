@@ -32,7 +32,7 @@ class Proximal(LossTerm):
         mu: μ, 0 or more; 0 switches the term off.
 
     Attributes:
-        anchor: The weights `w^t` by name, set before a fit. Missing entries are those before the fit.
+        anchor: The weights `w^t` by name, set before a fit. For a missing parameter, `w^t` is its value before the fit.
     """
 
     def __init__(self, mu: float = 0.01) -> None:

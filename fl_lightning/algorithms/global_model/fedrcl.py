@@ -37,10 +37,11 @@ def similarities(features: Tensor) -> Tensor:
 
 
 def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
-    """Return the contrastive loss SCL, the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`.
+    """Return the contrastive loss SCL of a batch, which compares each sample with its hardest positives and negatives.
 
-    `s⁺` is the least similarity of i to a sample of its class, itself included; `k` are the two most similar of other
-    classes. A sample with no other class in the batch adds zero.
+    It is the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`. `s⁺` is the least similarity of i to a sample
+    of its class, itself included; `k` are the two most similar samples of other classes. A sample with
+    no other class in the batch adds zero.
 
     Args:
         similar: `s_ij`, `(B, B)`.
@@ -165,7 +166,7 @@ class RelaxedContrastive(LossTerm):
 
 
 class FedRCL(Algorithm):
-    """FedAvg with relaxed contrastive learning on every network level and, by default, uniform weights.
+    """FedAvg with a relaxed contrastive loss on every level of the network. By default, all clients weigh the same.
 
     With `w_s` and `w_p` 0 this is FedAvg of the same weighting, bit for bit.
 

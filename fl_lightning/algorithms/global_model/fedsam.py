@@ -1,4 +1,4 @@
-"""FedSAM and MoFedSAM: clients take sharpness-aware local steps, MoFedSAM with the server's direction in each.
+"""FedSAM: clients take sharpness-aware local steps. MoFedSAM also mixes the server's last direction into each step.
 
 Qu, Li, Duan, Liu, Tang, Lu: "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, Algorithms 1
 and 2.
@@ -42,7 +42,7 @@ class SharpnessAware(ClientModule):
         self.rho = rho
 
     def check_fit(self) -> None:
-        """Raise an error if gradients would be computed without the scale that half precision needs."""
+        """Raise an error for the precision `16-mixed`, because the first gradient of a step is not scaled."""
         if self.rho and self.trainer.precision == "16-mixed":
             raise ConfigError("trainer.precision: FedSAM's first gradient is not scaled in 16-mixed. Use bf16-mixed.")
 

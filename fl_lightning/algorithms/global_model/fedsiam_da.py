@@ -59,9 +59,9 @@ def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
 class SiameseAlignment(LossTerm):
     """`μ L_stop`: the client's model and a trained copy of the global one predict each other's features.
 
-    Each step first updates the copy with its half of Eq. 7 (Eq. 8), with its own optimizer, of the client's type. Then
-    it returns the client's half with the updated copy (Eq. 9). The copy starts from the received weights in each fit.
-    Without the stop-gradient this is Eq. 5's `μ ½ D-(z_global, z)`, and the received model is not trained.
+    In each step, the copy is first trained on its half of Eq. 7 (Eq. 8), by a second optimizer of the client's type.
+    Then the term is the client's half, computed with the updated copy (Eq. 9). In each fit, the copy starts from the
+    received weights. Without the stop-gradient this is Eq. 5's `μ ½ D-(z_global, z)`, and there is no trained copy.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.

@@ -1,4 +1,4 @@
-"""FedSKC: clients share class-wise mean logits, which steer local training, aggregation and the server's review.
+"""FedSKC: clients share mean logits per class, used in local training, aggregation and a correction on the server.
 
 Wang, Li, Chen, Yan, Wang, Shi, Chen, Shen: "FedSKC: Federated Learning with Non-IID Data via Structural Knowledge
 Collaboration", 2025. The sections and equations below are the paper's.
@@ -50,7 +50,7 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Return the global knowledge (Eq. 1): each client's knowledge, averaged with similar clients, then over clients.
+    """Merge the clients' class-wise mean logits (Eq. 1): average each client with similar clients, then over clients.
 
     The knowledge of a class is averaged over the clients with samples of it. For h such clients, `min(M, h - 1)`
     neighbours are used.
@@ -159,7 +159,7 @@ def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
 
 
 def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
-    """Return each sample's similarity to each class's knowledge: the cosine divided by the mean distance (Eq. 2).
+    """Return each sample's similarity to the mean logits of each class: cosine divided by mean distance (Eq. 2).
 
     This is `cos(l_i, c̃^j) / U_j`. `U_j` is the batch's mean distance to `c̃^j`, at least 1e-6 and without gradient. In
     the paper it is the mean over the client's whole data.
@@ -251,7 +251,7 @@ class ReferenceContrast(NamedTuple):
 
 
 class LocalContrastive(LossTerm):
-    """LCL: pulls a sample's logits towards the global mean logits of its class, away from other classes'.
+    """LCL: pulls a sample's logits towards the global mean logits of its class, away from those of other classes.
 
     It is computed in float32 under mixed precision. It is off before there is knowledge, as in round 1.
 
@@ -425,7 +425,7 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes over which the authors' code sums variances: in each round, those known in that round."""
+    """Return the classes whose variances the authors' code sums: for each of two rounds, all classes known in it."""
     return now, before
 
 
@@ -501,7 +501,7 @@ class GlobalPeriodReview(Aggregator):
 
 
 class FedSKC(Algorithm):
-    """Contrastive training, aggregation and review of the model, steered by class-wise mean logits.
+    """Contrastive training, weighted aggregation and a correction on the server, all based on mean logits per class.
 
     With `lcl`, `gda` and `gpr` all off this is FedAvg, bit for bit.
 

@@ -60,7 +60,7 @@ class MixedModels(ClientModule):
             return super().training_step(batch, batch_idx)
 
     def mixture(self) -> Tensors:
-        """Return the trainable parameters of `v̄ = α v + (1 - α) w`, which depend on `v` and not on `w`."""
+        """Return the trainable parameters of the mixture `v̄ = α v + (1 - α) w`, differentiable in `v` only."""
         share, shared = float(self.alpha), dict(self.backbone.named_parameters())
         own = {name: v for name, v in self.own.named_parameters() if v.requires_grad}
         return {name: share * v + (1 - share) * shared[name].detach() for name, v in own.items()}
@@ -95,13 +95,13 @@ class MixedModels(ClientModule):
 
 
 def mixed_models(module: ClientModule) -> MixedModels:
-    """Return a client's module as `MixedModels`."""
+    """Assert that a client's module is a `MixedModels`, and return it with this type."""
     assert isinstance(module, MixedModels)
     return module
 
 
 class APFL(Algorithm):
-    """FedAvg, plus an own model of each client. The client's model is a mixture of both, with a learnt share.
+    """FedAvg, plus a second model that each client keeps. A client predicts with a mixture of both, in a learnt ratio.
 
     The shared model is that of FedAvg with the same weighting, bit for bit.
 

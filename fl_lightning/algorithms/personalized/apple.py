@@ -56,7 +56,7 @@ def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: 
 
 
 def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
-    """Return the weight `λ(r)` of the penalty on the mixing ratios, which decreases, and is 0 from round L on.
+    """Return the weight `λ(r)` of the penalty on the mixing ratios. It decreases from round to round, to 0 at round L.
 
     Args:
         round: r, from 0.

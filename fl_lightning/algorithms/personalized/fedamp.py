@@ -30,7 +30,7 @@ UPLOADED = "uploaded"
 def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: float) -> Tensor:
     """Return FedAMP's weights `ξ_ij = α A'(||w_i - w_j||²)` of the other clients' models, `(m,)`, with sum at most 1.
 
-    `A'(x) = exp(-x/σ)/σ`. A larger sum, which is possible for a large α, is scaled to 1. The rest to 1 is `ξ_ii`.
+    `A'(x) = exp(-x/σ)/σ`. A larger sum, which is possible for a large α, is scaled to 1. `ξ_ii` is 1 minus the sum.
 
     Args:
         own: `w_i`, `(P,)`.

@@ -18,7 +18,7 @@ from fl_lightning.core.errors import ConfigError
 
 
 class FedBN(Algorithm):
-    """FedAvg without BatchNorm layers. Their scales, shifts and statistics stay on their client.
+    """FedAvg of all layers except BatchNorm layers, which stay on their client with their running statistics.
 
     `buffers: local` of other methods keeps only the statistics on the client.
 

@@ -84,11 +84,11 @@ class Affinities(Aggregator):
     """
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
-        """Return, for each client that uploaded, the benefits of the models it received."""
+        """Return each uploading client's benefits from the models it received: loss reduction per distance (Eq. 3)."""
         return [(client, message.section(AFFINITY)) for client, message in uploads]
 
     def finish(self, folded: list[tuple[int, Tensors]], before: State, knowledge: State) -> State:
-        """Return the affinity matrix `P` with the round's benefits added, `P_i += w`."""
+        """Return the affinity matrix, to which each client's benefits `w` from received models (Eq. 3) are added."""
         matrix, trained = before[AFFINITY]["matrix"].clone(), before[AFFINITY]["trained"].clone()
         for client, benefits in folded:
             trained[client] = True
@@ -97,11 +97,12 @@ class Affinities(Aggregator):
 
 
 class FedFomo(Algorithm):
-    """Clients mix their model with a few others' models, weighted by their benefit on validation data.
+    """Clients mix their own model with a few others, weighted by how much each model lowers their validation loss.
 
     The server keeps the last model of each client and the affinities between clients. A client weights its own and the
-    received models by their gain over the model from which its last training started. If no model gains, it keeps its
-    own. With `models` 0 this is `Local` without the share `validation` of the training data, bit for bit.
+    received models by their gain over the model from which its last training started. If no model is better than that
+    one, it keeps its own. With `models` 0 this is `Local` without the share `validation` of the training data, bit for
+    bit.
 
     Bytes a round, each participant, at most: down `models * (model + 8)`, up `model + 16 * models + 8`.
 
@@ -180,7 +181,7 @@ class FedFomo(Algorithm):
         module.notes = {AFFINITY: of_peers, PREVIOUS: self._copy_model(module)}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the trained model, and the benefits of the received models to the client."""
+        """Return the trained model, and how much each received model lowered the client's validation loss (Eq. 3)."""
         message = super().upload(module, batches, n_samples, num_classes)
         return message.plus({AFFINITY: module.notes[AFFINITY]})
 
@@ -195,7 +196,10 @@ class FedFomo(Algorithm):
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
-        """Return the benefit of each model to the client, `(M,)`. This overwrites the module's weights."""
+        """Return each model's benefit: its reduction of the client's loss per distance (Eq. 3), `(M,)`.
+
+        This overwrites the module's weights.
+        """
 
         def loss(model: Tensors) -> float:
             load_weights(module.backbone, model)

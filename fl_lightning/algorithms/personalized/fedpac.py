@@ -84,13 +84,13 @@ def feature_statistics(sums: Tensor, squares: Tensor, samples: Tensor) -> tuple[
 
 
 def collaboration_weights(means: Tensor, variances: Tensor) -> Tensor:
-    """Return the weights of all participants' heads in the head of each, `(K, K)`, with rows that sum to 1.
+    """Return the weight of each participant's head in each participant's mixture of heads, `(K, K)`. Rows sum to 1.
 
     Row i minimises `||h_i - Σ_j a_j h_j||² + Σ_j a_j² V_j / n_j` over `a_j ≥ 0` with sum 1.
 
     Args:
-        means: The participants' `h`, `(K, C, d)`.
-        variances: Their `V / n`, `(K,)`.
+        means: The participants' `h` from `feature_statistics`, `(K, C, d)`.
+        variances: The participants' `V / n`, `(K,)`.
     """
     flat = means.double().flatten(start_dim=1)
     noise = variances.double().diag()
@@ -118,9 +118,9 @@ def simplex_minimum(matrix: Tensor) -> Tensor:
 
 
 class FeatureStatistics(SharedKnowledge):
-    """The statistics of a client's features under the received model, for the server alone: see `feature_statistics`.
+    """Class means and variance of a client's features under the received model. They are sent to the server only.
 
-    `FedPAC.prepare` computes them before training.
+    `FedPAC.prepare` computes them before training, with `feature_statistics`.
     """
 
     needs_classes = True
@@ -140,9 +140,9 @@ class FeatureStatistics(SharedKnowledge):
 
 
 class ClassifierCollaboration(Aggregator):
-    """Average the bodies, and combine the heads anew for each participant, by the statistics of its features.
+    """Average the clients' bodies, and compute a mixture of all heads for each participant from feature statistics.
 
-    The state keeps the combined head of every client that has taken part. Other clients have the initial head.
+    The state keeps the mixed head of every client that has taken part. Other clients have the initial head.
 
     Args:
         weighting: Weight bodies by the clients' number of `samples`, or equally (`uniform`).
@@ -159,15 +159,15 @@ class ClassifierCollaboration(Aggregator):
         return (FeatureStatistics(),)
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Return the shared body with the client's own combined head."""
+        """Return the shared body with the client's own mixture of heads."""
         return state["model"] | state.get(head_section(client), {})
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return all uploads of the round as a list, because a head needs the statistics of all."""
+        """Return all uploads of the round as a list, because each mixture of heads needs all clients' statistics."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Return the mean body, and each participant's combination of all heads."""
+        """Return the mean body, and each participant's mixture of all heads."""
         models = [upload.message.section("model") for upload in folded]
         heads, bodies = ([entries_of(model, head) for model in models] for head in (True, False))
         statistics = stack([upload.message.section(FeatureStatistics.name) for upload in folded])
@@ -181,12 +181,12 @@ class ClassifierCollaboration(Aggregator):
 
 
 def entries_of(model: Tensors, head: bool) -> Tensors:
-    """Return the entries of a model's head, or all others."""
+    """Return the entries of a model's head if `head` is true, otherwise all other entries."""
     return {name: value for name, value in model.items() if name.startswith(HEAD) == head}
 
 
 def head_section(client: int) -> str:
-    """Return the key of a client's combined head in the state."""
+    """Return the key of a client's mixed head in the state."""
     return f"head_{client}"
 
 
@@ -222,7 +222,7 @@ class FedPAC(Algorithm):
         self.module_class = partial(HeadThenBody, personal=(HEAD,), head_epochs=head_epochs)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Keep the statistics of the client's features under the received model."""
+        """Compute statistics of the client's features under the received model, and keep them for the upload."""
         assert module.class_counts is not None
 
         def features_and_squares(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ PERSONAL_HEAD = "personal_head"
 
 
 class BalancedSoftmax(LossTerm):
-    """The balanced softmax loss `-log(n_y exp(l_y) / Σ_c n_c exp(l_c))`, which replaces the objective's loss (Eq. 5).
+    """The balanced softmax loss `-log(n_y exp(l_y) / Σ_c n_c exp(l_c))` (Eq. 5), instead of the plain cross-entropy.
 
     `n_c` is the client's number of training samples of class `c`. Classes without samples are left out.
 
@@ -75,7 +75,7 @@ class TwoHeads(ClientModule):
         return [*self.backbone.parameters(), *self.own.parameters()]
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """Return the losses of a training step, with that of the personal head, `personal`."""
+        """Return the losses of a training step, including the loss of the personal head, `personal`."""
         assert step.features is not None
         logits = step.logits.detach() + self.own(step.features.detach())
         return super().losses(step) | {"personal": self.objective.loss(logits, step.targets)}
@@ -105,7 +105,7 @@ def own_head(module: ClientModule) -> nn.Linear:
 
 
 class FedROD(Algorithm):
-    """FedAvg with a loss for balanced classes, and a personal head whose logits are added for the client's own model.
+    """FedAvg with a class-balanced loss, plus a personal head. Client models predict with the sum of both heads.
 
     The global model, with the shared head, is for all classes. A client's model is evaluated with both heads.
 

@@ -114,7 +114,7 @@ class MetaStep(ClientModule):
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:
-    """Return the sum of a step's losses: the objective's and the loss terms'."""
+    """Return the sum of a step's losses: the task loss and the loss terms."""
     return functools.reduce(torch.add, losses.values())
 
 

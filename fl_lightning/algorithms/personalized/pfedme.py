@@ -1,4 +1,4 @@
-"""pFedMe: personalised models near a client's local model, which the server averages.
+"""pFedMe: each client trains a personalised model near its local model. The server averages the local models.
 
 T. Dinh, Tran, Nguyen: "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1.
 """
@@ -84,7 +84,7 @@ def own_model(module: ClientModule) -> nn.Module:
 
 
 class PFedMe(Algorithm):
-    """pFedMe: clients train a personalised model, and pull a local model, which is averaged, towards it.
+    """pFedMe: clients train a personalised model, and pull a local model towards it. The local models are averaged.
 
     The optimizer trains the local model: `w - η λ (w - θ)`. BatchNorm's statistics are those of the personalised
     models.
@@ -95,7 +95,7 @@ class PFedMe(Algorithm):
         lam: λ, the weight of the distance between both models, above 0.
         inner_steps: K, the number of steps of the personalised model per batch, 1 or more.
         personal_lr: Learning rate of these steps, above 0.
-        beta: β, the server's step towards the clients' mean. With 1, it is their mean.
+        beta: β, the length of the server's step towards the clients' mean. With 1, the next model is this mean.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
