@@ -136,7 +136,10 @@ class WeightedSampling(ClientSampler):
 
 
 class RoundRobin(ClientSampler):
-    """Clients take turns in a random order that stays the same: the next `clients_per_round` in each round."""
+    """Clients take turns in a random order that stays the same: the next `clients_per_round` in each round.
+
+    With a method that changes the number of participants, such as `CriticalFL`, some turns are skipped or repeated.
+    """
 
     def sample(self, round: int, size: int) -> list[int]:
         """Return the round's `size` clients in the fixed random order, which starts again after the last client."""
