@@ -190,7 +190,7 @@ class FederatedOrchestrator(ArgumentsMixin):
                 self._notify("on_fit_start")
                 self.engine.in_one_fit(self.worker, self._run_rounds)
                 finals = self._finish()
-                return Run(self.run_dir, config or read_config(self.run_dir), self.csv.rows, finals)
+                return Run(self.run_dir, config or read_config(self.run_dir), self.csv.rows, finals, fast)
 
     def check(self) -> None:
         """Load the data, and make all checks that precede the first round. `fit` does this, too.

@@ -129,7 +129,10 @@ def _without_noise(message: str) -> str:
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
         r"|Does not validate against any .+? Errors: - | - Expected a .*|\.? (?:Got|Given) value.*"
     )
-    return " - ".join(dict.fromkeys(re.sub(noise, "", message).split(" - ")))
+    reason = " - ".join(dict.fromkeys(re.sub(noise, "", message).split(" - ")))
+    if re.search(r"'(\w+)[\w.]*': No module named '\1'$", reason):
+        reason += ". Start in the folder that contains it, or add this folder to PYTHONPATH."
+    return reason
 
 
 def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:

@@ -20,7 +20,6 @@ from fl_lightning.cli.errors import readable_errors, refuse_nulls
 from fl_lightning.cli.experiment_parser import experiment_parser
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.errors import CheckpointError, ConfigError
-from fl_lightning.core.renamed import MODULES
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
@@ -77,10 +76,7 @@ def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Return a config with the import paths of this package's classes in the form that run folders record.
-
-    The recorded form is fixed, so that digests of configs stay the same if a module is renamed.
-    """
+    """Return a config with the import paths of this package's classes in the form that run folders record."""
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -88,8 +84,7 @@ def use_recorded_paths(value: Any) -> Any:
     root, _, name = value.partition(".") if isinstance(value, str) else ("", "", "")
     if root != "fl_lightning" or name in RECORDED_BARE or name not in HOMES:
         return value
-    recorded = {new: old for old, new in MODULES.items()}
-    return f"{root}.{recorded.get(HOMES[name], HOMES[name])}.{name}"
+    return f"{root}.{HOMES[name]}.{name}"
 
 
 def run_keys() -> set[str]:

@@ -58,12 +58,14 @@ class Run:
         config: The resolved config; empty if the run was started from Python without a config.
         rounds: The metrics, a row per round.
         final: The figures in `final/summary.json`; None if the run has not finished.
+        is_dry_run: Whether this was a dry run, whose folder is gone.
     """
 
     run_dir: Path
     config: dict[str, Any]
     rounds: list[Row]
     final: Figures | None = None
+    is_dry_run: bool = False
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -115,6 +117,8 @@ class Run:
     def __repr__(self) -> str:
         """Return the run folder, the number of rounds and the last and best metrics as text for notebooks."""
         rounds = f"{len(self.rounds)} round{'s' if len(self.rounds) != 1 else ''}"
+        if self.is_dry_run:
+            return f"dry run passed: {rounds} of few clients and samples"
         lines = [f"run {self.run_dir}: {rounds}{'' if self.finished else ', not ended'}"]
         for name in (key.removesuffix("_best_round") for key in self.summary if key.endswith("_best_round")):
             last, best, round = (self.summary.get(f"{name}_{what}") for what in ("last", "best", "best_round"))

@@ -152,7 +152,10 @@ def _reason_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) ->
     try:
         signature, _ = _read_small_file(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
         valid = hmac.compare_digest(signature.strip(), _signature(content, config, _load_key(make=False)).encode())
-        return None if valid else "The run was signed by another user, its config was edited or its modules moved"
+        if valid:
+            return None
+        where = "or this is not the working folder in which it was made, where its own modules are"
+        return f"The run was signed by another user, its config was edited, {where}"
     except FileNotFoundError:
         return "The run is not signed as yours"
     except (OSError, ValueError, RuntimeError) as error:

@@ -81,7 +81,10 @@ LINES = {
     f"{FIT} --trainer.precision 17": ["trainer.precision: got '17', expected 64 | 32 | 16 | "],
     f"{FIT} --evaluation.target_accuracies 0.5": ["evaluation.target_accuracies: got '0.5', expected list"],
     # Classes
-    f"{FIT} --algorithm nowhere.FedFoo": ["algorithm: ", "No module named 'nowhere'"],
+    f"{FIT} --algorithm nowhere.FedFoo": [
+        "algorithm: 'nowhere.FedFoo': No module named 'nowhere'. "
+        "Start in the folder that contains it, or add this folder to PYTHONPATH."
+    ],
     f"{FIT} --model own_module.Other": ["model: ", "'own_module' has no attribute 'Other'"],
     f"{FIT} --logger Paper": [
         "logger: class 'Paper' not found",

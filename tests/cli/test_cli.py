@@ -6,6 +6,7 @@ import re
 import shutil
 import struct
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ import torch
 import yaml
 from commands import TINY, contents, rows, run, summary, table, tiny, untimed_rows
 
-from fl_lightning import FederatedOrchestrator, algorithms, models
+from fl_lightning import HOMES, FederatedOrchestrator, algorithms, models
 from fl_lightning.cli import main as cli
 from fl_lightning.cli.catalogue import FAMILIES, KINDS
-from fl_lightning.cli.experiment import open_run
+from fl_lightning.cli.experiment import open_run, use_recorded_paths
 from fl_lightning.core.config import shipped, shipped_text
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
@@ -281,6 +282,12 @@ def test_a_recorded_config_gives_the_same_bytes_again(finished, tmp_path):
     for name in ("final/model.pt", "final/summary.json", "partition.csv", "config.yaml"):
         assert (tmp_path / "again" / name).read_bytes() == (run_dir / name).read_bytes()
     assert untimed_rows(tmp_path / "again") == untimed_rows(run_dir)
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_recorded_class_paths_can_be_imported(name):
+    module, _, attribute = use_recorded_paths(f"fl_lightning.{name}").rpartition(".")
+    assert hasattr(import_module(module), attribute)
 
 
 @pytest.mark.thorough

@@ -196,6 +196,7 @@ def test_dry_run_calls_every_part_of_a_run(tmp_path):
     assert "personal_on_global/acc_mean" in done.rounds[1]
     assert done.summary["rounds"] == 2
     assert done.history.index.tolist() == [1, 2]
+    assert repr(done) == "dry run passed: 2 rounds of few clients and samples"
 
 
 class Fails(LossTerm):

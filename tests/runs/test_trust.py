@@ -367,7 +367,7 @@ def test_resumed_run_of_another_user_is_not_signed(theirs):
 def test_signature_is_invalid_after_an_edit(change, own, here):
     forget_modules(here)
     change_config(own, change)
-    assert "The run was signed by another user, its config was edited or its modules moved. " in run_refused(
+    assert "or this is not the working folder in which it was made, where its own modules are. " in run_refused(
         "test", "run"
     )
     assert "own" not in sys.modules
@@ -392,7 +392,7 @@ def test_signature_is_invalid_if_modules_moved(own, here, tmp_path, monkeypatch)
     back = tmp_path / "back"
     shutil.copytree(here, back)
     monkeypatch.chdir(back)
-    assert "its modules moved" in run_refused("test", "run")
+    assert "this is not the working folder" in run_refused("test", "run")
     assert "own" not in sys.modules
 
 
