@@ -588,7 +588,7 @@ def test_worker_processes_find_own_modules(tmp_path):
     script = ["-m", "fl_lightning"]
     python(*script, "fit", "--config", "tiny.yaml", "--engine", "processes", "--run_dir", "run", cwd=tmp_path)
     python(*script, "sweep", "sweep.yaml", cwd=tmp_path)
-    for place in [tmp_path / "run", *(tmp_path / "runs/sweeps/sweep/points").iterdir()]:
+    for place in [tmp_path / "run", *(tmp_path / "runs/sweeps/sweep/trials").iterdir()]:
         assert (place / "final" / "summary.json").exists()
         assert (place / ".signature").exists()
     python(*script, "test", "run", cwd=tmp_path)
