@@ -286,10 +286,10 @@ def test_other_data_than_those_of_the_run_are_not_used(tmp_path, alone):
         link.find(6, timeout=0.3)
 
 
-def test_the_engine_needs_a_flower_app_and_remote_clients(tmp_path, alone):
+def test_the_engine_needs_the_command_line_and_remote_clients(tmp_path, alone):
     with pytest.raises(ConfigError, match=r"^engine: FlowerEngine needs scenario.dataset RemoteClients"):
         experiment(tmp_path / "run", engine=FlowerEngine()).fit()
     run, _ = remote(tmp_path, alone)
     run.engine._link = None
-    with pytest.raises(ConfigError, match=r"^engine: FlowerEngine runs in Flower"):
+    with pytest.raises(ConfigError, match=r"^engine: FlowerEngine needs the command line"):
         run.fit()
