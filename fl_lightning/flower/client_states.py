@@ -13,7 +13,7 @@ from fl_lightning.runs.background_writer import Writer
 from fl_lightning.runs.client_store import ClientStore
 
 KEPT = 3
-"""Rounds whose state is kept: a server that is killed while it writes a checkpoint resumes two rounds back."""
+"""States that are kept: a server that is killed while it writes a checkpoint resumes two rounds back."""
 
 
 class StateMissing(FLError):
@@ -68,12 +68,15 @@ class ClientStates:
         return dict(self._store.get(self.client, {}))
 
     def write(self, round: int, state: State) -> None:
-        """Write the client's state after a round, and remove old ones."""
+        """Write the client's state after a round, and remove those that were written first.
+
+        States of later rounds stay: the task may be an old one that was delivered again.
+        """
         self._store.put(self.client, round, state)
         self._store.end_round()
         files = self._store.write(self._store.snapshot())
-        before = sorted(each for each in self._rounds if each < round)
-        self._rounds = {each: self._rounds[each] for each in before[1 - KEPT :]} | {round: files}
+        others = [each for each in self._rounds if each != round]
+        self._rounds = {each: self._rounds[each] for each in others[1 - KEPT :]} | {round: files}
         write_atomically(self._file, json.dumps({**self._about, "rounds": self._rounds}) + "\n")
         flush(self.folder)
         self._store.prune(lambda: {name for files in self._rounds.values() for name in files})

@@ -172,5 +172,5 @@ def sent_kinds(result: Result, public: str | None) -> set[str]:
         result: The result.
         public: The section of the client's state that its peers may read, if any.
     """
-    upload = result.upload or Message()
-    return {*upload.sections, *upload.numbers, *({public} & result.memory.keys())} - {"n_samples"}
+    upload, published = result.upload or Message(), [name for name in result.memory if name == public]
+    return {*upload.sections, *upload.numbers, *published} - {"n_samples"}

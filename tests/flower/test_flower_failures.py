@@ -10,6 +10,7 @@ from flower_grid import flower, remote_experiment  # noqa: F401
 from fl_lightning.algorithms import FedRep
 from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.core.task import Result
+from fl_lightning.core.trusted_imports import Untrusted, untrusted
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
 from fl_lightning.engines.flower_records import pack, unpack
 from fl_lightning.flower.node import Node
@@ -61,6 +62,33 @@ def test_a_machine_that_lost_its_task_gets_it_again(tmp_path, alone):
     run.fit()
     assert_same(alone, run)
     assert grid.kinds.count("train") == 5 * 4 + len({100, 102, 104} - grid.lost)
+
+
+def test_tasks_that_are_delivered_again_change_nothing(tmp_path, alone):
+    """Each task is delivered twice, and then the task of the client's round before: its state stays that of the run."""
+    run, grid = remote(tmp_path, alone)
+    replays = []
+
+    def replaying(answer):
+        before = []
+
+        def answer_all(records):
+            first = answer(records)
+            if dict(records["values"])["kind"] == "task":
+                again = answer(records)
+                assert first["tensors"].object_id == again["tensors"].object_id
+                replays.extend(bool(dict(answer(old)["values"]).get("failure")) for old in before[-1:])
+                before.append(records)
+            return first
+
+        return answer_all
+
+    for node in grid.nodes.values():
+        node.answer = replaying(node.answer)
+    run.fit()
+    assert_same(alone, run)
+    assert replays
+    assert not any(replays)
 
 
 @pytest.mark.thorough
@@ -293,3 +321,10 @@ def test_the_engine_needs_the_command_line_and_remote_clients(tmp_path, alone):
     run.engine._link = None
     with pytest.raises(ConfigError, match=r"^engine: FlowerEngine needs the command line"):
         run.fit()
+
+
+def test_the_run_of_another_user_names_no_superlink():
+    engine = {"engine": {"init_args": {"superlink": "federation"}}}
+    message = r"^the run: engine.superlink: federation is not allowed in a file that is not known to be yours"
+    with untrusted(Untrusted(engine, "the run: ", "Use --trust")), pytest.raises(ConfigError, match=message):
+        FlowerEngine("federation")

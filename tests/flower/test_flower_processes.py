@@ -80,12 +80,12 @@ def last_line(folder):
     return (folder / "fit.log").read_text().splitlines()[-1]
 
 
-def both(folder, name, method, *more):
+def both(folder, name, method, *more, engine=()):
     """Run an experiment as a simulation, and write its app. Return the folders of the app and of the two runs."""
     app, alone, remote = (folder / f"{kind}-{name}" for kind in ("app", "alone", "remote"))
     words = "--config", folder / "small.yaml", "--algorithm", *method.split(), *more
     assert command("fit", *words, "--run_dir", alone).code == 0
-    assert command("deploy", *words, "--out", app, "--test", folder / "parts" / "test").code == 0
+    assert command("deploy", *words, *engine, "--out", app, "--test", folder / "parts" / "test").code == 0
     return app, alone, remote
 
 
@@ -170,6 +170,28 @@ def test_a_run_that_is_stopped_in_flower_can_be_resumed(folder, federation):
     assert "fl-lightning fit --resume" in (folder / "fit.log").read_text()[-500:]
     assert federation.fit("--resume", remote).wait(120) == 0
     assert_same(alone, remote)
+
+
+def test_a_node_that_is_away_for_three_rounds_is_dropped_and_then_back(folder, federation):
+    engine = ("--engine", "FlowerEngine", "--engine.timeout", "5")
+    app, _, remote = both(folder, "away", "FedAvg", "--rounds", "40", "--on_client_failure", "drop", engine=engine)
+    fit = federation.fit("--config", app / "experiment.yaml", "--run_dir", remote)
+    wait_until(lambda: rows(remote), 60)
+    federation.nodes[1].kill()
+    federation.nodes[1].wait()
+    wait_until(lambda: failed(remote).count(1) == 3, 60)
+    federation.start_node(1)
+    wait_until(lambda: 1 in failed(remote) and failed(remote)[-1] == 0, 200)
+    assert failed(remote)[0] == 0
+    assert fit.poll() is None  # the run has not waited for it
+    assert "client 1, round 3: no answer in 5 seconds (engine.timeout)" in (folder / "fit.log").read_text()
+    fit.send_signal(signal.SIGINT)
+    assert fit.wait(60) == 128 + signal.SIGINT
+
+
+def failed(run_dir):
+    """Return the number of failed clients of each round."""
+    return [int(float(row["client/failed"])) for row in rows(run_dir)]
 
 
 def test_a_stranger_and_a_wrong_authority_are_refused(folder, federation):

@@ -47,14 +47,17 @@ def test_the_state_of_the_last_three_rounds_is_kept_and_read_by_another_process(
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
 
 
-def test_a_server_that_went_back_replaces_later_states(tmp_path):
+def test_a_round_that_is_trained_again_replaces_its_state_and_no_other(tmp_path):
     states = ClientStates(tmp_path / "run", 0, "digest")
     for round in (1, 2, 3):
         states.write(round, state(round))
     states.write(2, state(20))
-    assert states.read(2)["term"]["n"] == 20
+    again = ClientStates(tmp_path / "run", 0, "digest")
+    assert [int(again.read(round)["term"]["n"]) for round in (1, 2, 3)] == [1, 20, 3]
+    again.write(4, state(4))
+    assert again.read(3)["term"]["n"] == 3
     with pytest.raises(StateMissing):
-        states.read(3)
+        again.read(1)
 
 
 def test_an_empty_state_is_a_state(tmp_path):
