@@ -24,6 +24,7 @@ from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.trusted_imports import Untrusted, begin
 from fl_lightning.data.remote import RemoteClients
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
+from fl_lightning.engines.flower_records import MEGABYTE, limit_answers
 from fl_lightning.flower.server_run import start_run
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.trust import NO_PATH, run_config
@@ -75,6 +76,8 @@ def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Gr
         ConfigError: The clients' machines do not answer, or have other data than before.
     """
     engine, dataset = remote_parts(run)
+    if client := getattr(grid, "_runtime_client", None):
+        limit_answers(client, (engine.max_megabytes + 1) * MEGABYTE)  # 1 MB for what is not tensors
     link = ClientLink(grid)
     found, before = link.find(dataset.clients, engine.wait), dataset.described
     if resume and before and found != before:

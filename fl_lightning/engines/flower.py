@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 from uuid import uuid4
 
-from fl_lightning.core.errors import ConfigError, FLError, check_number
+from fl_lightning.core.errors import ConfigError, FLError, check_number, one_line
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.remote import INPUTS, DataDescription, Labels, RemoteData, different
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
+    TOO_LARGE,
     BadMessage,
     check_upload,
     import_flower,
@@ -141,7 +142,8 @@ class FlowerEngine(Engine):
             answers = link.answers([name for one in waiting.values() for name in one.sent])
             for client, one in list(waiting.items()):
                 answer = next((answers[name] for name in one.sent if name in answers), None)
-                if answer is not None and answer.has_error():  # the machine is away: it gets the task when it is back
+                is_away = answer is not None and answer.has_error() and TOO_LARGE not in answer.error.reason
+                if is_away:  # it gets the task when it is back
                     one.sent.clear()
                     link.machines.pop(client, None)
                     continue
@@ -189,6 +191,8 @@ class FlowerEngine(Engine):
         algorithm, data = worker.algorithm, worker.data
         assert isinstance(data, RemoteData)
         try:
+            if answer.has_error():
+                raise BadMessage(TOO_LARGE + one_line(answer.error.reason).partition(TOO_LARGE)[2])
             contents = unpack(answer.content, self.max_megabytes * MEGABYTE)
             result = unpack_result(task, contents, algorithm.public)
             if result.upload:

@@ -23,7 +23,10 @@ class StateMissing(FLError):
 
 
 class ClientStates:
-    """The state of one client in one run, after each of the last three rounds that the client took part in.
+    """The state of one client in one run, after each of the three rounds whose state was used last.
+
+    Tasks whose answers came too late, or that were delivered again, do not remove a state that the server may name: it
+    is used, also by such tasks.
 
     Each state is written once, and listed with its checksum in `rounds.json`, which is replaced when the state is on
     disk. So a machine that is killed at any time continues from a complete state.
@@ -64,14 +67,12 @@ class ClientStates:
             content = (self.folder / name).read_bytes()
             if checksum != f"sha256:{hashlib.sha256(content).hexdigest()}":
                 raise StateMissing(f"the client's state after round {round} is damaged")
+        self._rounds[round] = self._rounds.pop(round)  # used last
         self._store.load(self._rounds[round])
         return dict(self._store.get(self.client, {}))
 
     def write(self, round: int, state: State) -> None:
-        """Write the client's state after a round, and remove those that were written first.
-
-        States of later rounds stay: the task may be an old one that was delivered again.
-        """
+        """Write the client's state after a round, and remove the states that have not been used for longest."""
         self._store.put(self.client, round, state)
         self._store.end_round()
         files = self._store.write(self._store.snapshot())

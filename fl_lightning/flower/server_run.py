@@ -148,7 +148,10 @@ def serve_run(grid: Any) -> Iterator[None]:
     try:
         yield
     except (RunNotRunningException, HTTPError) as error:  # which of them depends on the request that meets it first
-        raise RunStopped("the SuperLink has ended the run. Continue it with fl-lightning fit --resume") from error
+        reason = one_line(error) or "it is not running"
+        raise RunStopped(
+            f"the SuperLink has ended the run: {reason}. Continue it with fl-lightning fit --resume"
+        ) from error
     except BaseException as error:
         ended = PushTaskOutputRequest(sub_status=SubStatus.FAILED, details=one_line(error))
         raise

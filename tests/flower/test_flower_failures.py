@@ -1,6 +1,8 @@
 """Machines that are restarted, away, or send what they should not; servers that are killed and resumed."""
 
+import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.core.task import Result
 from fl_lightning.core.trusted_imports import Untrusted, untrusted
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
-from fl_lightning.engines.flower_records import pack, unpack
+from fl_lightning.engines.flower_records import MEGABYTE, describe_excess, limit_answers, pack, unpack
 from fl_lightning.flower.node import Node
 
 pytestmark = pytest.mark.usefixtures("flower", "one_thread")
@@ -279,6 +281,43 @@ def test_a_bad_answer_is_one_line_and_the_run_goes_on(tmp_path, alone, change, m
         run.fit()
     assert run.csv.rows[-1]["client/failed"] == 1
     assert all("\n" not in str(one.message) for one in shown)
+
+
+def test_a_message_that_is_too_large_is_not_received(tmp_path, alone):
+    """Flower's error in place of the message fails the client, which does not get its task again."""
+    run, grid = remote(tmp_path, alone, on_client_failure="drop", rounds=1, clients_per_round=6)
+    grid.unreachable, grid.reason = {102}, f"no object: {describe_excess(3 * MEGABYTE, MEGABYTE)}"
+    text = (
+        "client 2, round 1: the message is too large: 3.0 MB are above 1.0 MB (max_megabytes); dropped from this round"
+    )
+    with pytest.warns(UserWarning) as shown:
+        run.fit()
+    assert [str(one.message) for one in shown] == [text]
+    assert grid.kinds.count("train") == 6
+
+
+def test_the_parts_of_a_message_are_counted_while_they_arrive():
+    from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+
+    parts = {name: [ObjectTree(object_id=f"{name}{part}") for part in range(3)] for name in "ab"}
+    trees = [ObjectTree(object_id=name, children=children) for name, children in parts.items()]
+    client = SimpleNamespace(
+        PullMessages=lambda request: SimpleNamespace(message_object_trees=trees),
+        PullObject=lambda request: PullObjectResponse(object_available=request.ready, object_content=b"x" * MEGABYTE),
+    )
+    limit_answers(client, 3 * MEGABYTE)
+    client.PullMessages(None)
+
+    def pull(name, ready=True):
+        return client.PullObject(SimpleNamespace(object_id=name, ready=ready))
+
+    for name in ("a", "a0", "a1", "b", "b0", "b1"):  # each message on its own
+        pull(name, ready=False)  # which is asked for again
+        pull(name)
+    for name in "ab":
+        with pytest.raises(ObjectPullError, match=r"too large: 4.0 MB are above 3.0 MB \(max_megabytes\)"):
+            pull(f"{name}2")
 
 
 def test_a_bad_answer_ends_the_run_by_default(tmp_path, alone):

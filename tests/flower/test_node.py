@@ -60,6 +60,19 @@ def test_a_round_that_is_trained_again_replaces_its_state_and_no_other(tmp_path)
         again.read(1)
 
 
+def test_late_tasks_do_not_remove_the_state_that_they_continue_from(tmp_path):
+    """A machine that was away trains the tasks of all rounds that it missed, whose answers the server does not use."""
+    states = ClientStates(tmp_path / "run", 0, "digest")
+    states.write(1, state(1))
+    for round in (2, 3, 4, 5, 6):
+        assert states.read(1)["term"]["n"] == 1
+        states.write(round, state(round))
+    states.read(6)
+    states.write(7, state(7))
+    again = ClientStates(tmp_path / "run", 0, "digest")
+    assert [int(again.read(round)["term"]["n"]) for round in (1, 6, 7)] == [1, 6, 7]  # the server may go back to 5
+
+
 def test_an_empty_state_is_a_state(tmp_path):
     states = ClientStates(tmp_path / "run", 0, "digest")
     states.write(1, {})

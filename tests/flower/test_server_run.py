@@ -78,8 +78,9 @@ def test_a_run_that_the_superlink_has_ended_is_one_line(grid):
     from flwr.supercore.run import RunNotRunningException
     from httpx import HTTPStatusError
 
-    message = r"^the SuperLink has ended the run. Continue it with fl-lightning fit --resume"
-    for error in (RunNotRunningException(), HTTPStatusError("401", request=None, response=None)):
+    errors = {"it is not running": RunNotRunningException(), "401": HTTPStatusError("401", request=None, response=None)}
+    for reason, error in errors.items():
+        message = f"^the SuperLink has ended the run: {reason}. Continue it with fl-lightning fit --resume"
         with pytest.raises(RunStopped, match=message), serve_run(grid):
             raise error
 
