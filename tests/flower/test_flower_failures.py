@@ -287,12 +287,9 @@ def test_a_message_that_is_too_large_is_not_received(tmp_path, alone):
     """Flower's error in place of the message fails the client, which does not get its task again."""
     run, grid = remote(tmp_path, alone, on_client_failure="drop", rounds=1, clients_per_round=6)
     grid.unreachable, grid.reason = {102}, f"no object: {describe_excess(3 * MEGABYTE, MEGABYTE)}"
-    text = (
-        "client 2, round 1: the message is too large: 3.0 MB are above 1.0 MB (max_megabytes); dropped from this round"
-    )
-    with pytest.warns(UserWarning) as shown:
+    text = "client 2, round 1: the message is too large: 3.0 MB are above 1.0 MB (max_megabytes); dropped"
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}"):
         run.fit()
-    assert [str(one.message) for one in shown] == [text]
     assert grid.kinds.count("train") == 6
 
 
@@ -304,7 +301,9 @@ def test_the_parts_of_a_message_are_counted_while_they_arrive():
     trees = [ObjectTree(object_id=name, children=children) for name, children in parts.items()]
     client = SimpleNamespace(
         PullMessages=lambda request: SimpleNamespace(message_object_trees=trees),
-        PullObject=lambda request: PullObjectResponse(object_available=request.ready, object_content=b"x" * MEGABYTE),
+        PullObject=lambda request: PullObjectResponse(
+            object_available=request.ready, object_content=b"x" * MEGABYTE * request.ready
+        ),
     )
     limit_answers(client, 3 * MEGABYTE)
     client.PullMessages(None)
