@@ -1,12 +1,14 @@
-"""The two sides of an experiment on Flower: the app that runs on the server, and the experiment on a client's machine.
+"""The two sides of an experiment on Flower: the connection to the clients on the server, and a client's experiment.
 
 `fl-lightning deploy` writes an app that consists of `server_app(FILE)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.trusted_imports import Untrusted, begin
 from fl_lightning.data.remote import RemoteClients
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
+from fl_lightning.engines.flower_records import MEGABYTE, limit_answers
+from fl_lightning.flower.server_run import start_run
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.trust import NO_PATH, run_config
 
@@ -36,11 +40,76 @@ SERVER_KEYS = (
 """Keys of an experiment that only concern the server. Clients' machines do not get them."""
 
 
-def server_app(file: Path) -> ServerApp:
-    """Return the Flower ServerApp of the experiment in a config file.
+@contextmanager
+def connected_clients(run: FederatedOrchestrator, config: dict[str, Any], resume: bool) -> Iterator[None]:
+    """Context in which an experiment that `fit` runs is connected to the clients' machines, if its engine needs them.
 
-    `flwr run --run-config 'run-dir="/data/run" resume=false wait=600'` sets the run folder, whether to resume its run,
-    and the seconds to wait for the clients' machines.
+    Args:
+        run: The experiment.
+        config: Its resolved config, which gets the descriptions of the clients' data.
+        resume: Whether the run is resumed.
+
+    Raises:
+        ConfigError: No SuperLink is named or it does not answer, or `connect_clients` has failed.
+    """
+    if not isinstance(run.engine, FlowerEngine):
+        yield
+        return
+    remote_parts(run)
+    if run.engine.superlink is None:
+        fix = "Name its connection in Flower's config.toml, such as --engine.superlink federation"
+        raise ConfigError(f"engine.superlink: which SuperLink reaches the clients? {fix}")
+    with start_run(run.engine.superlink) as grid:
+        connect_clients(run, config, grid, resume)
+        yield
+
+
+def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Grid, resume: bool) -> None:
+    """Ask the clients' machines to describe their data, and connect an experiment's engine to them.
+
+    Args:
+        run: The experiment.
+        config: Its resolved config, which gets the descriptions of the clients' data.
+        grid: Flower's grid.
+        resume: Whether the run is resumed.
+
+    Raises:
+        ConfigError: The clients' machines do not answer, or have other data than before.
+    """
+    engine, dataset = remote_parts(run)
+    if client := getattr(grid, "_runtime_client", None):
+        limit_answers(client, (engine.max_megabytes + 1) * MEGABYTE)  # 1 MB for what is not tensors
+    link = ClientLink(grid)
+    found, before = link.find(dataset.clients, engine.wait), dataset.described
+    if resume and before and found != before:
+        changed = [client for client, each in enumerate(found) if each != before[client]]
+        raise ConfigError(
+            f"client {changed[0]}: its data changed since the run began. Restore them, or start a new run"
+        )
+    dataset.described = link.expected = found
+    config["scenario"]["dataset"]["init_args"]["described"] = [asdict(each) for each in found]
+    engine.connect(link, client_config(config))
+
+
+def remote_parts(run: FederatedOrchestrator) -> tuple[FlowerEngine, RemoteClients]:
+    """Return the engine and the dataset of an experiment whose clients are on their own machines.
+
+    Raises:
+        ConfigError: It has another engine or dataset.
+    """
+    engine, dataset = run.engine, run.scenario.dataset
+    if not isinstance(engine, FlowerEngine):
+        raise ConfigError("engine: clients on their own machines need FlowerEngine. Set engine: FlowerEngine")
+    if not isinstance(dataset, RemoteClients):
+        fix = "`fl-lightning deploy` writes the config of a run on the clients' machines"
+        raise ConfigError(f"engine: FlowerEngine needs scenario.dataset RemoteClients. {fix}")
+    return engine, dataset
+
+
+def server_app(file: Path) -> ServerApp:
+    """Return the Flower ServerApp of the experiment in a config file, for a SuperLink that starts the server itself.
+
+    `flwr run --run-config 'run-dir="/data/run" resume=false'` sets the run folder, and whether to resume its run.
 
     Args:
         file: The config that `fl-lightning deploy` wrote.
@@ -65,7 +134,7 @@ def run_experiment(file: Path, grid: Grid, options: Mapping[str, Any]) -> None:
     Args:
         file: The config.
         grid: Flower's grid.
-        options: The values `run-dir`, `resume` and `wait` of Flower's run config.
+        options: The values `run-dir` and `resume` of Flower's run config.
 
     Raises:
         ConfigError: An option is wrong, or the clients' machines do not answer or have other data.
@@ -74,24 +143,11 @@ def run_experiment(file: Path, grid: Grid, options: Mapping[str, Any]) -> None:
     if not run_dir.is_absolute():
         raise ConfigError(f"run-dir: {str(run_dir)!r} is not an absolute path. Set it with flwr run --run-config")
     content = run_config(run_dir, run_keys(), allowed_objects).encode() if resume else file.read_bytes()
-    config, parser = parse_config(content, str(run_dir if resume else file)), experiment_parser()
-    arguments = config["scenario"]["dataset"]["init_args"]
-    link = ClientLink(grid)
-    described = [asdict(each) for each in link.find(arguments["clients"], float(options.get("wait", 600)))]
-    if resume and described != arguments["described"]:
-        changed = [client for client, each in enumerate(described) if each != arguments["described"][client]]
-        raise ConfigError(
-            f"client {changed[0]}: its data changed since the run began. Restore them, or start a new run"
-        )
-    arguments["described"] = described
-    link.expected = link.find(arguments["clients"], 0)
-    given = parse_text(config, parser)
-    orchestrator = build(given, parser, run_dir)
-    engine, recorded = orchestrator.engine, plain_config(given, parser)
-    if not isinstance(engine, FlowerEngine):
-        raise ConfigError("engine: the app of `fl-lightning deploy` needs FlowerEngine. Set engine: FlowerEngine")
-    engine.connect(link, client_config(recorded))
-    orchestrator.fit(resume, recorded)
+    parser = experiment_parser()
+    given = parse_text(parse_config(content, str(run_dir if resume else file)), parser)
+    run, config = build(given, parser, run_dir), plain_config(given, parser)
+    connect_clients(run, config, grid, resume)
+    run.fit(resume, config)
 
 
 def client_config(config: Mapping[str, Any]) -> str:
@@ -118,7 +174,8 @@ def client_experiment(text: str, trusted: bool) -> FederatedOrchestrator:
     if wrong := sorted(key for key in config if key not in run_keys() or (key in SERVER_KEYS and config[key])):
         raise ConfigError(f"the experiment has a key that is not for clients: {one_line(wrong[0])}")
     if not trusted:
-        fix = "If you trust the server, add the experiment's digest to `allow` in the file of this machine"
+        digest = sha256(text.encode()).hexdigest()
+        fix = f"If you trust the server, add {digest} to allow in the file of this machine"
         begin(Untrusted(config, "the experiment: ", fix, None, allowed_objects))
     orchestrator = build(parse_text(config, parser), parser, Path(gettempdir(), "fl-lightning-node"))
     if not isinstance(orchestrator.scenario.dataset, RemoteClients):

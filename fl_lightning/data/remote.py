@@ -88,7 +88,7 @@ class RemoteClients(Dataset):
             ConfigError: The clients were not asked yet, or the global test set has another form than their data.
         """
         if self.described is None:
-            fix = "Run it in Flower, with the app that `fl-lightning deploy` writes"
+            fix = "Use fl-lightning fit with engine: FlowerEngine, without --fast"
             raise ConfigError(f"scenario.dataset: the data are on the clients' machines. {fix}")
         first, rows = self.described[0], sum(each.train + each.test for each in self.described)
         x = torch.zeros(1, dtype=INPUTS[first.inputs]).expand(rows, *first.in_shape)

@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 from uuid import uuid4
 
-from fl_lightning.core.errors import ConfigError, FLError, check_number
+from fl_lightning.core.errors import ConfigError, FLError, check_number, one_line
 from fl_lightning.core.task import Result, Task, failed_result
+from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.remote import INPUTS, DataDescription, Labels, RemoteData, different
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
+    TOO_LARGE,
     BadMessage,
     check_upload,
     import_flower,
@@ -61,14 +63,17 @@ class Waiting:
 class FlowerEngine(Engine):
     """Trains each client on its own machine, which keeps the client's data and state. Flower carries the messages.
 
-    A run with this engine is started in a Flower ServerApp. `fl-lightning deploy` writes the app, and
-    `fl-lightning node` runs on each client's machine. On CPUs of the same model, results are identical to the
-    sequential engine's with the same data and number of threads. Needs the extra `flower`.
+    `fl-lightning deploy` writes the config of a run, `fl-lightning fit` runs it, and `fl-lightning node` runs on each
+    client's machine. On CPUs of the same model, results are identical to the sequential engine's with the same data and
+    number of threads. Needs the extra `flower`.
 
     A machine that is restarted gets its task again. A client fails in a round if its machine does not answer in time,
     reports an error, or sends a message that is not as expected.
 
     Args:
+        superlink: Name of the connection in Flower's `config.toml` to the SuperLink that reaches the clients' machines.
+            `fit` needs it.
+        wait: Seconds to wait for the machines of all clients before round 1.
         timeout: Seconds that a client may take in one round. By default there is no limit, and the run waits until a
             machine that is away is back.
         max_megabytes: Largest message that is accepted from a client.
@@ -77,9 +82,18 @@ class FlowerEngine(Engine):
         ConfigError: A number is out of range.
     """
 
-    def __init__(self, timeout: float | None = None, max_megabytes: float = 1024) -> None:
+    def __init__(
+        self,
+        superlink: str | None = None,
+        wait: float = 600,
+        timeout: float | None = None,
+        max_megabytes: float = 1024,
+    ) -> None:
+        require_trust("engine.superlink", superlink)
+        check_number("engine.wait", wait, "[0, inf)")
         check_number("engine.timeout", timeout, "(0, inf)")
         check_number("engine.max_megabytes", max_megabytes, "(0, inf)")
+        self.superlink, self.wait = superlink, wait
         self.timeout, self.max_megabytes = timeout, max_megabytes
         self._link: ClientLink | None = None
         self._experiment = ""
@@ -112,10 +126,10 @@ class FlowerEngine(Engine):
         """Send each task to its client's machine, and yield the results as they arrive.
 
         Raises:
-            ConfigError: The run was not started in a Flower ServerApp.
+            ConfigError: The run was not started from the command line.
         """
         if self._link is None:
-            raise ConfigError("engine: FlowerEngine runs in Flower. Write an app with `fl-lightning deploy`")
+            raise ConfigError("engine: FlowerEngine needs the command line. Start the run with `fl-lightning fit`")
         link, waiting = self._link, dict[int, Waiting]()
         link.check_interrupt = self.check_interrupt
         link.idle_clients()  # those of earlier questions
@@ -128,7 +142,8 @@ class FlowerEngine(Engine):
             answers = link.answers([name for one in waiting.values() for name in one.sent])
             for client, one in list(waiting.items()):
                 answer = next((answers[name] for name in one.sent if name in answers), None)
-                if answer is not None and answer.has_error():  # the machine is away: it gets the task when it is back
+                is_away = answer is not None and answer.has_error() and TOO_LARGE not in answer.error.reason
+                if is_away:  # it gets the task when it is back
                     one.sent.clear()
                     link.machines.pop(client, None)
                     continue
@@ -176,6 +191,8 @@ class FlowerEngine(Engine):
         algorithm, data = worker.algorithm, worker.data
         assert isinstance(data, RemoteData)
         try:
+            if answer.has_error():
+                raise BadMessage(TOO_LARGE + one_line(answer.error.reason).partition(TOO_LARGE)[2])
             contents = unpack(answer.content, self.max_megabytes * MEGABYTE)
             result = unpack_result(task, contents, algorithm.public)
             if result.upload:

@@ -81,8 +81,7 @@ def unpack(records: Any, most_bytes: float) -> Contents:
     try:
         content = records["tensors"]["content"].data
         if len(content) > most_bytes:
-            what = f"{len(content) / MEGABYTE:,.1f} MB are above {most_bytes / MEGABYTE:,.1f} MB"
-            raise BadMessage(f"the message is too large: {what} (max_megabytes)")
+            raise BadMessage(describe_excess(len(content), most_bytes))
         found, values = load(content), dict(records["values"])
         tensors = {name: found[name] for name in values.pop("names")}
         numbers = dict(records["numbers"])
@@ -94,6 +93,48 @@ def unpack(records: Any, most_bytes: float) -> Contents:
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise BadMessage(f"{one_line(name)} contains NaN or Inf")
     return Contents(tensors, numbers, values)
+
+
+TOO_LARGE = "the message is too large: "
+
+
+def describe_excess(size: float, most_bytes: float) -> str:
+    """Return the text of the error for a message that is too large."""
+    what = f"{size / MEGABYTE:,.1f} MB are above {most_bytes / MEGABYTE:,.1f} MB"
+    return f"{TOO_LARGE}{what} (max_megabytes)"
+
+
+def limit_answers(client: Any, most_bytes: float) -> None:
+    """Stop receiving a client's message once it is too large, before it fills the memory.
+
+    Flower then returns an error with the text of `describe_excess` in place of the message.
+
+    Args:
+        client: Flower's client of the Runtime API, two of whose methods are replaced.
+        most_bytes: Largest size of a message that is accepted.
+    """
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+
+    pull_messages, pull_object = client.PullMessages, client.PullObject
+    sizes: dict[str, list[int]] = {}  # by the id of a part that has not arrived: what has arrived of its message
+
+    def note_parts(request: Any) -> Any:
+        answer = pull_messages(request)
+        for tree in answer.message_object_trees:
+            size = [0]
+            sizes.update((part.object_id, size) for part in iterate_object_tree(tree))
+        return answer
+
+    def count_part(request: Any) -> Any:
+        answer = pull_object(request)
+        if answer.object_available and (size := sizes.pop(request.object_id, None)):
+            size[0] += len(answer.object_content)
+            if size[0] > most_bytes:
+                raise ObjectPullError(request.object_id, describe_excess(size[0], most_bytes))
+        return answer
+
+    client.PullMessages, client.PullObject = note_parts, count_part
 
 
 # --- Tasks -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fl_lightning.runs.background_writer import Writer
 from fl_lightning.runs.client_store import ClientStore
 
 KEPT = 3
-"""Rounds whose state is kept: a server that is killed while it writes a checkpoint resumes two rounds back."""
+"""States that are kept: a server that is killed while it writes a checkpoint resumes two rounds back."""
 
 
 class StateMissing(FLError):
@@ -23,7 +23,10 @@ class StateMissing(FLError):
 
 
 class ClientStates:
-    """The state of one client in one run, after each of the last three rounds that the client took part in.
+    """The state of one client in one run, after each of the three rounds whose state was used last.
+
+    Tasks whose answers came too late, or that were delivered again, do not remove a state that the server may name: it
+    is used, also by such tasks.
 
     Each state is written once, and listed with its checksum in `rounds.json`, which is replaced when the state is on
     disk. So a machine that is killed at any time continues from a complete state.
@@ -64,16 +67,17 @@ class ClientStates:
             content = (self.folder / name).read_bytes()
             if checksum != f"sha256:{hashlib.sha256(content).hexdigest()}":
                 raise StateMissing(f"the client's state after round {round} is damaged")
+        self._rounds[round] = self._rounds.pop(round)  # used last
         self._store.load(self._rounds[round])
         return dict(self._store.get(self.client, {}))
 
     def write(self, round: int, state: State) -> None:
-        """Write the client's state after a round, and remove old ones."""
+        """Write the client's state after a round, and remove the states that have not been used for longest."""
         self._store.put(self.client, round, state)
         self._store.end_round()
         files = self._store.write(self._store.snapshot())
-        before = sorted(each for each in self._rounds if each < round)
-        self._rounds = {each: self._rounds[each] for each in before[1 - KEPT :]} | {round: files}
+        others = [each for each in self._rounds if each != round]
+        self._rounds = {each: self._rounds[each] for each in others[1 - KEPT :]} | {round: files}
         write_atomically(self._file, json.dumps({**self._about, "rounds": self._rounds}) + "\n")
         flush(self.folder)
         self._store.prune(lambda: {name for files in self._rounds.values() for name in files})

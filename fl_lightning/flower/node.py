@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.message import Message
+from fl_lightning.core.task import Result
 from fl_lightning.data import Dataset, FederatedData
 from fl_lightning.data.remote import describe, different, load_own
 from fl_lightning.data.scenario import sha256
@@ -46,6 +48,8 @@ class Site:
         local_test: Share of the training samples that the client is tested on, in [0, 1). By default it is tested on
             the dataset's test samples.
         max_megabytes: Largest message that is accepted from the server.
+        sends: Names of what a method may send from this machine in addition to the number of training samples, such as
+            `model`. By default everything.
         allow: SHA-256 digests of experiments that may name classes outside of this package. Others may name only its
             classes.
     """
@@ -54,6 +58,7 @@ class Site:
     dataset: Dataset
     local_test: float | None = None
     max_megabytes: float = 1024
+    sends: list[str] | None = None
     allow: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,6 +119,7 @@ class Node:
         worker, states = self._open(values["experiment"], values["run"])
         task = unpack_task(contents, states.read(values["state_round"]))
         result = self._context.run(worker.run, task)
+        self._check_sent(worker, sent_kinds(result, worker.algorithm.public))
         if task.upload and not result.failure:
             states.write(task.round, result.memory)
         gc.collect()  # a used Trainer is part of a reference cycle with its model
@@ -141,4 +147,30 @@ class Node:
             raise BadMessage(f"the data of client {self.site.client} are unlike the federation's: {differences}")
         if objective := orchestrator.scenario.objective:
             self.data.objective = objective
-        return orchestrator.worker_of(self.data)
+        worker = orchestrator.worker_of(self.data)
+        algorithm = worker.algorithm
+        model = ["model"] * bool(algorithm.shared_names(worker.template.backbone))
+        self._check_sent(worker, {*model, *(piece.name for piece in algorithm.knowledge)})
+        return worker
+
+    def _check_sent(self, worker: Worker, kinds: set[str]) -> None:
+        """Raise an error if a method sends what may not leave this machine. What it adds is known after its training.
+
+        Raises:
+            BadMessage: Names the method and what it sends.
+        """
+        if self.site.sends is not None and (more := sorted(kinds - {*self.site.sends})):
+            method, permitted = type(worker.algorithm).__name__, ", ".join(self.site.sends) or "nothing"
+            what = f"{method} sends {', '.join(more)}, but this machine may only send {permitted}"
+            raise BadMessage(f"sends: {what}. Permit it in the file of this machine, or use another method")
+
+
+def sent_kinds(result: Result, public: str | None) -> set[str]:
+    """Return the names of what a client's result sends to the server, except the number of training samples.
+
+    Args:
+        result: The result.
+        public: The section of the client's state that its peers may read, if any.
+    """
+    upload, published = result.upload or Message(), [name for name in result.memory if name == public]
+    return {*upload.sections, *upload.numbers, *published} - {"n_samples"}

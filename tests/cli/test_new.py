@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_written_is_refused(here, monkeypatch):
     monkeypatch.setattr(Path, "write_text", full)
     outcome = run("new", "fed_new")
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-    assert "new: fed_new cannot be written: [Errno 28] No space left on device" in outcome.err
+    assert "new: fed_new cannot be written to: [Errno 28] No space left on device" in outcome.err
 
 
 def test_names_that_contain_the_templates_name_are_kept():

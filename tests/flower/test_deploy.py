@@ -1,4 +1,4 @@
-"""`fl-lightning deploy` and `partition --export`, and what docs/deploy.md says about messages."""
+"""`fl-lightning deploy` and `partition --export`, and what docs/deploy-reference.md says about messages."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from fl_lightning.data.remote import describe
 from fl_lightning.engines.flower import describe_client
 from fl_lightning.engines.flower_records import pack_failure, pack_result, pack_task
 
-PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deploy-reference.md"
 CONFIG = ("--config", "digits_fedavg.yaml", "--scenario.clients", "3", "--logger", "null")
 
 
@@ -24,16 +24,25 @@ def test_deploy_writes_an_app_and_the_commands(tmp_path, monkeypatch):
     done = run("deploy", *CONFIG, "--test", "parts/test")
     assert done.code == 0
     experiment = yaml.safe_load((tmp_path / "app" / "experiment.yaml").read_text())
-    assert experiment["engine"] == "fl_lightning.engines.flower.FlowerEngine"
+    assert experiment["engine"]["class_path"] == "fl_lightning.engines.flower.FlowerEngine"
+    assert experiment["engine"]["init_args"]["superlink"] == "federation"
     remote = experiment["scenario"]["dataset"]
     assert remote["init_args"]["clients"] == 3
     assert remote["init_args"]["test"]["init_args"]["path"] == str(tmp_path / "parts" / "test")
-    assert f'run-dir="{tmp_path}/run"' in done.out
+    assert "fl-lightning fit --config app/experiment.yaml" in done.out
     assert "flwr supernode register client.pub federation" in done.out
     compile((tmp_path / "app" / "server_app.py").read_text(), "server_app.py", "exec")
     again = run("deploy", *CONFIG)
     assert again.code == 2
-    assert "error: --out: app exists already. Choose another folder" in again.err
+    assert "error: --out: app exists already. Choose another name." in again.err
+
+
+def test_deploy_keeps_the_options_of_the_engine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("deploy", *CONFIG, "--engine", "FlowerEngine", "--engine.timeout", "5", "--engine.superlink", "mine")
+    options = yaml.safe_load((tmp_path / "app" / "experiment.yaml").read_text())["engine"]["init_args"]
+    assert (options["timeout"], options["superlink"]) == (5, "mine")
+    assert "[superlink.mine]" in done.out
 
 
 def test_the_certificates_are_valid_for_the_server(tmp_path, monkeypatch):
@@ -47,12 +56,28 @@ def test_the_certificates_are_valid_for_the_server(tmp_path, monkeypatch):
     assert (tmp_path / "ca.key").stat().st_mode & 0o77 == 0
 
 
-def test_a_run_outside_of_flower_names_the_command(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # Flower's
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--engine.superlink", "null"), "engine.superlink: which SuperLink reaches the clients? Name its connection"),
+        (("--engine.superlink", "other"), "SuperLink connection 'other' not found in the Flower configuration file"),
+        ((), "engine.superlink: Connection to the SuperLink is unavailable"),
+        (("--scenario.dataset", "Digits"), "engine: FlowerEngine needs scenario.dataset RemoteClients"),
+        (("--engine", "sequential"), "scenario.dataset: the data are on the clients' machines. Use fl-lightning fit"),
+        (("--fast",), "scenario.dataset: the data are on the clients' machines. Use fl-lightning fit"),
+    ],
+)
+def test_a_run_that_reaches_no_clients_is_refused(tmp_path, monkeypatch, words, message):
+    pytest.importorskip("flwr")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text('[superlink.federation]\naddress = "127.0.0.1:1"\ninsecure = true\n')
     run("deploy", *CONFIG)
-    done = run("fit", "--config", "app/experiment.yaml")
+    done = run("fit", "--config", "app/experiment.yaml", "--run_dir", "remote", *words)
     assert done.code == 2
-    assert "the data are on the clients' machines. Run it in Flower, with the app" in done.err
+    assert message in done.err
+    assert not (tmp_path / "remote").exists()
 
 
 @pytest.mark.parametrize("key", ["held_out_clients", "validation_share"])

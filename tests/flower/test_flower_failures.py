@@ -1,6 +1,8 @@
 """Machines that are restarted, away, or send what they should not; servers that are killed and resumed."""
 
+import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from flower_grid import flower, remote_experiment  # noqa: F401
 from fl_lightning.algorithms import FedRep
 from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.core.task import Result
+from fl_lightning.core.trusted_imports import Untrusted, untrusted
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
-from fl_lightning.engines.flower_records import pack, unpack
+from fl_lightning.engines.flower_records import MEGABYTE, describe_excess, limit_answers, pack, unpack
 from fl_lightning.flower.node import Node
 
 pytestmark = pytest.mark.usefixtures("flower", "one_thread")
@@ -61,6 +64,33 @@ def test_a_machine_that_lost_its_task_gets_it_again(tmp_path, alone):
     run.fit()
     assert_same(alone, run)
     assert grid.kinds.count("train") == 5 * 4 + len({100, 102, 104} - grid.lost)
+
+
+def test_tasks_that_are_delivered_again_change_nothing(tmp_path, alone):
+    """Each task is delivered twice, and then the task of the client's round before: its state stays that of the run."""
+    run, grid = remote(tmp_path, alone)
+    replays = []
+
+    def replaying(answer):
+        before = []
+
+        def answer_all(records):
+            first = answer(records)
+            if dict(records["values"])["kind"] == "task":
+                again = answer(records)
+                assert first["tensors"].object_id == again["tensors"].object_id
+                replays.extend(bool(dict(answer(old)["values"]).get("failure")) for old in before[-1:])
+                before.append(records)
+            return first
+
+        return answer_all
+
+    for node in grid.nodes.values():
+        node.answer = replaying(node.answer)
+    run.fit()
+    assert_same(alone, run)
+    assert replays
+    assert not any(replays)
 
 
 @pytest.mark.thorough
@@ -253,6 +283,42 @@ def test_a_bad_answer_is_one_line_and_the_run_goes_on(tmp_path, alone, change, m
     assert all("\n" not in str(one.message) for one in shown)
 
 
+def test_a_message_that_is_too_large_is_not_received(tmp_path, alone):
+    """Flower's error in place of the message fails the client, which does not get its task again."""
+    run, grid = remote(tmp_path, alone, on_client_failure="drop", rounds=1, clients_per_round=6)
+    grid.unreachable, grid.reason = {102}, f"no object: {describe_excess(3 * MEGABYTE, MEGABYTE)}"
+    text = "client 2, round 1: the message is too large: 3.0 MB are above 1.0 MB (max_megabytes); dropped"
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}"):
+        run.fit()
+    assert grid.kinds.count("train") == 6
+
+
+def test_the_parts_of_a_message_are_counted_while_they_arrive():
+    from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+
+    parts = {name: [ObjectTree(object_id=f"{name}{part}") for part in range(3)] for name in "ab"}
+    trees = [ObjectTree(object_id=name, children=children) for name, children in parts.items()]
+    client = SimpleNamespace(
+        PullMessages=lambda request: SimpleNamespace(message_object_trees=trees),
+        PullObject=lambda request: PullObjectResponse(
+            object_available=request.ready, object_content=b"x" * MEGABYTE * request.ready
+        ),
+    )
+    limit_answers(client, 3 * MEGABYTE)
+    client.PullMessages(None)
+
+    def pull(name, ready=True):
+        return client.PullObject(SimpleNamespace(object_id=name, ready=ready))
+
+    for name in ("a", "a0", "a1", "b", "b0", "b1"):  # each message on its own
+        pull(name, ready=False)  # which is asked for again
+        pull(name)
+    for name in "ab":
+        with pytest.raises(ObjectPullError, match=r"too large: 4.0 MB are above 3.0 MB \(max_megabytes\)"):
+            pull(f"{name}2")
+
+
 def test_a_bad_answer_ends_the_run_by_default(tmp_path, alone):
     run, grid = remote(tmp_path, alone)
     grid.change = lambda machine, records: error(records)
@@ -286,10 +352,17 @@ def test_other_data_than_those_of_the_run_are_not_used(tmp_path, alone):
         link.find(6, timeout=0.3)
 
 
-def test_the_engine_needs_a_flower_app_and_remote_clients(tmp_path, alone):
+def test_the_engine_needs_the_command_line_and_remote_clients(tmp_path, alone):
     with pytest.raises(ConfigError, match=r"^engine: FlowerEngine needs scenario.dataset RemoteClients"):
         experiment(tmp_path / "run", engine=FlowerEngine()).fit()
     run, _ = remote(tmp_path, alone)
     run.engine._link = None
-    with pytest.raises(ConfigError, match=r"^engine: FlowerEngine runs in Flower"):
+    with pytest.raises(ConfigError, match=r"^engine: FlowerEngine needs the command line"):
         run.fit()
+
+
+def test_the_run_of_another_user_names_no_superlink():
+    engine = {"engine": {"init_args": {"superlink": "federation"}}}
+    message = r"^the run: engine.superlink: federation is not allowed in a file that is not known to be yours"
+    with untrusted(Untrusted(engine, "the run: ", "Use --trust")), pytest.raises(ConfigError, match=message):
+        FlowerEngine("federation")

@@ -1,10 +1,11 @@
 """A SuperLink and three clients in processes of their own, with encryption and authentication: the same bytes."""
 
 import csv
-import os
+import json
 import random
 import shutil
 import signal
+from contextlib import contextmanager
 
 import pytest
 from commands import run as command
@@ -28,12 +29,17 @@ optimizer: {class_path: SGD, init_args: {lr: 0.1}}
 trainer: {max_epochs: 2, accelerator: cpu}
 logger: null
 """
-METHODS = ("FedAvg", "FedSKC", "FedDW", "CwFedAvg", "FedRep", "SCAFFOLD", "UAPDFL --algorithm.n_com=2")
+GDA = "FedAvg --algorithm.aggregator=GlobalDiscrepancy"
+METHODS = ("FedAvg", "FedSKC", "FedDW", "CwFedAvg", "FedRep", "SCAFFOLD", GDA, "UAPDFL --algorithm.n_com=2")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("federation")
+    return parts(tmp_path_factory.mktemp("federation"))
+
+
+def parts(folder):
+    """Write the experiment and a folder for each client."""
     (folder / "small.yaml").write_text(CONFIG)
     assert command("partition", "--config", folder / "small.yaml", "--out", folder / "parts", "--export").code == 0
     return folder
@@ -41,7 +47,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def federation(folder):
-    one = Federation(folder, clients=3)
+    with running(Federation(folder, clients=3)) as one:
+        yield one
+
+
+@contextmanager
+def running(one):
+    """Context in which a federation runs, with all nodes."""
     try:
         one.start_superlink()
         for client in range(3):
@@ -64,12 +76,16 @@ def is_over(run_dir):
     return (run_dir / "final" / "summary.json").exists()
 
 
-def both(folder, name, method, *more):
+def last_line(folder):
+    return (folder / "fit.log").read_text().splitlines()[-1]
+
+
+def both(folder, name, method, *more, engine=()):
     """Run an experiment as a simulation, and write its app. Return the folders of the app and of the two runs."""
     app, alone, remote = (folder / f"{kind}-{name}" for kind in ("app", "alone", "remote"))
     words = "--config", folder / "small.yaml", "--algorithm", *method.split(), *more
     assert command("fit", *words, "--run_dir", alone).code == 0
-    assert command("deploy", *words, "--out", app, "--test", folder / "parts" / "test").code == 0
+    assert command("deploy", *words, *engine, "--out", app, "--test", folder / "parts" / "test").code == 0
     return app, alone, remote
 
 
@@ -82,39 +98,100 @@ def assert_same(alone, remote):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_same_bytes(folder, federation, method):
-    app, alone, remote = both(folder, method.split()[0], method)
-    run = federation.run(app, remote)
-    wait_until(lambda: is_over(remote), 120), federation.log_of(run)
+    app, alone, remote = both(folder, method.replace(" ", ""), method)
+    done = federation.fit("--config", app / "experiment.yaml", "--run_dir", remote)
+    assert done.wait(120) == 0, last_line(folder)
+    assert last_line(folder) == f"run: {remote}"
     assert_same(alone, remote)
+
+
+def test_a_superlink_can_start_the_server_itself(tmp_path):
+    folder = parts(tmp_path)
+    with running(Federation(folder, clients=3, isolation="subprocess")) as federation:
+        app, alone, remote = both(folder, "SCAFFOLD", "SCAFFOLD", "--rounds", "3")
+        federation.run(app, remote)
+        wait_until(lambda: is_over(remote), 120)
+    assert_same(alone, remote)
+
+
+def after_round(remote, moments):
+    """Wait until another round is over, and then a random part of a second."""
+    seen = len(rows(remote))
+    wait_until(lambda: len(rows(remote)) > seen, 240)
+    signal.sigtimedwait([], moments.random())
 
 
 @pytest.mark.parametrize("kind", ["node", "server", "superlink"])
 def test_kill_and_resume(folder, federation, kind):
     """Kill a process three times at random moments. Without a limit of time, ten times passed, too."""
     app, alone, remote = both(folder, kind, "SCAFFOLD", "--rounds", "12")
-    federation.run(app, remote)
+    fit = federation.fit("--config", app / "experiment.yaml", "--run_dir", remote)
     moments = random.Random(kind)
     for _ in range(3):
-        seen = len(rows(remote))
-        wait_until(lambda: len(rows(remote)) > seen, 240)  # noqa: B023
-        signal.sigtimedwait([], moments.random())
+        after_round(remote, moments)
         if kind == "node":
             client = moments.randrange(3)
             federation.nodes[client].kill()
             federation.nodes[client].wait()
             federation.start_node(client)
-            continue
-        if kind == "server":
-            os.kill(wait_until(federation.server_process, 30), signal.SIGKILL)
+        elif kind == "server":
+            fit.kill()
+            fit.wait()
+            fit = federation.fit("--resume", remote)
         else:
             federation.superlink.kill()
             federation.superlink.wait()
-        wait_until(lambda: federation.server_process() is None, 60)
-        if kind == "superlink":
             federation.start_superlink()
-        federation.run(app, remote, resume=True)
-    wait_until(lambda: is_over(remote), 300)
+    assert fit.wait(300) == 0, last_line(folder)
     assert_same(alone, remote)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_a_checkpoint(folder, federation, number):
+    app, alone, remote = both(folder, number.name, "SCAFFOLD", "--rounds", "12")
+    fit = federation.fit("--config", app / "experiment.yaml", "--run_dir", remote)
+    after_round(remote, random.Random(number))
+    fit.send_signal(number)
+    assert fit.wait(60) == 128 + number
+    done = f"fl-lightning: error: stopped by {number.name} after round {len(rows(remote))} of 12; "
+    assert last_line(folder) == f"{done}resume it with: fl-lightning fit --resume {remote}"
+    assert federation.fit("--resume", remote).wait(120) == 0
+    assert_same(alone, remote)
+
+
+def test_a_run_that_is_stopped_in_flower_can_be_resumed(folder, federation):
+    app, alone, remote = both(folder, "stop", "SCAFFOLD", "--rounds", "12")
+    fit = federation.fit("--config", app / "experiment.yaml", "--run_dir", remote)
+    after_round(remote, random.Random(0))
+    runs = json.loads(federation.flwr("list", "federation", "--format", "json").stdout)["runs"]
+    (run,) = (each["run-id"] for each in runs if each["status"].startswith("running"))
+    assert federation.flwr("stop", run, "federation").returncode == 0
+    assert fit.wait(60) in (1, 128 + signal.SIGINT)  # which depends on what asks the SuperLink first
+    assert "fl-lightning fit --resume" in (folder / "fit.log").read_text()[-500:]
+    assert federation.fit("--resume", remote).wait(120) == 0
+    assert_same(alone, remote)
+
+
+def test_a_node_that_is_away_for_three_rounds_is_dropped_and_then_back(folder, federation):
+    engine = ("--engine", "FlowerEngine", "--engine.timeout", "5")
+    app, _, remote = both(folder, "away", "FedAvg", "--rounds", "40", "--on_client_failure", "drop", engine=engine)
+    fit = federation.fit("--config", app / "experiment.yaml", "--run_dir", remote)
+    wait_until(lambda: rows(remote), 60)
+    federation.nodes[1].kill()
+    federation.nodes[1].wait()
+    wait_until(lambda: failed(remote).count(1) == 3, 60)
+    federation.start_node(1)
+    wait_until(lambda: 1 in failed(remote) and failed(remote)[-1] == 0, 200)
+    assert failed(remote)[0] == 0
+    assert fit.poll() is None  # the run has not waited for it
+    assert "client 1, round 3: no answer in 5 seconds (engine.timeout)" in (folder / "fit.log").read_text()
+    fit.send_signal(signal.SIGINT)
+    assert fit.wait(60) == 128 + signal.SIGINT
+
+
+def failed(run_dir):
+    """Return the number of failed clients of each round."""
+    return [int(float(row["client/failed"])) for row in rows(run_dir)]
 
 
 def test_a_stranger_and_a_wrong_authority_are_refused(folder, federation):

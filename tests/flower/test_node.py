@@ -1,7 +1,9 @@
 """A client's own machine: what it tells, what it refuses, and the state that it keeps."""
 
 import json
+import re
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from fl_lightning.flower.client_states import ClientStates, StateMissing
 from fl_lightning.flower.connection import Address
 from fl_lightning.flower.node import Node, Site
 
+PAGE = Path(__file__).parents[2] / "docs" / "deploy-reference.md"
 RUN = "0123456789abcdef" * 2
 
 
@@ -44,14 +47,30 @@ def test_the_state_of_the_last_three_rounds_is_kept_and_read_by_another_process(
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
 
 
-def test_a_server_that_went_back_replaces_later_states(tmp_path):
+def test_a_round_that_is_trained_again_replaces_its_state_and_no_other(tmp_path):
     states = ClientStates(tmp_path / "run", 0, "digest")
     for round in (1, 2, 3):
         states.write(round, state(round))
     states.write(2, state(20))
-    assert states.read(2)["term"]["n"] == 20
+    again = ClientStates(tmp_path / "run", 0, "digest")
+    assert [int(again.read(round)["term"]["n"]) for round in (1, 2, 3)] == [1, 20, 3]
+    again.write(4, state(4))
+    assert again.read(3)["term"]["n"] == 3
     with pytest.raises(StateMissing):
-        states.read(3)
+        again.read(1)
+
+
+def test_late_tasks_do_not_remove_the_state_that_they_continue_from(tmp_path):
+    """A machine that was away trains the tasks of all rounds that it missed, whose answers the server does not use."""
+    states = ClientStates(tmp_path / "run", 0, "digest")
+    states.write(1, state(1))
+    for round in (2, 3, 4, 5, 6):
+        assert states.read(1)["term"]["n"] == 1
+        states.write(round, state(round))
+    states.read(6)
+    states.write(7, state(7))
+    again = ClientStates(tmp_path / "run", 0, "digest")
+    assert [int(again.read(round)["term"]["n"]) for round in (1, 6, 7)] == [1, 6, 7]  # the server may go back to 5
 
 
 def test_an_empty_state_is_a_state(tmp_path):
@@ -172,8 +191,10 @@ def test_an_allowed_experiment_may_name_other_classes(node, monkeypatch):
     from hashlib import sha256
 
     text = experiment(node, algorithm={"class_path": "flower_method.Mine"})
-    assert "flower_method.Mine is not allowed" in ask(node, text).values["failure"]
-    node.site.allow.append(sha256(text.encode()).hexdigest())
+    digest, refused = sha256(text.encode()).hexdigest(), ask(node, text).values["failure"]
+    assert "flower_method.Mine is not allowed" in refused
+    assert f"If you trust the server, add {digest} to allow" in refused
+    node.site.allow.append(digest)
     assert "No module named 'flower_method'" in ask(node, text).values["failure"]
 
 
@@ -187,6 +208,58 @@ def test_data_unlike_the_federations_are_refused(node):
     text = experiment(node).replace("outputs: 10", "outputs: 12")
     expected = "the data of client 1 are unlike the federation's: outputs 10 instead of 12"
     assert ask(node, text).values["failure"] == expected
+
+
+METHODS = "fl_lightning.algorithms."
+
+
+@pytest.mark.parametrize(
+    ("sends", "algorithm", "message"),
+    [
+        (["model"], "FedSKC", "FedSKC sends structural, but this machine may only send model"),
+        ([], "FedAvg", "FedAvg sends model, but this machine may only send nothing"),
+        (["model"], "SCAFFOLD", "SCAFFOLD sends control, but this machine may only send model"),  # its `upload` adds it
+        (["model"], "FedNova", "FedNova sends effective_steps, but this machine may only send model"),  # a number
+        (["model"], "FedFomo", "FedFomo sends affinity, uploaded, but this machine may only send model"),  # for peers
+    ],
+)
+def test_what_the_site_does_not_permit_is_not_sent(node, sends, algorithm, message):
+    node.site.sends = sends
+    text = experiment(node, algorithm=METHODS + algorithm)
+    fix = "Permit it in the file of this machine, or use another method"
+    answer = ask(node, text)
+    assert answer.values["failure"] == f"sends: {message}. {fix}"
+    assert not answer.tensors
+    assert not [*node.folder.glob("*/clients/*")]  # the round did not happen
+    node.site.sends = None
+    assert "failure" not in ask(node, text).values
+
+
+def test_what_the_site_permits_is_sent(node):
+    node.site.sends = ["model", "structural"]
+    answer = ask(node, experiment(node, algorithm=METHODS + "FedSKC"))
+    assert {name.split("/")[1] for name in answer.tensors} == {"model", "structural"}
+
+
+@pytest.mark.parametrize("method", ["FedSKC", "FedProto", "FedDistill", "FedFomo"])
+def test_the_page_has_the_words_for_what_a_method_sends(node, method):
+    rows = re.findall(r"^\| (.*?) \| (`.*?) \|", PAGE.read_text(), re.MULTILINE)
+    words = next(re.findall(r"`(\w+)`", words) for names, words in rows if method in names.split(", "))
+    node.site.sends = ["model", *words]
+    assert "failure" not in ask(node, experiment(node, algorithm=METHODS + method)).values
+    node.site.sends = ["model"]
+    assert (
+        f"sends: {method} sends {', '.join(sorted(words))}, but"
+        in ask(node, experiment(node, algorithm=METHODS + method), run="f" * 32).values["failure"]
+    )
+
+
+def test_a_composed_method_is_checked_before_it_trains(node, monkeypatch):
+    node.site.sends = ["model"]
+    monkeypatch.setattr("fl_lightning.engines.worker.Worker.run", None)
+    aggregator = {"class_path": METHODS + "GlobalDiscrepancy"}
+    text = experiment(node, algorithm={"class_path": METHODS + "FedAvg", "init_args": {"aggregator": aggregator}})
+    assert "sends: FedAvg sends structural, but this machine may only send model" in ask(node, text).values["failure"]
 
 
 def test_an_unknown_or_damaged_message_is_refused(node):

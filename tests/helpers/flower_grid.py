@@ -42,12 +42,14 @@ class LocalGrid:
         away: Machines that answer nothing.
         lost: Machines that lose the next message.
         unreachable: Machines whose next task Flower answers with an error.
+        reason: The text of that error.
         change: Called with each answer's records; returns those that arrive.
     """
 
     def __init__(self, nodes):
         self.nodes = {100 + number: node for number, node in enumerate(nodes)}
         self.away, self.lost, self.unreachable = set(), set(), set()
+        self.reason = "the node is away"
         self.change = lambda machine, records: records
         self.messages, self.count = {}, 0
         self.lock = Lock()
@@ -85,7 +87,7 @@ class LocalGrid:
                 machine = message.metadata.dst_node_id
                 if machine in self.unreachable and message.metadata.message_type == "train":
                     self.unreachable.remove(machine)
-                    answers.append(Message(Error(code=3, reason="the node is away"), reply_to=message))
+                    answers.append(Message(Error(code=3, reason=self.reason), reply_to=message))
                     continue
                 records = self.nodes[machine].answer(message.content)
                 answers.append(Message(self.change(machine, records), reply_to=message))

@@ -3,7 +3,6 @@
 import datetime
 import ipaddress
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -64,10 +63,11 @@ class Federation:
     Args:
         folder: Folder of all files. `parts` in it has the clients' folders.
         clients: Number of clients.
+        isolation: Whether the SuperLink starts the server of a run itself (`subprocess`), or `fit` is it (`process`).
     """
 
-    def __init__(self, folder, clients):
-        self.folder, self.clients, self.port = folder, clients, free_port()
+    def __init__(self, folder, clients, isolation="process"):
+        self.folder, self.clients, self.isolation, self.port = folder, clients, isolation, free_port()
         self.environment = {
             **os.environ,
             "FLWR_HOME": str(folder / "home"),
@@ -77,11 +77,11 @@ class Federation:
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }
         self.superlink = None
-        self.nodes = {}
+        self.nodes, self.fits = {}, []
         (folder / "home").mkdir()
         write_certificates(folder)
         connection = f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{folder / "ca.crt"}"\n'
-        (folder / "home" / "config.toml").write_text(f'[superlink]\ndefault = "here"\n\n[superlink.here]\n{connection}')
+        (folder / "home" / "config.toml").write_text(f"[superlink.federation]\n{connection}")
         for client in range(clients):
             write_key(folder / f"key-{client}")
 
@@ -93,13 +93,14 @@ class Federation:
 
     def start_superlink(self):
         tls = ("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key")
-        options = ("--enable-supernode-auth", "--disable-runtime-dependency-installation", "--database", "flower.db")
+        options = ("--enable-supernode-auth", "--isolation", self.isolation, "--database", "flower.db")
+        options += ("--disable-runtime-dependency-installation",)
         where = ("--host", "127.0.0.1", "--port", self.port)
         self.superlink = self.start("flower-superlink", *tls, *options, *where, log="superlink.log")
         wait_until(lambda: is_open(self.port), 60)
 
     def register(self, client):
-        done = self.flwr("supernode", "register", self.folder / f"key-{client}.pub", "here")
+        done = self.flwr("supernode", "register", self.folder / f"key-{client}.pub", "federation")
         assert done.returncode == 0, done.stderr + done.stdout
 
     def flwr(self, *words):
@@ -114,33 +115,22 @@ class Federation:
         command = [sys.executable, "-m", "fl_lightning", *words, *security]
         self.nodes[client] = self.start(*command, log=f"node-{client}.log", cwd=folder)
 
-    def run(self, app, run_dir, resume=False):
-        """Start a run in Flower."""
-        options = f'run-dir="{run_dir}" wait=120 resume={"true" if resume else "false"}'
-        done = self.flwr("run", app, "here", "--run-config", options)
+    def fit(self, *words):
+        """Start `fl-lightning fit`."""
+        process = self.start(sys.executable, "-m", "fl_lightning", "fit", *words, log="fit.log")
+        self.fits.append(process)
+        return process
+
+    def run(self, app, run_dir):
+        """Start a run whose server the SuperLink starts."""
+        done = self.flwr("run", app, "federation", "--run-config", f'run-dir="{run_dir}"')
         assert done.returncode == 0, done.stdout + done.stderr
-        return re.search(r"run (\d+)", done.stdout)[1]
-
-    def log_of(self, run):
-        return self.flwr("log", run, "--show").stdout
-
-    def server_process(self):
-        """Return the process id of the ServerApp, None if there is none."""
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if any(word.endswith("flwr-serverapp") for word in words) and f":{self.port}" in "".join(words):
-                return int(path.parent.name)
-        return None
 
     def stop(self):
-        for process in [*self.nodes.values(), self.superlink]:
+        for process in [*self.fits, *self.nodes.values(), self.superlink]:
             if process and process.poll() is None:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-        wait_until(lambda: self.server_process() is None, 30)
 
 
 def is_open(port):

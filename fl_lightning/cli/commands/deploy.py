@@ -10,48 +10,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import plain_config
+from fl_lightning.cli.new_folder import write_new_folder
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.flower.server_run import APP_FILES
 
 __all__ = ["expand", "main"]
-
-PYPROJECT = """\
-[project]
-name = "fl-lightning-app"
-version = "1.0.0"
-description = "An experiment of fl-lightning on the clients' own machines"
-license = "Apache-2.0"
-dependencies = ["fl-lightning[flower]"]
-
-[tool.flwr.app]
-publisher = "fl-lightning"
-
-[tool.flwr.app.components]
-serverapp = "server_app:app"
-clientapp = "client_app:app"
-
-[tool.flwr.app.config]
-run-dir = ""
-resume = false
-wait = 600
-"""
-
-SERVER_APP = '''\
-"""The server of the experiment in experiment.yaml."""
-
-from pathlib import Path
-
-from fl_lightning.cli.flower_app import server_app
-
-app = server_app(Path(__file__).with_name("experiment.yaml"))
-'''
-
-CLIENT_APP = '''\
-"""Clients' machines run `fl-lightning node` in place of Flower's SuperNode, which would run this app."""
-
-from flwr.clientapp import ClientApp
-
-app = ClientApp()
-'''
 
 CERTIFICATES = """\
 #!/bin/sh
@@ -69,26 +32,16 @@ rm server.csr
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Write the folder of the app, and print the commands that start the server, the clients and the run."""
-    folder = Path(given.out)
-    clients = given.scenario.clients
+    folder, clients = Path(given.out), given.scenario.clients
     for key in ("held_out_clients", "validation_share"):
         if given.scenario[key] is not None:
             raise ConfigError(f"scenario.{key}: clients on their own machines do not support it. Leave it out")
     if clients is None:
         raise ConfigError("scenario.clients: how many clients have their own machines? Set --scenario.clients")
-    content = yaml.safe_dump(remote_config(plain_config(given, parser), clients, given.test), sort_keys=False)
-    texts = {"pyproject.toml": PYPROJECT, "server_app.py": SERVER_APP, "client_app.py": CLIENT_APP}
-    texts |= {"certificates.sh": CERTIFICATES}
-    try:
-        folder.mkdir(parents=True)
-        for name, text in {**texts, "experiment.yaml": content}.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except FileExistsError:
-        raise ConfigError(f"--out: {folder} exists already. Choose another folder") from None
-    except OSError as error:
-        raise ConfigError(f"--out: {folder} cannot be written to: {error}") from error
-    print(f"wrote {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}\n")
-    print(commands(folder, clients))
+    config = remote_config(plain_config(given, parser), clients, given.test)
+    content = yaml.safe_dump(config, sort_keys=False)
+    write_new_folder("--out", folder, {**APP_FILES, "experiment.yaml": content, "certificates.sh": CERTIFICATES})
+    print(commands(folder, clients, config["engine"]["init_args"]["superlink"]))
     return 0
 
 
@@ -109,30 +62,33 @@ def remote_config(config: dict[str, Any], clients: int, test_data: str | None) -
     scenario = {"dataset": dataset, "partition": partition, "clients": clients}
     if objective := config["scenario"].get("objective"):
         scenario["objective"] = objective
-    return {**config, "scenario": scenario, "engine": "fl_lightning.engines.flower.FlowerEngine"}
+    engine = config["engine"]
+    if not isinstance(engine, dict) or not engine["class_path"].endswith(".FlowerEngine"):
+        engine = {"class_path": "fl_lightning.engines.flower.FlowerEngine", "init_args": {}}
+    engine["init_args"]["superlink"] = engine["init_args"].get("superlink") or "federation"
+    return {**config, "scenario": scenario, "engine": engine}
 
 
-def commands(folder: Path, clients: int) -> str:
+def commands(folder: Path, clients: int, superlink: str) -> str:
     """Return the text that says which commands start the server, the clients and the run."""
-    return f"""\
+    return f"""
 1. on the server, make certificates. SERVER is the name or the address at which the clients reach it:
    sh {folder}/certificates.sh SERVER
 
 2. on the server, start Flower's SuperLink:
    flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
-     --enable-supernode-auth --disable-runtime-dependency-installation --database flower.db
+     --enable-supernode-auth --isolation process --database flower.db
    and name the connection in ~/.flwr/config.toml:
-   [superlink.federation]
+   [superlink.{superlink}]
    address = "SERVER:8000"
    root-certificates = "{Path("ca.crt").resolve()}"
 
 3. on the machine of each client, 0 to {clients - 1}, make a key, and send client.pub to the server:
    ssh-keygen -t ecdsa -b 384 -N '' -f client
    on the server, register it:
-   flwr supernode register client.pub federation
+   flwr supernode register client.pub {superlink}
    on the client's machine, with ca.crt from the server and a file that describes its data:
    fl-lightning node client.yaml --superlink SERVER:8000 --certificate ca.crt --key client
 
 4. on the server, start the run:
-   flwr run {folder} federation --stream --run-config 'run-dir="{Path("run").resolve()}"'
-   and to resume it: --run-config 'run-dir="{Path("run").resolve()}" resume=true'"""
+   fl-lightning fit --config {folder}/experiment.yaml"""

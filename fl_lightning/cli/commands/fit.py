@@ -19,6 +19,7 @@ from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.class_names import correct_case
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
+from fl_lightning.cli.flower_app import connected_clients
 from fl_lightning.core.config import config_file, flatten, is_below, read_config, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import EngineName
@@ -57,7 +58,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         print(dry_run_report(orchestrator, time.monotonic() - started))
         return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
-    run = orchestrator.fit(bool(given.resume), config, name, group)
+    with connected_clients(orchestrator, config, bool(given.resume)):
+        run = orchestrator.fit(bool(given.resume), config, name, group)
     print_results(orchestrator, run)
     print(f"ended: {orchestrator.ending}")
     print(f"run: {run_dir}")

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 
 from jsonargparse import ArgumentParser, Namespace
 
+from fl_lightning.cli.new_folder import write_new_folder
 from fl_lightning.core.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -22,15 +23,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     """Write the folder of a new project, and print the command that runs it."""
     check_name(given.name)
     folder = Path(given.name)
-    try:
-        folder.mkdir()
-        for name, text in project_files(given.name, given.data).items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except FileExistsError:
-        raise ConfigError(f"new: {folder} exists already. Choose another name.") from None
-    except OSError as error:
-        raise ConfigError(f"new: {folder} cannot be written: {error}") from error
-    print(f"wrote {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    write_new_folder("new", folder, project_files(given.name, given.data))
     print(f"next: cd {folder} && fl-lightning fit --config {folder}.yaml")
     return 0
 
