@@ -207,7 +207,7 @@ def tune(
 
 
 def first_half(results: Sequence[TrialResult], tuning: Tuning) -> list[TrialResult]:
-    """Return the trials that began within the first half of the budget, by their number and their processor time."""
+    """Return the trials that began in the first half of the budget, which limits their number and processor time."""
     used = accumulate((result.processor_seconds for result in results), initial=0.0)
     return [
         result

@@ -151,7 +151,7 @@ class Entry:
 
     @property
     def options(self) -> MethodOptions:
-        """The options of the method."""
+        """The options of the federated method in this entry."""
         return self.benchmark.methods.get(self.method, MethodOptions())
 
     def words(self) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> None:
-    """Load state tensors that `optimizer_tensors` returned into an optimizer, without changing its learning rate."""
+    """Load tensors from `optimizer_tensors` into an optimizer's state. Its learning rate does not change."""
     state: dict[int, Tensors] = {}
     for key, value in kept.items():
         number, _, name = key.partition("/")

@@ -237,7 +237,7 @@ class MultiLabel(Objective):
 
 
 class Regression(Objective):
-    """Regression of one or several numbers, with squared error by default and mean absolute error (`mae`).
+    """Regression of one or several numbers: squared error as the default loss, mean absolute error as the metric `mae`.
 
     Args:
         criterion: The loss: the squared error (`mse`), the absolute error (`l1`), or `huber`, which is squared below 1

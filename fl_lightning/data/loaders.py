@@ -19,7 +19,7 @@ GATHERED = 1 << 20
 
 
 def send(value: Any, device: torch.device) -> Any:
-    """Move a tensor or `Inputs` to a device. A copy from the CPU to a GPU is asynchronous."""
+    """Move a batch (a tensor, or `Inputs` with several tensors) to a device; from the CPU to a GPU asynchronously."""
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()  # from other memory, the copy may wait
     return value.to(device, non_blocking=True)

@@ -263,7 +263,7 @@ class ClientLink:
         return self._push(flower.Message(records, self.machines[client], kind))
 
     def ask(self, clients: Iterable[int]) -> None:
-        """Ask the machines of these clients, and machines of unknown clients, to describe their data."""
+        """Ask the machines of these clients, and each machine whose client is not yet known, to describe their data."""
         now = time.monotonic()
         known = {machine: client for client, machine in self.machines.items()}
         flower, wanted = import_flower(), {*clients}

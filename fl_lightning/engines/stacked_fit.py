@@ -79,7 +79,7 @@ class Client:
             yield
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Return a context with the client's own random states."""
+        """Return a context manager in which random numbers come from the client's own random states."""
         return self.random_states.drawing() if self.random_states else nullcontext()
 
     @contextmanager

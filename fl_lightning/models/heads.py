@@ -66,7 +66,7 @@ class Head:
                 raise ConfigError(f"model.head.{name}: {getattr(self, name)} has a width below 1")
 
     def attach(self, encoder: nn.Module, width: int, num_classes: int) -> Parts:
-        """Add the layers that follow an encoder, and return the parts of the backbone.
+        """Build the layers that follow an encoder, and return the parts of the network by name.
 
         Args:
             encoder: Maps inputs to `(B, width)`.

@@ -94,7 +94,7 @@ class EqualSteps(ClientModule):
     """A client's module that only accepts fits by SGD with one constant learning rate and momentum."""
 
     def check_fit(self) -> None:
-        """Raise an error if the number of effective steps of the fit is not known."""
+        """Raise an error if the fit has settings with which its number of effective steps cannot be computed."""
         check_equal_steps(self, "FedNova")
         if len({(group["lr"], group["momentum"]) for group in sgd_groups(self, "FedNova")}) > 1:
             raise ConfigError("optimizer: FedNova needs one learning rate and one momentum for all parameters.")

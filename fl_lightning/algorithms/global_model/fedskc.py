@@ -378,7 +378,7 @@ class GlobalDiscrepancy(Aggregator):
         return (self.structural,)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return the list of all uploads of the round, because the weights (Eq. 4) need every client's knowledge."""
+        """Return the list of the round's uploads: the weights (Eq. 4) depend on the class means of all clients."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
@@ -484,7 +484,7 @@ class GlobalPeriodReview(Aggregator):
         return self.inner.fold(uploads)
 
     def finish(self, folded: object, before: State, knowledge: State) -> State:
-        """Return the inner aggregator's model, corrected by the previous round's model (Eq. 5)."""
+        """Return the model of the wrapped aggregator, corrected with the previous round's global model (Eq. 5)."""
         inner = self.inner.finish(folded, before, knowledge)
         last, now = before[self.structural.name], knowledge[self.structural.name]
         if not bool(last["known"].any()):  # round 1

@@ -74,7 +74,7 @@ def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class MixedModule(ClientModule):
-    """A client's module whose network mixes core models. It trains the client's core and mixing ratios.
+    """A client's module whose weights are a mix of several clients' core models. It trains its own core and the ratios.
 
     The backbone holds the mixture, which is updated after each step. The gradients of the backbone's weights are passed
     on to the core and the ratios. Without other clients' cores it trains like a `ClientModule`.

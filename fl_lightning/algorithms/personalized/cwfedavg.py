@@ -283,7 +283,7 @@ def class_layer(model: Tensors) -> Tensor:
 
 
 def class_layer_name(model: Tensors) -> str:
-    """Return the name of a model's entry with the classification layer's weights: the last matrix of the `head`.
+    """Return the state-dict key of the classification layer's weights: the last matrix of the `head`.
 
     Raises:
         ConfigError: There is no such entry.

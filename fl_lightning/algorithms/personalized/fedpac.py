@@ -135,7 +135,7 @@ class FeatureStatistics(SharedKnowledge):
         return module.notes[self.name]
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return no tensors, because statistics are only read by the aggregator."""
+        """Return no tensors: the aggregator reads the uploaded statistics, and nothing is sent to the clients."""
         return {}
 
 
