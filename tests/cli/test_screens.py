@@ -202,7 +202,7 @@ def test_ctrl_c_removes_the_bars(tmp_path, columns):
     assert len(bars) == 2
     assert all(len(line) <= columns for line in during.lines)
     left = "".join(line.ljust(columns) if len(line) == columns else f"{line} " for line in after.lines)
-    assert not re.search(r"rounds |clients |━|acc 0\.", left), after.lines
+    assert not re.search(r"━|acc 0\.", left), after.lines
     assert "stopped by SIGINT after round" in left
     assert "fit --resume run" in left
 

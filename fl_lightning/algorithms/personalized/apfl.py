@@ -61,16 +61,16 @@ class MixedModels(ClientModule):
 
     def mixture(self) -> Tensors:
         """Return the trainable parameters of the mixture `v̄ = α v + (1 - α) w`, differentiable in `v` only."""
-        share, shared = float(self.alpha), dict(self.backbone.named_parameters())
+        shared = dict(self.backbone.named_parameters())
         own = {name: v for name, v in self.own.named_parameters() if v.requires_grad}
-        return {name: share * v + (1 - share) * shared[name].detach() for name, v in own.items()}
+        return {name: self.alpha * v + (1 - self.alpha) * shared[name].detach() for name, v in own.items()}
 
     def _train_own(self, x: Tensor, y: Tensor) -> None:
         mixed, own = self.mixture(), dict(self.own.named_parameters())
         loss = self.objective.loss(functional_call(self.own, mixed, (x,)), y)
         found = torch.autograd.grad(loss, list(mixed.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(mixed, found, strict=True) if g is not None}
-        share = float(self.alpha)
+        share = self.alpha.clone()  # before it changes
         if self.adaptive and not self.steps:
             self._adapt(gradients)
         self.own_optimizer.zero_grad()
