@@ -92,6 +92,7 @@ class DirectionServer(ServerStep):
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
+    only_in = "FedCM"
     only_averages = False
 
     def __init__(self, server_lr: float = 1.0) -> None:
