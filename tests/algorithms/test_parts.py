@@ -1,17 +1,20 @@
-"""Every aggregator of the package in FedAvg: works there, or is refused before round 1."""
+"""Every loss term and every aggregator of the package in FedAvg: it works there, or is refused before round 1."""
 
 import inspect
 from functools import partial
 
 import pytest
 from experiments import digits, finished
-from methods import NAMES, SIAMESE
+from methods import EPISODES, NAMES, SIAMESE
 
 from fl_lightning.algorithms import (
+    DistillingWeights,
     FedAvg,
+    FedProx,
     FedSAM,
     GlobalPeriodReview,
     NormalizedAveraging,
+    Prototypical,
     Proximal,
     Splits,
 )
@@ -19,7 +22,11 @@ from fl_lightning.cli.catalogue import classes, descriptions
 from fl_lightning.core.errors import ClientFailure, ConfigError
 
 AGGREGATORS, TERMS = classes("aggregators"), classes("loss_terms")
-BUILD = {"Splits": partial(Splits, 0.4, 1.6, 0, 2, "uniform")}
+BUILD = {
+    "Splits": partial(Splits, 0.4, 1.6, 0, 2, "uniform"),
+    "Prototypical": partial(Prototypical, 2),
+    "DistillingWeights": partial(DistillingWeights, allow_bias=True),
+}
 EVERYWHERE = {"scenario": digits(3), "clients_per_round": 3, "model": SIAMESE, "rounds": 2}
 
 
@@ -57,6 +64,21 @@ def test_an_aggregator_inside_another_one_is_refused():
     with pytest.raises(ConfigError) as refused:
         FedAvg(aggregator=GlobalPeriodReview(NormalizedAveraging()))
     assert str(refused.value) == refusal("aggregator", NormalizedAveraging)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TERMS if not kind.only_in])
+def test_a_loss_term_acts_in_fedavg(kind, tmp_path):
+    options = EVERYWHERE | ({"scenario": EPISODES} if kind is Prototypical else {})
+    run = finished(tmp_path, FedAvg(loss_terms=[build(kind)]), **options)
+    assert run.csv.rows[-1][f"client/train_{kind.name}"] != 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TERMS if kind.only_in])
+def test_a_loss_term_that_works_only_in_its_method_is_refused_in_others(kind):
+    with pytest.raises(ConfigError) as refused:
+        FedProx(loss_terms=[build(kind)])
+    assert str(refused.value) == refusal("loss_terms", kind)
+    assert Own(loss_terms=[build(kind)]).loss_terms  # a user's method may send what the term reads
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (*AGGREGATORS, *TERMS) if kind.only_in])
