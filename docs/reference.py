@@ -53,6 +53,18 @@ def options(kind: type[Algorithm]) -> str:
     return "\n".join([*table, *([f"Tuned over: {ranges}.", ""] if ranges else []), traffic])
 
 
+def parts() -> str:
+    """Return a table of the loss terms and aggregators that work in one method only."""
+    lines = ["| part | works only in |", "|---|---|"]
+    methods = {kind.__name__: kind for kind in classes("algorithms")}
+    for word, kind in (("loss term", "loss_terms"), ("aggregator", "aggregators")):
+        for part in classes(kind):
+            if part.only_in:
+                method = f"[{part.only_in}](#{anchor(methods[part.only_in])})"
+                lines.append(f"| {word} `{part.__name__}` | {method} |")
+    return "\n".join(lines)
+
+
 def format_default(default: Any) -> str:
     """Return a default value as YAML."""
     if default is None or isinstance(default, bool):
@@ -82,7 +94,9 @@ def marker(name: str) -> str:
 
 def filled(text: str) -> str:
     """Return the page with its generated blocks updated."""
-    blocks = {"overview": overview()} | {kind.__name__: options(kind) for kind in classes("algorithms")}
+    blocks = {"overview": overview(), "parts": parts()} | {
+        kind.__name__: options(kind) for kind in classes("algorithms")
+    }
     for name, block in blocks.items():
         begin, end = marker(name), "<!-- end -->"
         assert begin in text, f"docs/algorithms.md has no line {begin}"

@@ -29,6 +29,9 @@ class Aggregator(ArgumentsMixin, Capable):
         clients: Number of clients of the experiment. It is set before round 1.
         leaves: Sections that `finish` adds to the state for callbacks, such as `weights`.
         needs_classes: Whether labels must be classes.
+        only_in: Name of the only method that sends what the aggregator reads, if other methods do not send it. Other
+            methods of this package refuse the aggregator.
+        inner: The aggregator that this one corrects, if any.
         only_averages: Whether `fold` only averages the uploads' weights as they arrive, with `RunningMean`. Uploads
             then stay on the GPU, and only their mean is copied to the CPU. Otherwise `fold` gets them on the CPU.
         sends_one_model: Whether `model_for` gives every client the state's `model`.
@@ -38,6 +41,8 @@ class Aggregator(ArgumentsMixin, Capable):
     clients: int = 0
     leaves: tuple[str, ...] = ()
     needs_classes: bool = False
+    only_in: str | None = None
+    inner: Aggregator | None = None
     only_averages: bool = False
     sends_one_model: bool = True
 

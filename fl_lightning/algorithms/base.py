@@ -44,7 +44,8 @@ class Algorithm(ArgumentsMixin, Capable):
             `drop` them (each fit starts with initial ones, and so does the shared model).
 
     Raises:
-        ConfigError: Two loss terms have one name, or an option of the method is out of its range.
+        ConfigError: Two loss terms have one name, a part works only in another method, or an option of the method is
+            out of its range.
 
     Attributes:
         server: Whether there is a server. Otherwise a client's upload stays with the client, and its peers collect it.
@@ -111,6 +112,21 @@ class Algorithm(ArgumentsMixin, Capable):
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"algorithm.loss_terms: {name!r} occurs twice. List each loss term once.")
+        self._refuse_parts_of_others()
+
+    def _refuse_parts_of_others(self) -> None:
+        """Raise an error if a part works only in another method. A user's own method may send what the part reads."""
+        methods = {kind.__name__ for kind in type(self).__mro__}
+        parts: list[tuple[str, LossTerm | Aggregator]] = [("loss_terms", term) for term in self.loss_terms]
+        aggregator: Aggregator | None = self.aggregator
+        while aggregator:
+            parts.append(("aggregator", aggregator))
+            aggregator = aggregator.inner
+        for key, part in parts:
+            if self.family() != "own" and part.only_in and part.only_in not in methods:
+                what = f"{type(part).__name__} works only in {part.only_in}"
+                fix = f"Use --algorithm {part.only_in}, to which you can add loss terms."
+                raise ConfigError(f"algorithm.{key}: {what}. {fix}")
 
     @classmethod
     def family(cls) -> str:

@@ -15,25 +15,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.config import read_config, read_yaml
+from fl_lightning.core.config import flatten, read_config, read_yaml
 from fl_lightning.core.errors import ConfigError
 
 Baselines = dict[str, dict[str, Any]]
 
 BASE_CLASS = "fl_lightning.algorithms.Algorithm"
-"""The base class of all algorithms. Its options are those that all algorithms share."""
+"""The base class of all algorithms. Its options are those that most algorithms share."""
+
+SHARED_OPTIONS = ("loss_terms", "aggregator", "buffers")
+"""The options of the base class."""
 
 
 def expand_baseline(words: Sequence[str]) -> list[str]:
     """Replace `--algorithm NAME` on a command line by the options of the baseline NAME.
 
     An algorithm other than the config's own starts from its own defaults. Otherwise an option that both have, such as
-    `tau`, would keep the config's value. Options that all algorithms share (`loss_terms`, `aggregator`, `buffers`) keep
-    the config's values.
+    `tau`, would keep the config's value. The options that most algorithms share (`loss_terms`, `aggregator`, `buffers`)
+    keep the config's values if the algorithm has them.
     """
     configs = [value for _, value in option_values(words, "config")]
     algorithms = option_values(words, "algorithm")
@@ -54,6 +58,25 @@ def expand_baseline(words: Sequence[str]) -> list[str]:
         expanded = ["--algorithm", BASE_CLASS, *expanded]
     width = 1 if "=" in words[position] else 2
     return [*words[:position], *expanded, *words[position + width :]]
+
+
+def warn_of_dropped_options(configs: Sequence[str], resolved: Mapping[str, Any]) -> None:
+    """Warn of each shared option that the config files set, but that the chosen algorithm does not have.
+
+    Args:
+        configs: The paths of the config files.
+        resolved: The resolved config of the run.
+    """
+    stated: dict[str, Any] = {}
+    for config in configs:
+        stated |= flatten(read_config(Path(config)))
+    used = flatten(resolved)
+    for key in (f"algorithm.{option}" for option in SHARED_OPTIONS):
+        if (value := stated.get(key)) and key not in used:
+            parts = value if isinstance(value, list) else [value]
+            names = ", ".join(class_name(part["class_path"] if isinstance(part, dict) else part) for part in parts)
+            what = f"{class_name(used['algorithm'])} does not have this option"
+            warnings.warn(f"{key}: {what}, so the config's value is dropped ({names})", stacklevel=2)
 
 
 def class_name(path: object) -> str:

@@ -164,8 +164,16 @@ class Class:
 
     @property
     def summary(self) -> str:
-        """The first line of the class's docstring."""
-        return self.docstring.partition("\n")[0]
+        """The first line of the class's docstring. If the class works only in one method, the method is named, too."""
+        line = self.docstring.partition("\n")[0]
+        return f"{line} Only in {self.only_in}." if self.only_in else line
+
+    @property
+    def only_in(self) -> str | None:
+        """The class attribute `only_in`, its own or an inherited one: the only method in which a part works."""
+        statements = (one for each in self.ancestors for one in each.node.body if isinstance(one, ast.Assign))
+        values = (one.value for one in statements if ast.unparse(one.targets[0]) == "only_in")
+        return next((ast.literal_eval(value) for value in values), None)
 
     @cached_property
     def bases(self) -> list[Class]:

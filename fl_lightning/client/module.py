@@ -66,6 +66,8 @@ class LossTerm(ArgumentsMixin, nn.Module):
         knowledge: The shared knowledge that the term reads. It is sent together with the weights.
         active: Whether the term is computed in this fit.
         needs_classes: Whether targets must be classes, so that other objectives are refused.
+        only_in: Name of the only method that sends what the term reads, if other methods do not send it. Other methods
+            of this package refuse the term.
         objective_weight: Factor on the objective's loss while the term is active. 0 replaces the objective's loss.
         taps: Names of the backbone's layers whose inputs the term reads in `Step.taps`.
     """
@@ -73,6 +75,7 @@ class LossTerm(ArgumentsMixin, nn.Module):
     name: str = ""
     active: bool = True
     needs_classes: bool = False
+    only_in: str | None = None
     objective_weight: float = 1.0
     taps: tuple[str, ...] = ()
 

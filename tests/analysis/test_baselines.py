@@ -12,6 +12,7 @@ from fl_lightning.algorithms import MOON
 from fl_lightning.analysis.baselines import expand_baseline, merge_baselines
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import experiment_parser, plain_config
+from fl_lightning.cli.main import main
 from fl_lightning.core.config import with_config_paths
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -167,3 +168,62 @@ def test_every_baseline_of_a_shipped_config_parses(parser, config, name):
 
 def plain(value):
     return list(value) if isinstance(value, tuple) else value
+
+
+PARTS = """
+algorithm:
+  class_path: FedProx
+  init_args:
+    loss_terms: [{class_path: ModelContrast}, NotTrueDistillation]
+    aggregator: {class_path: ServerMomentum, init_args: {beta: 0.5}}
+"""
+DROPPED = {
+    "FedAvg": [],
+    "FedNova": [
+        "algorithm.aggregator: FedNova does not have this option, so the config's value is dropped (ServerMomentum)"
+    ],
+    "own_parts.Own": [
+        "algorithm.loss_terms: Own does not have this option, so the config's value is dropped "
+        "(ModelContrast, NotTrueDistillation)",
+        "algorithm.aggregator: Own does not have this option, so the config's value is dropped (ServerMomentum)",
+    ],
+}
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """Enter a folder with a config that sets loss terms and an aggregator, and a method that has neither option."""
+    (tmp_path / "parts.yaml").write_text(PARTS)
+    own = "class Own(Algorithm):\n    def __init__(self) -> None:\n        super().__init__()\n"
+    (tmp_path / "own_parts.py").write_text(f"from fl_lightning import Algorithm\n\n\n{own}")
+    monkeypatch.chdir(tmp_path)
+    return ["fit", "--config", "digits_fedavg.yaml", "--config", "parts.yaml"]
+
+
+prints_warnings = pytest.mark.filterwarnings("default:algorithm")
+
+
+@prints_warnings
+@pytest.mark.parametrize("name", DROPPED)
+def test_options_of_the_config_that_the_algorithm_does_not_have_are_named(name, parts, capsys):
+    assert main([*parts, "--algorithm", name, "--fast"]) == 0
+    assert warnings_in(capsys) == DROPPED[name]
+
+
+@pytest.mark.thorough
+@prints_warnings
+def test_a_multirun_names_the_dropped_options(parts, capsys):
+    reduced = ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
+    assert main([*parts, *reduced, "--multirun", "algorithm=FedNova"]) == 0
+    assert warnings_in(capsys) == DROPPED["FedNova"]
+
+
+def test_an_option_that_a_later_config_resets_is_not_dropped(parts, capsys):
+    Path("reset.yaml").write_text("algorithm: {class_path: FedProx, init_args: {aggregator: null, loss_terms: []}}\n")
+    assert main([*parts, "--config", "reset.yaml", "--algorithm", "own_parts.Own", "--fast"]) == 0
+    assert warnings_in(capsys) == []
+
+
+def warnings_in(capsys):
+    start = "fl-lightning: warning: "
+    return [line.removeprefix(start) for line in capsys.readouterr().err.splitlines() if line.startswith(start)]

@@ -122,8 +122,9 @@ def columns():
 def test_your_algorithm_page_runs(work_dir, monkeypatch, capsys):
     session("your-algorithm.md", monkeypatch)
     counts = Counter(name for header in columns() for name in header if name.startswith("client/train_"))
-    assert counts["client/train_loss"] == 6
-    assert counts["client/train_confidence_penalty"] == 2, "the term alone, and the method"
+    assert counts["client/train_loss"] == 7
+    assert counts["client/train_confidence_penalty"] == 3, "the term alone, and twice the method"
+    assert counts["client/train_proximal"] == 1, "added to the method"
     assert counts["client/train_prior_matching"] == counts["client/train_prototype_pull"] == 1
     assert counts["client/train_dynamic_regularizer"] == 1
     runpy.run_path("run_mine.py", run_name="__main__")

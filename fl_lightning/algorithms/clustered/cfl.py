@@ -85,6 +85,7 @@ class Splits(Aggregator):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    only_in = "CFL"
     leaves = ("norms",)
 
     def __init__(self, eps1: float, eps2: float, min_rounds: int, min_size: int, weighting: Weighting) -> None:

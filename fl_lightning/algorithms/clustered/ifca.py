@@ -67,6 +67,8 @@ class ClusterMeans(Aggregator):
             clusters do not contain them.
     """
 
+    only_in = "IFCA"
+
     def __init__(self, weighting: Weighting = "samples", shared_layers: Sequence[str] = ()) -> None:
         self.weighting, self.shared_layers = weighting, tuple(shared_layers)
 

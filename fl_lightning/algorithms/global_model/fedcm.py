@@ -39,6 +39,8 @@ class ClientMomentum(LossTerm):
         ConfigError: α is out of range, or a fit begins that is not plain SGD with one learning rate.
     """
 
+    only_in = "FedCM"
+
     def __init__(self, alpha: float = 0.1) -> None:
         super().__init__()
         check_number("algorithm.alpha", alpha, "(0, 1]", "the paper uses 0.1")
@@ -92,6 +94,7 @@ class DirectionServer(ServerStep):
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
+    only_in = "FedCM"
     only_averages = False
 
     def __init__(self, server_lr: float = 1.0) -> None:

@@ -72,6 +72,7 @@ class DriftCorrection(WeightedMean):
     """Aggregate to the mean of the participants' models plus the mean drift of all clients (Eq. 7).
 
     The server computes the mean drift itself, because each participant's drift grows by its change of weights.
+    Use it with `DriftPenalty` on the clients. Without this term it is server momentum that does not decay.
     """
 
     def __init__(self) -> None:

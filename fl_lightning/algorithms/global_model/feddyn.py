@@ -82,6 +82,8 @@ class DynamicRegularizer(LossTerm):
 class DynamicServer(WeightedMean):
     """The mean of the participants' models, minus `h / α`, where `h` is the mean of all clients' gradients.
 
+    Use it with `DynamicRegularizer` on the clients. Without this term it is server momentum that does not decay.
+
     Args:
         alpha: α of the clients' term.
     """

@@ -190,6 +190,7 @@ class GeneratedFeatures(LossTerm):
     """
 
     needs_classes = True
+    only_in = "FedGen"
 
     def __init__(self, alpha: float = 1.0, beta: float = 0.0, decay: float = 1.0, uniform_noise: bool = False) -> None:
         super().__init__()

@@ -88,6 +88,7 @@ class PrototypeAveraging(Aggregator):
     """
 
     needs_classes = True
+    only_in = "FedNH"
 
     def __init__(self, rho: float = 0.9) -> None:
         check_number("algorithm.rho", rho, "[0, 1]", "the paper uses 0.9")

@@ -69,6 +69,8 @@ class NormalizedAveraging(Aggregator):
     `τ_eff = Σ p_k ||a_k||₁`. BatchNorm's statistics are averaged as in FedAvg.
     """
 
+    only_in = "FedNova"
+
     def fold(self, uploads: Iterable[Upload]) -> NormalizedMeans:
         """Average the uploaded models as they arrive: parameters per effective step, other entries as in FedAvg."""
         parameters, others, samples, steps, inverse = RunningMean(), RunningMean(), 0.0, 0.0, 0.0

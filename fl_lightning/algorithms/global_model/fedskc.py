@@ -458,7 +458,7 @@ class GlobalPeriodReview(Aggregator):
         knowledge: StructuralKnowledge | None = None,
     ) -> None:
         check_number("algorithm.beta", beta, "[0, 1]", "the paper uses 0.95")
-        self.inner = inner or WeightedMean()
+        self.inner: Aggregator = inner or WeightedMean()
         self.leaves = self.inner.leaves
         self.beta, self.review = beta, review
         self.compared = known_in_each_round if reference else known_in_both_rounds

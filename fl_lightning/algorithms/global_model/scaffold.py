@@ -69,6 +69,7 @@ class ControlVariates(LossTerm):
     """
 
     name = "control"
+    only_in = "SCAFFOLD"
 
     def __init__(self) -> None:
         super().__init__()

@@ -168,6 +168,8 @@ class MixedModule(ClientModule):
 class Cores(Aggregator):
     """Record which clients have trained a core model. Cores are not averaged."""
 
+    only_in = "APPLE"
+
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
         """Return the ids of the clients that uploaded a core this round."""
         return [client for client, _ in uploads]

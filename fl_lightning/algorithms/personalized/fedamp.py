@@ -65,6 +65,8 @@ class LastUploads(Aggregator):
     state's `model` stays the initial one, which is every client's model before it trains.
     """
 
+    only_in = "FedAMP"
+
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
         """Return the ids of the clients that uploaded this round."""
         return [upload.client for upload in uploads]

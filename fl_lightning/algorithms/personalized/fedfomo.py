@@ -83,6 +83,8 @@ class Affinities(Aggregator):
     It also records which clients have uploaded a model.
     """
 
+    only_in = "FedFomo"
+
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
         """Return each uploading client's benefits from the models it received: loss reduction per distance (Eq. 3)."""
         return [(client, message.section(AFFINITY)) for client, message in uploads]

@@ -149,6 +149,7 @@ class ClassifierCollaboration(Aggregator):
     """
 
     needs_classes = True
+    only_in = "FedPAC"
 
     def __init__(self, weighting: Weighting = "samples") -> None:
         self.weighting = weighting

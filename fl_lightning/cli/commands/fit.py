@@ -12,7 +12,7 @@ from typing import Any, get_args
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.baselines import expand_baseline
+from fl_lightning.analysis.baselines import expand_baseline, warn_of_dropped_options
 from fl_lightning.analysis.baselines import option_values as values
 from fl_lightning.analysis.summary_tables import clients_table, last_metrics, summary_table
 from fl_lightning.cli.allowed_objects import allowed_objects
@@ -50,6 +50,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         if given.run_dir and Path(given.run_dir).resolve() != run_dir.resolve():
             raise ConfigError(f"--run_dir: a resumed run stays in its folder ({run_dir}). Leave --run_dir out")
     else:
+        warn_of_dropped_options([str(path) for path in given.config or []], config)
         run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(config_name(given, parser))
     orchestrator = build(given, parser, run_dir)
     if given.fast:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.baselines import option_values
+from fl_lightning.analysis.baselines import option_values, warn_of_dropped_options
 from fl_lightning.analysis.comparison import comparable_runs, compare
 from fl_lightning.analysis.executor import Job, is_finished
 from fl_lightning.analysis.multirun import PLACE, Combination, check_seeds, combinations, multirun_jobs, parse_grid
@@ -25,7 +25,7 @@ from fl_lightning.cli.jobs import (
 )
 from fl_lightning.cli.options import MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.unknown_names import check_names
-from fl_lightning.core.config import is_run
+from fl_lightning.core.config import is_run, with_config_paths
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.runs.reader import open_runs
 
@@ -124,6 +124,8 @@ def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list
         ConfigError: A value is wrong or does not fit the others, two combinations are equal, or none is the reference.
     """
     configs = in_each(grid, resolve_config, given.workers)
+    for each, config in zip(grid, configs, strict=True):
+        warn_of_dropped_options([path for _, path in option_values(with_config_paths(each.words), "config")], config)
     groups = multirun_jobs(grid, configs, given.seeds or (), out, reference_settings(given.reference))
     new = [each for each, jobs in zip(grid, groups, strict=True) if not any(job.folder.exists() for job in jobs)]
     in_each(new, check_experiment, given.workers)
