@@ -123,6 +123,8 @@ class Names:
         elif key in CLASS_KEYS:
             parsed = _parsed(value)
             self._check_classes(key, [parsed] if option.endswith("+") and isinstance(parsed, str | dict) else parsed)
+        elif (about := key.removesuffix(".help")) in CLASS_KEYS and value:
+            self._check_class(about, value, None)
         elif owner in self.classes and owner not in later:
             self._check_argument(owner, self.classes[owner], key.removeprefix(f"{owner}."))
 
@@ -257,7 +259,8 @@ class Names:
         known = list(dict.fromkeys(one.partition(".")[0] for one in arguments_of(key, path)))
         meant = [*filter(None, [nearest(name, known)])]
         if not meant and arguments(key, path) is not None:  # an argument of the user's class may have any name
-            found = _same_last_part(name.replace("-", "_"), self.settings()) or _from_other_tools(name)
+            outside = [one for one in self.settings() if not f"{key}.".startswith(f"{one}.")]
+            found = _same_last_part(name.replace("-", "_"), outside) or _from_other_tools(name)
             meant = [self._as_typed(one, f"{key}.{name}") for one in found]
         return f"{path.rpartition('.')[2]} has no key {name!r}. {suggest(' or '.join(meant[:3]), known)}"
 

@@ -251,6 +251,28 @@ def test_suggested_classes_exist():
     assert not {*CLASSES} & {fold(name) for name in known} - {"wandblogger"}
 
 
+# --- Help on a class that does not exist ---
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--algorithm.help FedProxx", "algorithm: class 'FedProxx' not found. Did you mean FedProx?"),
+        ("--algorithm.help=FedProxx", "algorithm: class 'FedProxx' not found. Did you mean FedProx?"),
+        (
+            "--algorithm.aggregator.help Dual",
+            "algorithm.aggregator: class 'Dual' not found. See `fl-lightning list aggregators`. "
+            "Other classes need an import path (package.module.Class).",
+        ),
+        ("--algorithm.loss_terms.help Prox", "algorithm.loss_terms: class 'Prox' not found. Did you mean Proximal?"),
+        ("--optimizer.help SDG", "optimizer: class 'SDG' not found. Did you mean SGD?"),
+    ],
+)
+def test_help_on_an_unknown_class_is_answered_as_the_class_itself(option, message):
+    assert refusal(f"fit {option}") == message
+    assert refusal(f"fit {option.replace('.help', '').replace('loss_terms', 'loss_terms+')}") == message
+
+
 # --- A key of a config file ---
 
 
@@ -267,6 +289,21 @@ def test_suggested_classes_exist():
 def test_in_a_config_the_fix_is_a_key(more, message, here):
     Path("bad.yaml").write_text(f"{TINY}{more}\n")
     assert refusal("fit --config bad.yaml") == message
+
+
+@pytest.mark.parametrize("chosen", ["GlobalPeriodReview", "fl_lightning.algorithms.GlobalPeriodReview"])
+def test_the_key_that_one_is_already_in_is_not_suggested(chosen, here):
+    aggregator = f"{{class_path: {chosen}, init_args: {{aggregator: DualAggregation}}}}"
+    Path("bad.yaml").write_text(
+        TINY.replace("FedSKC\n", f"{{class_path: FedAvg, init_args: {{aggregator: {aggregator}}}}}\n")
+    )
+    message = (
+        "algorithm.aggregator: GlobalPeriodReview has no key 'aggregator'. "
+        "Available: inner, beta, review, similar_clients, reference, knowledge."
+    )
+    assert refusal("fit --config bad.yaml") == message
+    typed = f"--algorithm FedAvg --algorithm.aggregator {chosen} --algorithm.aggregator.aggregator DualAggregation"
+    assert refusal(f"fit --config tiny.yaml {typed}") == message
 
 
 def test_arguments_of_the_users_own_class_are_checked(here):
