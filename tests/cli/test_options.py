@@ -43,7 +43,8 @@ def test_classes_and_options_from_the_sources_equal_the_imported_ones(kind):
     for name, cls in imported.items():
         found = catalogue.classes_of(kind)[name]
         assert found.module.name == cls.__module__
-        assert found.summary == inspect.getdoc(cls).partition("\n")[0]
+        only = f" Only in {cls.only_in}." if getattr(cls, "only_in", None) else ""
+        assert found.summary == inspect.getdoc(cls).partition("\n")[0] + only
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(cls, fail_untyped=False)
         arguments, read = arguments_of(parser), {one.name: one for one in parameters(found)}
