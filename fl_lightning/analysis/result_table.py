@@ -22,6 +22,9 @@ LATEX = {
     "±": r"$\pm$",
 }
 
+MINUS = re.compile(r"(?<![\w.)-])-(?=\.?\d|inf\b)|(?<=\d[eE])-(?=\d)", re.ASCII)
+"""Matches the minus sign of a number or of its exponent. In LaTeX, a `-` outside of math mode is a hyphen."""
+
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 FIGURE = re.compile(rf"-|-inf|{_NUMBER}( ± {_NUMBER})?( \*+)?", re.ASCII)
 """Matches cells that are no formulas: a number, a mean ± deviation, or a dash for a missing value."""
@@ -116,7 +119,7 @@ class ResultTable:
 
 
 def _latex(cell: str) -> str:
-    return "".join(LATEX.get(letter, letter) for letter in one_line(cell))
+    return MINUS.sub("$-$", "".join(LATEX.get(letter, letter) for letter in one_line(cell)))
 
 
 def escape_markdown(cell: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from argparse import ArgumentError
 from contextvars import copy_context
 from itertools import chain
 from pathlib import Path
@@ -107,7 +108,12 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
         ConfigError: No run or no such checkpoint found, or the run was made by another user and names its own code.
         CheckpointError: The run has no checkpoint, or only damaged ones.
     """
-    return copy_context().run(load_run, Path(run_dir), checkpoint, trust)
+    try:
+        return copy_context().run(load_run, Path(run_dir), checkpoint, trust)
+    except ConfigError as error:
+        if isinstance(error.__cause__, ArgumentError):  # long, and only about jsonargparse
+            raise error from None
+        raise
 
 
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:

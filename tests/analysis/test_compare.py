@@ -531,6 +531,24 @@ def test_csv_has_full_keys_and_unrounded_values(study):
         assert row["reference"] == str(group.reference)
 
 
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("-8.33 ± 1.00 **", r"$-$8.33 $\pm$ 1.00 **"),
+        ("-.5", "$-$.5"),
+        ("-inf", "$-$inf"),
+        ("[-0.1, -0.05]", "[$-$0.1, $-$0.05]"),
+        ("mu=-1e-05", "mu=$-$1e$-$05"),
+        ("+0.5", "+0.5"),
+        ("-", "-"),
+        *((word, word) for word in ("FedAvg-2", "2026-11-25", "R-50", "non-IID", "-info", "CIFAR-10-LT")),
+    ],
+)
+def test_in_latex_a_negative_number_has_a_minus_sign_and_a_word_its_hyphen(cell, expected):
+    header, row = (line for line in ResultTable([cell], [[cell]]).latex().splitlines() if line.endswith(r"\\"))
+    assert header == row == rf"  {expected} \\"
+
+
 def test_latex(tmp_path):
     write(tmp_path, "FedAvg", 0, [0.5], arguments={"note": "50%_of & {all} #1 $x$ a~b^c\\d <|>"})
     write(tmp_path, "FedAvg", 0, [0.75], arguments={"note": "b"})

@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 
@@ -98,6 +99,32 @@ def test_unknown_name_is_an_attribute_error():
         fl_lightning.FedSCK  # noqa: B018
     with pytest.raises(ImportError, match="FedSCK"):
         from fl_lightning import FedSCK  # noqa: F401
+
+
+def traceback_of_open_run(run_dir):
+    with pytest.raises(ConfigError) as refused:
+        open_run(run_dir, trust=True)
+    return "".join(traceback.format_exception(refused.value))
+
+
+def test_an_error_in_a_config_is_shown_without_the_traceback_of_the_parser(tmp_path):
+    tiny(tmp_path / "run", "--rounds", "1")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("\nrounds: 1\n", "\nrounds: abc\n"))
+    shown = traceback_of_open_run(tmp_path / "run")
+    assert shown.endswith("ConfigError: rounds: got 'abc', expected int\n")
+    assert "jsonargparse" not in shown
+
+
+def test_an_error_of_the_users_own_class_keeps_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head = "from fl_lightning import Algorithm\n\n\nclass Own(Algorithm):\n    def __init__(self) -> None:\n"
+    Path("own_for_open_run.py").write_text(f"{head}        super().__init__()\n")
+    tiny(tmp_path / "run", "--rounds", "1", "--algorithm", "own_for_open_run.Own")
+    monkeypatch.setattr(sys.modules["own_for_open_run"].Own, "family", lambda self: 1 / 0)
+    shown = traceback_of_open_run(tmp_path / "run")
+    assert "ZeroDivisionError: division by zero" in shown
+    assert "in <lambda>" in shown
 
 
 def test_configs_record_classes_under_stable_paths(tmp_path):
