@@ -206,6 +206,12 @@ def compare(
     wanted = {known_key(key, runs, "--reference"): value for key, value in (reference or {}).items()}
     if wanted and not keys:
         raise ConfigError("--reference: all runs have the same settings, so there is only one group. Add other runs")
+    distinctive = {
+        key: value
+        for key, value in wanted.items()
+        if key in keys or not all(has_value(run.settings.get(key), value) for run in runs)
+    }
+    wanted = distinctive or wanted
     if reference is None and "algorithm" in keys:
         wanted = {"algorithm": "FedAvg"}
     if unknown := wanted.keys() - set(keys):

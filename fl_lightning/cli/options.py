@@ -142,7 +142,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
     "export": {
         "run": RUN,
         "-o --out": value(str | None, EXPORT_FILE, metavar="FILE"),
-        "--client": value(int | None, "Export client K's model; the global one by default.", metavar="K"),
+        "--client": value(int | None, "Export client K's next model; the global one by default.", metavar="K"),
         "--prepare": switch("Include the scaling and normalization, so that the model takes stored samples."),
         "--checkpoint": CHECKPOINT,
         "--trust": TRUST,

@@ -13,10 +13,19 @@ from peers import mean_by_hand
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedSKC, GlobalDiscrepancy, GlobalPeriodReview, LocalContrastive, ServerMomentum
+from fl_lightning.algorithms import (
+    ClassWise,
+    FedSKC,
+    GlobalDiscrepancy,
+    GlobalPeriodReview,
+    LocalContrastive,
+    LookAhead,
+    ServerMomentum,
+)
 from fl_lightning.algorithms.global_model import fedskc as skc
 from fl_lightning.client.knowledge import class_sums
 from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
@@ -488,6 +497,12 @@ def test_reference_server_over_rounds_whose_classes_change():
         weights, last_variance = mean, variance
         torch.testing.assert_close(state["model"]["w"], torch.tensor(weights), rtol=1e-5, atol=1e-6)
         assert state["structural"]["known"].tolist() == known
+
+
+@pytest.mark.parametrize("inner", [ClassWise(), LookAhead()])
+def test_the_period_review_refuses_an_aggregator_that_sends_other_weights_than_its_model(inner):
+    with pytest.raises(ConfigError, match=f"^algorithm.aggregator.inner: {type(inner).__name__} sends clients other"):
+        GlobalPeriodReview(inner)
 
 
 def test_the_period_review_starts_its_inner_aggregator():

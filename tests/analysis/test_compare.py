@@ -356,6 +356,10 @@ def test_the_reference_may_be_any_group(tmp_path):
     comparison = compare_folder(tmp_path, reference={"tau": 0.1})
     assert (comparison.reference, group_names(comparison)) == ("tau=0.1", ["0.1", "0.08"])
     assert comparison.groups[1].difference.mean == pytest.approx(0.12 - 0.15)
+    same = compare_folder(tmp_path, reference={"algorithm": "FedSKC", "tau": 0.1})  # all groups have this algorithm
+    assert (same.reference, group_names(same)) == ("tau=0.1", ["0.1", "0.08"])
+    with pytest.raises(ConfigError, match=r"--reference: algorithm is not among the settings that differ. Use"):
+        compare_folder(tmp_path, reference={"algorithm": "FedDW", "tau": 0.1})
     with pytest.raises(ConfigError, match=r"--reference: no group has tau=0.2. Available: 0.08, 0.1"):
         compare_folder(tmp_path, reference={"tau": 0.2})
     with pytest.raises(ConfigError, match=r"--reference: optimizer.lr is not among the settings that differ. Use"):

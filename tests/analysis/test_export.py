@@ -116,12 +116,17 @@ def test_an_exported_network_gives_the_outputs_of_the_module(suffix, client, tmp
     with torch.no_grad():
         for n in (1, 7):  # not the number that was traced
             assert_close(outputs_of_file(path, batch(n)), module.eval()(batch(n)))
-    whose = "the global model" if client is None else "the model of client 2"
+    whose = "the global model" if client is None else "the model of client 2, with this method the global model,"
     size = f"{path.stat().st_size / 1e6:.2f} MB"
     assert out.splitlines() == [
         f"wrote {path} ({FORMATS[suffix].name}, {size}): {whose} after round 3",
         "it takes samples as scenario.dataset prepares them, float32 (batch, 1, 8, 8), and gives float32 (batch, 10)",
     ]
+
+
+def test_a_personal_model_is_not_called_the_global_one(tmp_path):
+    _, out = export(tmp_path, ".pt", "--client", "2", name="local")
+    assert "): the model of client 2 after round 1\n" in out
 
 
 def test_the_state_dict_is_that_of_the_run(tmp_path):

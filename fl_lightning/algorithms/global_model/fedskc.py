@@ -22,7 +22,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sums_over
 from fl_lightning.client.module import ClientModule, LossTerm, Step
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.state_dicts import State, at_least_float32, extrapolate, weighted_mean
 
@@ -446,6 +446,9 @@ class GlobalPeriodReview(Aggregator):
         reference: As in the authors' code, sum variances over all classes known in each round, instead of the classes
             known in both rounds.
         knowledge: Use this instance instead of a new one.
+
+    Raises:
+        ConfigError: `beta` is outside [0, 1], or the inner aggregator does not send its model unchanged to all clients.
     """
 
     def __init__(
@@ -459,6 +462,10 @@ class GlobalPeriodReview(Aggregator):
     ) -> None:
         check_number("algorithm.beta", beta, "[0, 1]", "the paper uses 0.95")
         self.inner: Aggregator = inner or WeightedMean()
+        if not self.inner.sends_one_model:
+            name = type(self.inner).__name__
+            reason = f"{name} sends clients other weights than its model, which GlobalPeriodReview corrects"
+            raise ConfigError(f"algorithm.aggregator.inner: {reason}. Use one of them without the other.")
         self.leaves = self.inner.leaves
         self.beta, self.review = beta, review
         self.compared = known_in_each_round if reference else known_in_both_rounds

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.export import FORMATS, WEIGHTS_ONLY, network_of, refuse_target, schema_path, write_network
 from fl_lightning.cli.experiment import load_run
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import describe_inputs
+from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.reader import read_config
 
 
@@ -25,9 +27,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     has_rows = run.data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
     network = network_of(run, described, given.client, given.prepare or has_rows)
     write_network(network, path)
-    whose = "the global model" if given.client is None else f"the model of {run.data.names.client(given.client)}"
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
-    print(f"wrote {path} ({about}): {whose} after round {run.round}")
+    print(f"wrote {path} ({about}): {describe_model(run, given.client)} after round {run.round}")
     taken = "samples as they are stored" if given.prepare else "samples as scenario.dataset prepares them"
     if network.schema:
         where = schema_path(path) if path.suffix == ".pt" else "the file"
@@ -35,3 +36,15 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     inputs, outputs = (describe_inputs(x, batch=True) for x in (network.samples, network.outputs))
     print(f"it takes {taken}, {inputs}, and gives {outputs}")
     return 0
+
+
+def describe_model(run: FederatedOrchestrator, client: int | None) -> str:
+    """Return whose model is exported, as text. It says so if a client's model is the global model."""
+    if client is None:
+        return "the global model"
+    own = run.client_module(client).backbone.state_dict()
+    same = run.algorithm.one_model and all(
+        torch.equal(own[name], value)
+        for name, value in run.evaluator.global_module(run.round).backbone.cpu().state_dict().items()
+    )
+    return f"the model of {run.data.names.client(client)}{', with this method the global model,' if same else ''}"
