@@ -164,6 +164,12 @@ class Algorithm(ArgumentsMixin, Capable):
     ) -> ClientModule:
         """Return a client's LightningModule around a backbone. It also works in a plain `Trainer.fit`.
 
+        Args:
+            backbone: The network.
+            optimizer: Builds the optimizer from the parameters, such as `partial(torch.optim.SGD, lr=0.1)`. By default
+                the optimizer of the backbone, if it is a LightningModule, or SGD with lr 0.01.
+            lr_scheduler: Builds a scheduler from the optimizer. It is stepped once per epoch.
+
         Raises:
             ConfigError: The backbone does not have a part that `personal` names.
         """
