@@ -383,7 +383,7 @@ def _remarks(groups: list[Group], grouping: _Grouping) -> list[str]:
     keys, varied, texts, metric, *_ = grouping
     remarks = []
     if without := [group for group in groups if group.last is None]:
-        fix = ": methods without a global model. The metric client/acc_mean includes them"
+        fix = ": no global model, or no global test set. The metric client/acc_mean includes them"
         remarks.append(f"no {metric} in {_names_of(without, groups)}" + (fix if metric == "global/acc" else ""))
     if partly := [group for group in groups if group.last and group.last.n < len(group.runs)]:
         remarks.append(f"not all runs of {_names_of(partly, groups)} have {metric}; the figures cover those that do")

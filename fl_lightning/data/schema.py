@@ -46,7 +46,8 @@ class Column:
         import pandas as pd
 
         if missing := int(column.isna().sum()):
-            raise ConfigError(f"{self.name}: {missing} values are missing. Fill them in, or leave these rows out")
+            where = f"{missing} of {len(column)} values are missing, first in row {int(column.isna().argmax()) + 1}"
+            raise ConfigError(f"{self.name}: {where}. Fill them in, or leave these rows out")
         is_text = any(isinstance(category, str) for category in self.categories or ())
         if not is_text and not is_numeric(column):
             raise ConfigError(f"{self.name}: expected numbers, got {column.dtype}. Convert the column to {self.dtype}")

@@ -42,7 +42,8 @@ class ClientStates:
 
     def __init__(self, folder: Path, client: int, experiment: str) -> None:
         self.folder, self.client, self._file = folder, client, folder / "rounds.json"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         self._store = ClientStore(folder, "memory", Writer())
         self._rounds: dict[int, dict[str, str]] = {}
         self._about = {"client": client, "experiment": experiment}

@@ -8,6 +8,7 @@ the version that this was written for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.engines.flower_records import unpack
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -125,14 +127,22 @@ def open_connection(*args: Any) -> AbstractContextManager[Any]:
     from flwr.supernode import fleet_http_connection
 
     def refuse(code: int, message: str) -> None:
-        fix = "Register the key of this machine on the server: flwr supernode register"
-        if "certificate" in message.lower():
-            fix = "Give the server's ca.crt as --certificate"
-        raise Refused(f"--superlink: {one_line(message).rstrip('.')}. {fix}")
+        raise refusal(message)
 
     module: Any = fleet_http_connection
     module.flwr_exit = refuse
     return module.http_request_response(*args)
+
+
+def refusal(message: str) -> Refused:
+    """Return the error for Flower's message that the SuperLink does not accept this machine."""
+    fix = "Register the key of this machine on the server (flwr supernode register). If it is registered, wait: "
+    fix += "after a kill, the SuperLink takes a node for connected for up to a minute"
+    if "hostname mismatch" in message.lower():
+        fix = "Use the address for which the server's certificate was made (certificates.sh)"
+    elif "certificate" in message.lower():
+        fix = "Give the server's ca.crt as --certificate"
+    return Refused(f"--superlink: {one_line(message).rstrip('.')}. {fix}")
 
 
 def answer_next(connection: Any, answer: Callable[[RecordDict], RecordDict], report: Callable[[str], None]) -> None:
@@ -176,12 +186,19 @@ def answer_message(connection: Any, answer: Callable[[RecordDict], RecordDict], 
     message.metadata.__dict__["_message_id"] = tree.object_id
     started = time.monotonic()
     with no_object_id_recompute():
-        reply = Message(answer(message.content), reply_to=message)
+        content = answer(message.content)
+        reply = Message(content, reply_to=message)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         objects = get_all_nested_objects(reply)
         wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)
         parts = ((each, objects[each].deflate()) for each in wanted)
         push_object_contents_from_iterable(parts, lambda each, content: push_object(run, session, each, content))
     kind = message.metadata.message_type
-    report(f"answered: {kind}, in {time.monotonic() - started:.2f} s")
+    report(describe_answer(kind, content, time.monotonic() - started))
     return True
+
+
+def describe_answer(kind: str, content: RecordDict, seconds: float) -> str:
+    """Return the line that reports an answer to the user, with the reason if the answer is a failure."""
+    failure = unpack(content, math.inf).values.get("failure")
+    return f"failed: {kind}: {failure}" if failure else f"answered: {kind}, in {seconds:.2f} s"

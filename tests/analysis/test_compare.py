@@ -422,7 +422,7 @@ def test_methods_without_the_metric_get_a_dash_and_a_remark(tmp_path):
     write(tmp_path, "Local", accs=[0.75], name="client/acc_mean")
     out = run("compare", tmp_path, "--target", "0.5").out
     assert re.search(r"^Local +1 +- +- +- +31 B +- +- +-$", out, re.M)
-    assert "no global/acc in Local: methods without a global model. The metric client/acc_mean includes" in out
+    assert "no global/acc in Local: no global model, or no global test set. The metric client/acc_mean includes" in out
     out = run("compare", tmp_path, "--metric", "client/acc_mean").out
     assert re.search(r"^Local +1 +0.7500 ", out, re.M)
     assert "no client/acc_mean in FedAvg." in out

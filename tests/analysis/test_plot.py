@@ -108,7 +108,7 @@ def test_runs_of_other_lengths_and_without_the_metric_are_noted(study):
     assert figure.notes[1:] == [
         "FedAvg: runs of 2 to 3 rounds; only rounds of all are drawn.",
         "seeds: 0, 1, 2; some groups lack some.",
-        "no global/acc in Local: methods without a global model. The metric client/acc_mean includes them.",
+        "no global/acc in Local: no global model, or no global test set. The metric client/acc_mean includes them.",
     ]
     assert sorted(legend_of(figure)) == sorted(RANKED)
     assert "Local" in legend_of(plot_runs(open_runs(study), y="client/acc_mean", by=["algorithm"]))

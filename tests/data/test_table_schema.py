@@ -166,7 +166,7 @@ def test_label_names_follow_the_kind_of_label(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"dose": None}, "dose: 5 values are missing. Fill them in, or leave these rows out"),
+        ({"dose": None}, "dose: 5 of 5 values are missing, first in row 1. Fill them in, or leave these rows out"),
         ({"dose": "much"}, "dose: expected numbers, got (object|str). Convert the column to float64"),
         ({"dose": [1.0, 2.0, 1e300, np.inf, 3.0]}, "dose: 2 values are not finite in float32. Correct them, or leave"),
     ],

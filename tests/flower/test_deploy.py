@@ -21,6 +21,9 @@ CONFIG = ("--config", "digits_fedavg.yaml", "--scenario.clients", "3", "--logger
 
 def test_deploy_writes_an_app_and_the_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    refused = run("deploy", *CONFIG, "--test", "parts/test")
+    assert "error: --test: parts/test is neither a folder of arrays nor an .npz file. `fl-light" in refused.err
+    (tmp_path / "parts" / "test").mkdir(parents=True)
     done = run("deploy", *CONFIG, "--test", "parts/test")
     assert done.code == 0
     experiment = yaml.safe_load((tmp_path / "app" / "experiment.yaml").read_text())

@@ -17,9 +17,9 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Task
 from fl_lightning.data.client_folders import write_client_folders
-from fl_lightning.engines.flower_records import pack, pack_task, unpack
+from fl_lightning.engines.flower_records import pack, pack_failure, pack_task, unpack
 from fl_lightning.flower.client_states import ClientStates, StateMissing
-from fl_lightning.flower.connection import Address
+from fl_lightning.flower.connection import Address, describe_answer, refusal
 from fl_lightning.flower.node import Node, Site
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy-reference.md"
@@ -320,3 +320,27 @@ def test_the_list_of_rounds_is_plain_json(tmp_path):
     content = json.loads((tmp_path / "run" / "rounds.json").read_text())
     assert content["client"] == 2
     assert [*content["rounds"]] == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("message", "fix"),
+    [
+        ("Failed to activate SuperNode.", "Register the key of this machine on the server"),
+        ("Hostname mismatch, certificate is not valid for 'localhost'", "Use the address for which the server's cert"),
+        ("certificate verify failed", "Give the server's ca.crt as --certificate"),
+    ],
+)
+def test_a_refusal_of_the_superlink_says_what_to_do(message, fix):
+    assert str(refusal(message)).startswith(f"--superlink: {message.rstrip('.')}. {fix}")
+
+
+def test_the_line_about_an_answer_says_whether_it_is_a_failure(node):
+    assert describe_answer("train", pack_failure("no such round"), 1.5) == "failed: train: no such round"
+    assert (
+        describe_answer("query", node.answer(pack({}, {}, {"kind": "describe"})), 1.5) == "answered: query, in 1.50 s"
+    )
+
+
+def test_only_the_user_can_read_the_folder_of_the_states(node):
+    ask(node)
+    assert [path.stat().st_mode & 0o77 for path in (node.folder, *node.folder.iterdir())] == [0, 0]

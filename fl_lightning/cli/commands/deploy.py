@@ -38,11 +38,19 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
             raise ConfigError(f"scenario.{key}: clients on their own machines do not support it. Leave it out")
     if clients is None:
         raise ConfigError("scenario.clients: how many clients have their own machines? Set --scenario.clients")
+    if given.test is not None and not (Path(given.test).is_dir() or is_npz(Path(given.test))):
+        fix = "`fl-lightning partition --export` writes such a folder"
+        raise ConfigError(f"--test: {given.test} is neither a folder of arrays nor an .npz file. {fix}")
     config = remote_config(plain_config(given, parser), clients, given.test)
     content = yaml.safe_dump(config, sort_keys=False)
     write_new_folder("--out", folder, {**APP_FILES, "experiment.yaml": content, "certificates.sh": CERTIFICATES})
     print(commands(folder, clients, config["engine"]["init_args"]["superlink"]))
     return 0
+
+
+def is_npz(path: Path) -> bool:
+    """Return whether a path is an existing `.npz` file."""
+    return path.suffix == ".npz" and path.is_file()
 
 
 def remote_config(config: dict[str, Any], clients: int, test_data: str | None) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def commands(folder: Path, clients: int, superlink: str) -> str:
 
 2. on the server, start Flower's SuperLink:
    flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
-     --enable-supernode-auth --isolation process --database flower.db
+     --enable-supernode-auth --isolation process --database flower.db --host 0.0.0.0
    and name the connection in ~/.flwr/config.toml:
    [superlink.{superlink}]
    address = "SERVER:8000"
