@@ -123,10 +123,14 @@ class Study:
                 self._add(trial.params, {key: trial.user_attrs[key] for key in ATTRIBUTES})
         for number in range(min(most, len(self._trials()))):
             yield from self._jobs(number)
-        while (number := len(self._trials())) < most and used_seconds(self.results()) < processor_seconds:
+        while (number := len(self._trials())) < most and self._is_within(processor_seconds):
             folder_name = f"{number:04d}-{secrets.token_hex(3)}"  # unique, because W&B's run takes this name
             self._add(self._propose(number), {"number": number, "folder": folder_name})
             yield from self._jobs(number)
+
+    def _is_within(self, processor_seconds: float) -> bool:
+        """Return whether the trials have used less than this much processor time. Without a limit, read no files."""
+        return processor_seconds == math.inf or used_seconds(self.results()) < processor_seconds
 
     def _jobs(self, number: int) -> Iterator[Job]:
         """Yield the jobs of a trial, one per run, while the trial has neither failed nor ended early."""

@@ -25,8 +25,8 @@ class StateMissing(FLError):
 class ClientStates:
     """The state of one client in one run, after each of the three rounds whose state was used last.
 
-    Tasks whose answers came too late, or that were delivered again, do not remove a state that the server may name: it
-    is used, also by such tasks.
+    The server may name an older state than the newest, for example in a task that is delivered again. Such a task uses
+    this state, so the state is kept, too.
 
     Each state is written once, and listed with its checksum in `rounds.json`, which is replaced when the state is on
     disk. So a machine that is killed at any time continues from a complete state.

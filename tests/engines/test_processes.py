@@ -54,7 +54,7 @@ def shared_memory():
 
 
 def left_behind(before, patience=120.0):
-    """What came into shared memory after `before` and stays there; tests that run beside this one take theirs away."""
+    """Return the new names in shared memory that stay. Names of tests that run beside this one disappear."""
     left, deadline = shared_memory() - before, time.monotonic() + patience
     while left and time.monotonic() < deadline:
         time.sleep(0.1)

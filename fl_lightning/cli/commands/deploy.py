@@ -38,19 +38,15 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
             raise ConfigError(f"scenario.{key}: clients on their own machines do not support it. Leave it out")
     if clients is None:
         raise ConfigError("scenario.clients: how many clients have their own machines? Set --scenario.clients")
-    if given.test is not None and not (Path(given.test).is_dir() or is_npz(Path(given.test))):
+    test = None if given.test is None else Path(given.test)
+    if test and not (test.is_dir() or (test.is_file() and test.suffix == ".npz")):
         fix = "`fl-lightning partition --export` writes such a folder"
-        raise ConfigError(f"--test: {given.test} is neither a folder of arrays nor an .npz file. {fix}")
+        raise ConfigError(f"--test: {test} is neither a folder of arrays nor an .npz file. {fix}")
     config = remote_config(plain_config(given, parser), clients, given.test)
     content = yaml.safe_dump(config, sort_keys=False)
     write_new_folder("--out", folder, {**APP_FILES, "experiment.yaml": content, "certificates.sh": CERTIFICATES})
     print(commands(folder, clients, config["engine"]["init_args"]["superlink"]))
     return 0
-
-
-def is_npz(path: Path) -> bool:
-    """Return whether a path is an existing `.npz` file."""
-    return path.suffix == ".npz" and path.is_file()
 
 
 def remote_config(config: dict[str, Any], clients: int, test_data: str | None) -> dict[str, Any]:

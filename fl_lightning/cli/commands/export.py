@@ -42,9 +42,9 @@ def describe_model(run: FederatedOrchestrator, client: int | None) -> str:
     """Return whose model is exported, as text. It says so if a client's model is the global model."""
     if client is None:
         return "the global model"
-    own = run.client_module(client).backbone.state_dict()
-    same = run.algorithm.one_model and all(
-        torch.equal(own[name], value)
-        for name, value in run.evaluator.global_module(run.round).backbone.cpu().state_dict().items()
-    )
+    same = False
+    if run.algorithm.one_model and not run.algorithm.calibrates:  # a calibrated global model differs from all clients'
+        modules = (run.client_module(client), run.evaluator.global_module(run.round))
+        own, shared = (module.backbone.cpu().state_dict() for module in modules)
+        same = all(torch.equal(own[name], value) for name, value in shared.items())
     return f"the model of {run.data.names.client(client)}{', with this method the global model,' if same else ''}"
