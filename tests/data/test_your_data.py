@@ -16,7 +16,7 @@ from fl_lightning.data import Table, TorchDataset
 from fl_lightning.data.datasets import LoadedData
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-data.md").read_text()
-BLOCKS = re.findall(r"```(bash|python|yaml)\n(.*?)```", PAGE, re.S)
+BLOCKS = re.findall(r'```(bash|python|yaml)(?: title="(.+?)")?\n(.*?)```', PAGE, re.S)
 QUICK = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--logger=null"]
 QUICK += ["--scenario.clients=2", "--rounds=1"]
 
@@ -41,8 +41,10 @@ def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch
     write_files_of_the_page()
     names: dict[str, object] = {}
     commands = 0
-    for kind, block in BLOCKS:
-        if kind == "python":
+    for kind, title, block in BLOCKS:
+        if title:
+            Path(title).write_text(block)
+        elif kind == "python":
             exec(block, names)
         if kind == "bash":
             for command in block.replace("\\\n", " ").splitlines():
@@ -59,7 +61,7 @@ def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch
 def test_the_configs_of_the_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_files_of_the_page()
-    several, fake = (yaml.safe_load(block)["scenario"]["dataset"] for kind, block in BLOCKS if kind == "yaml")
+    several, fake = (yaml.safe_load(block)["scenario"]["dataset"] for kind, _, block in BLOCKS if kind == "yaml")
     data = Table(**several["init_args"]).load()
     assert data.y_train.shape[1] == 2
     assert data.in_shape == (5,)
