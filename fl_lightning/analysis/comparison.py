@@ -13,6 +13,7 @@ import numpy as np
 from fl_lightning.analysis.statistics import Difference, Spread, add_holm, paired_difference, percent, spread
 from fl_lightning.core.config import FREE_KEYS, is_below
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.names import join_names
 from fl_lightning.evaluation.summary import Row, best_and_last, is_lower_better, rounds_to
 from fl_lightning.runs.reader import Run, has_value, known_key, known_metric
 
@@ -471,12 +472,6 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
         return " ".join(names) or str(group.runs[0].settings.get("algorithm", "all runs"))
 
     return [label(group) for group in groups]
-
-
-def join_names(names: Iterable[Any]) -> str:
-    """Return names separated by commas: all of up to six, otherwise the first five and the number of the others."""
-    names = list(map(str, names))
-    return ", ".join(names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"])
 
 
 def _names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:

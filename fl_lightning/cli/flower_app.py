@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import gettempdir
@@ -80,7 +81,7 @@ def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Gr
     if client := getattr(grid, "_runtime_client", None):
         limit_answers(client, (engine.max_megabytes + 1) * MEGABYTE)  # 1 MB for what is not tensors
     link = ClientLink(grid)
-    found, before = link.find(dataset.clients, engine.wait), dataset.described
+    found, before = link.find(dataset.clients, engine.wait, partial(print, flush=True)), dataset.described
     if resume and before and found != before:
         changed = [client for client, each in enumerate(found) if each != before[client]]
         raise ConfigError(
@@ -155,7 +156,7 @@ def client_config(config: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in config.items() if key not in SERVER_KEYS}
     evaluation = {key: config["evaluation"][key] for key in ("metrics", "positive_class")}
     dataset = dict(config["scenario"]["dataset"])
-    dataset["init_args"] = {**dataset["init_args"], "test": None}  # it is on the server
+    dataset["init_args"] = {**dataset["init_args"], "test": None, "schema": None}  # they are on the server
     kept |= {"evaluation": evaluation, "scenario": {**config["scenario"], "dataset": dataset}, "logger": None}
     return yaml.safe_dump(kept, sort_keys=True)
 

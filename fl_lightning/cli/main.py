@@ -19,7 +19,7 @@ from fl_lightning import __version__
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.quick_exit import skip_final_collection
 from fl_lightning.core.errors import ConfigError, FLError, locate_user_code, one_line
-from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_interrupt
+from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_signal
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import discard_stdout, prepare_terminal, print_to_stderr
 
@@ -158,7 +158,7 @@ def _dispatch(words: list[str], own_process: bool) -> int:
     if own_process:
         gc.freeze()  # scanning all imported objects takes a second
         gc.enable()
-    with raise_on_interrupt():
+    with raise_on_signal(signal.SIGINT):
         return command.main(given, parser)
 
 

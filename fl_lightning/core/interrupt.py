@@ -34,18 +34,18 @@ def end_on_interrupt() -> None:
 
 
 @contextmanager
-def raise_on_interrupt() -> Iterator[None]:
-    """Context in which SIGINT raises `Stopped`, unless SIGINT is ignored or handled by other code."""
-    before = signal.getsignal(signal.SIGINT)
+def raise_on_signal(number: int) -> Iterator[None]:
+    """Context in which a signal raises `Stopped`, unless the signal is ignored or handled by other code."""
+    before = signal.getsignal(number)
     ours = before in (signal.SIG_DFL, signal.default_int_handler)
     if not ours or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 class DeferredSignals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fl_lightning.core.errors import one_line
 
@@ -53,3 +53,9 @@ def shorten_name(name: str, most: int = MOST_LETTERS) -> str:
     """Return a name as one line with a maximum number of characters."""
     line = one_line(name)
     return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def join_names(names: Iterable[Any]) -> str:
+    """Return names separated by commas: all of up to six, otherwise the first five and the number of the others."""
+    names = list(map(str, names))
+    return ", ".join(names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"])

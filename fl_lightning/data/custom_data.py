@@ -22,7 +22,7 @@ from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.scenario import stratified_sample
-from fl_lightning.data.schema import finite_in_float32
+from fl_lightning.data.schema import TableSchema, finite_in_float32
 from fl_lightning.data.text import PADDING, UNKNOWN, encode_texts
 
 if TYPE_CHECKING:
@@ -41,6 +41,18 @@ def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
     except BadFile as error:
         raise ConfigError(f"{KEY}.{key}: {error}") from error
     raise ConfigError(f"{KEY}.{key}: {one_line(path)}: no such {'folder' if folder else 'file'}")
+
+
+def read_schema(path: str) -> TableSchema:
+    """Read the `schema.json` that `scenario.dataset.schema` names.
+
+    Raises:
+        ConfigError: It cannot be read, or is no schema.
+    """
+    try:
+        return TableSchema.from_json(existing_path(path, key="schema").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{KEY}.schema: {one_line(path)} cannot be read: {one_line(error)}") from error
 
 
 def find_column(name: str, columns: Sequence[str], key: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import Objective, objective_of
+from fl_lightning.data.custom_data import read_schema
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.partitions import ClientSplits, Partition
 from fl_lightning.data.scenario import FederatedData, PackedShards, Scenario, Shard
@@ -27,6 +28,9 @@ Labels = Literal["classes", "labels", "numbers"]
 
 INPUTS = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 """Dtypes of inputs."""
+
+OTHER_SCHEMA = "another schema. Give the server and all clients the same schema.json"
+"""Says how the encodings of two tables differ, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class DataDescription:
         outputs: Number of classes, labels or numbers to predict.
         labels: The kind of labels.
         digest: SHA-256 digest of the client's samples, by which a change between rounds is noticed.
+        schema: `TableSchema.digest` of the encoding of the client's table; empty for other data.
     """
 
     train: int
@@ -50,6 +55,7 @@ class DataDescription:
     outputs: int
     labels: Labels
     digest: str
+    schema: str = ""
 
     @property
     def form(self) -> dict[str, Any]:
@@ -66,16 +72,22 @@ class RemoteClients(Dataset):
             round 1; leave it out.
         test: A dataset on the server whose test samples are the global test set. By default there is none, and only the
             clients' models are evaluated.
+        schema: The `schema.json` with which the clients' tables are encoded, so that the run has it for exports.
 
     Raises:
-        ConfigError: `clients` is below 1, or a description has other fields.
+        ConfigError: `clients` is below 1, a description has other fields, or the schema cannot be read.
     """
 
     def __init__(
-        self, clients: int, described: list[dict[str, Any]] | None = None, test: Dataset | None = None
+        self,
+        clients: int,
+        described: list[dict[str, Any]] | None = None,
+        test: Dataset | None = None,
+        schema: str | None = None,
     ) -> None:
         check_number("scenario.dataset.clients", clients, "[1, inf)")
         self.clients, self.test = clients, test
+        self.schema = None if schema is None else read_schema(schema)
         try:
             self.described = None if described is None else [DataDescription(**each) for each in described]
         except TypeError as error:
@@ -93,13 +105,19 @@ class RemoteClients(Dataset):
         first, rows = self.described[0], sum(each.train + each.test for each in self.described)
         x = torch.zeros(1, dtype=INPUTS[first.inputs]).expand(rows, *first.in_shape)
         y = placeholder_labels(first.labels, rows, first.outputs)
+        common: dict[str, Any] = {}
+        if self.schema:
+            if first.schema not in ("", self.schema.digest):  # arrays are encoded already
+                raise ConfigError(f"scenario.dataset.schema: the clients' tables have {OTHER_SCHEMA}")
+            names = self.schema.classes and [str(name) for name in self.schema.classes]
+            common = {"schema": self.schema, "class_names": names}
         if self.test is None:
-            return LoadedData(x, y, x[:1], y[:1], first.outputs, Normalize())
+            return LoadedData(x, y, x[:1], y[:1], first.outputs, Normalize(), **common)
         data = self.test.checked()
         form = describe(data, Shard(torch.empty(0), torch.empty(0)), digest="").form
-        if differences := different(form, first.form):
+        if differences := different(form | {"schema": first.schema}, first.form):
             raise ConfigError(f"scenario.dataset.test: its samples are unlike the clients': {differences}")
-        known = {name: getattr(data, name) for name in ("evaluate", "schema", "class_names")}
+        known = {name: getattr(data, name) for name in ("evaluate", "schema", "class_names")} | common
         return LoadedData(x, y, data.x_test, data.y_test, first.outputs, data.prepare, **known)
 
     def federated(self, objective: Objective | None) -> FederatedData:
@@ -185,12 +203,17 @@ def describe(data: LoadedData, shard: Shard, digest: str) -> DataDescription:
     labels: Labels = "numbers" if y.is_floating_point() else "labels" if y.ndim > 1 else "classes"
     inputs = str(data.x_train.dtype).removeprefix("torch.")
     counts = len(shard.train), len(shard.test)
-    return DataDescription(*counts, [*data.x_train.shape[1:]], inputs, data.num_classes, labels, digest)
+    schema = data.schema.digest if data.schema else ""
+    return DataDescription(*counts, [*data.x_train.shape[1:]], inputs, data.num_classes, labels, digest, schema)
 
 
 def different(form: dict[str, Any], other: dict[str, Any]) -> str:
     """Return a text that names the differences between the forms of two clients' data; empty if there are none."""
-    return ", ".join(f"{key} {form[key]} instead of {other[key]}" for key in form if form[key] != other[key])
+    return ", ".join(
+        OTHER_SCHEMA if key == "schema" else f"{key} {form[key]} instead of {other[key]}"
+        for key in form
+        if form[key] != other[key]
+    )
 
 
 def placeholder_labels(labels: Labels, rows: int, outputs: int) -> Tensor:

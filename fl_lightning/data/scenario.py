@@ -23,6 +23,7 @@ from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Classification, Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.datasets import Dataset, LoadedData, naming_class
+from fl_lightning.data.natural_partitions import ByClient
 from fl_lightning.data.partitions import ClientSplits, Partition, assign_samples, check_split, indices_by_class
 
 HASHED = 1 << 24
@@ -254,9 +255,7 @@ class Scenario:
                 no training sample.
         """
         if (remote := self.dataset.federated(self.objective)) is not None:
-            if self.held_out_clients is not None or self.validation_share is not None:
-                what = "the data are on the clients' machines. Leave out held_out_clients and validation_share"
-                raise ConfigError(f"scenario.dataset: {what}")
+            self._refuse_splitting(len(remote.shards))
             return remote
         data = self.dataset.checked(self.objective)
         federated = self._split_clients(data, seed)
@@ -275,6 +274,15 @@ class Scenario:
             what, fix = "the held-out clients have no test samples", "Set scenario.local_test, such as 0.25"
             raise ConfigError(f"scenario.held_out_clients: {what}. {fix}")
         return federated
+
+    def _refuse_splitting(self, clients: int) -> None:
+        """Raise an error if an option splits the data, which is of no effect on those on the clients' machines."""
+        keys = ("local_test", "long_tail", "train_samples", "validation_share", "held_out_clients")
+        given = [key for key in keys if getattr(self, key) is not None]
+        given += ["partition"] * (not isinstance(self.partition, ByClient)) + ["clients"] * (self.clients != clients)
+        if given:
+            fix = {"partition": "Set it to ByClient", "clients": f"Set it to {clients}"}.get(given[0], "Leave it out")
+            raise ConfigError(f"scenario.{given[0]}: the data are on the clients' machines, already split. {fix}")
 
     def training_clients(self, clients: int) -> int:
         """Return how many of `clients` clients train; the others are held out of the training.

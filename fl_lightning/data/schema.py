@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,6 +143,11 @@ class TableSchema:
     def to_json(self) -> str:
         """Return the schema as JSON text, which `from_json` reads."""
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hexadecimal digits of the SHA-256 digest of the schema's JSON text."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     @classmethod
     def from_json(cls, text: str) -> TableSchema:

@@ -31,6 +31,7 @@ from fl_lightning.data.custom_data import (
     find_column,
     read_known_classes,
     read_labels,
+    read_schema,
     refuse_missing,
     refuse_not_finite,
     refuse_nul,
@@ -224,10 +225,7 @@ class Table(_FileTable):
         """The schema in the file that `schema` names, if any."""
         if self.schema is None:
             return None
-        try:
-            schema = TableSchema.from_json(existing_path(self.schema, key="schema").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{KEY}.schema: {one_line(self.schema)} cannot be read: {one_line(error)}") from error
+        schema = read_schema(self.schema)
         if schema.label != self.label:
             held = ", ".join(schema.label or ())
             raise ConfigError(f"{KEY}.label: {', '.join(self.label)} is not the label of the schema. Set it to {held}")

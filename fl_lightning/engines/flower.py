@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from uuid import uuid4
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number, one_line
+from fl_lightning.core.names import join_names
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.remote import INPUTS, DataDescription, Labels, RemoteData, different
@@ -231,21 +232,25 @@ class ClientLink:
         self._threads = ThreadPoolExecutor(THREADS)
         self._pulls: dict[str, Future[Iterable[Message]]] = {}
 
-    def find(self, clients: int, timeout: float) -> list[DataDescription]:
+    def find(self, clients: int, timeout: float, report: Callable[[str], object]) -> list[DataDescription]:
         """Wait until the machines of all clients have described their data, and return the descriptions.
 
         Args:
             clients: Number of clients.
             timeout: Seconds to wait.
+            report: Prints a line for the user: for which clients it waits.
 
         Raises:
             ConfigError: A client is missing, or the data of two clients have different forms.
         """
-        end = time.monotonic() + timeout
+        end, reported = time.monotonic() + timeout, 0
         while missing := [client for client in range(clients) if client not in self.found]:
-            if time.monotonic() > end:
-                names = ", ".join(map(str, missing))
+            left, names = end - time.monotonic(), join_names(missing)
+            if left < 0:
                 raise ConfigError(f"clients {names}: no machine has answered. Start `fl-lightning node` there")
+            if len(missing) != reported:
+                report(f"waiting up to {left:.0f} s for {len(missing)} of {clients} machines: clients {names}")
+                reported = len(missing)
             self.ask(missing)
             self.answers([])
             time.sleep(POLL)
@@ -336,7 +341,8 @@ def read_description(values: dict[str, Any]) -> tuple[int, DataDescription]:
     Raises:
         BadMessage: A value is missing or of another type.
     """
-    kinds = {"train": int, "test": int, "in_shape": list, "inputs": str, "outputs": int, "labels": str, "digest": str}
+    kinds = {"train": int, "test": int, "in_shape": list, "inputs": str, "outputs": int}
+    kinds |= dict.fromkeys(("labels", "digest", "schema"), str)
     client = values.get("client")
     wrong = [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
     if not isinstance(client, int) or client < 0 or wrong:

@@ -105,11 +105,12 @@ def serve(address: Address, answer: Callable[[RecordDict], RecordDict], report: 
         Refused: The SuperLink does not accept this machine.
     """
     certificate, keys = address.read_certificate(), address.read_key()
-    end = time.monotonic() + REFUSED
+    end, reported = time.monotonic() + REFUSED, ""
     while True:
         try:
             with open_connection(address.superlink, certificate is None, certificate, keys) as connection:
                 report(f"connected to {address.superlink} as machine {connection[0]}")
+                reported = ""
                 while True:
                     answer_next(connection, answer, report)
                     end = time.monotonic() + REFUSED
@@ -118,7 +119,9 @@ def serve(address: Address, answer: Callable[[RecordDict], RecordDict], report: 
             if time.monotonic() > end:
                 raise
             reason = str(refused)
-        report(f"{reason}; trying again")
+        if reason != reported:
+            report(f"{reason}; trying again")
+        reported = reason
         time.sleep(RETRY)
 
 

@@ -9,9 +9,11 @@ import yaml
 from commands import run
 from experiments import digits
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result, Score, Task
-from fl_lightning.data.remote import describe
+from fl_lightning.data import IID, ByClient, RemoteClients, Scenario
+from fl_lightning.data.remote import DataDescription, describe
 from fl_lightning.engines.flower import describe_client
 from fl_lightning.engines.flower_records import pack_failure, pack_result, pack_task
 
@@ -114,3 +116,31 @@ def test_the_page_names_everything_that_crosses():
     rows = dict(re.findall(r"^\| (\w+), \w+ a client \| (.*?) \|$", PAGE.read_text(), re.MULTILINE))
     for kind, names in messages.items():
         assert {*re.findall(r"`(\w+)`", rows[kind])} == names - {"kind", "names"}, kind
+
+
+DESCRIBED = DataDescription(20, 5, [4], "float32", 3, "classes", "sha256:0")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": IID()}, "scenario.partition: the data are on the clients' machines, already split. Set it to B"),
+        ({"clients": 3}, "scenario.clients: the data are on the clients' machines, already split. Set it to 2"),
+        *[
+            ({key: value}, f"scenario.{key}: the data are on the clients' machines, already split. Leave it out")
+            for key, value in {
+                "local_test": 0.25,
+                "long_tail": 10,
+                "train_samples": 30,
+                "validation_share": 0.2,
+            }.items()
+        ],
+        ({"held_out_clients": 1}, "scenario.held_out_clients: the data are on"),
+    ],
+)
+def test_options_that_split_data_are_refused(options, message):
+    remote = RemoteClients(2, [vars(DESCRIBED)] * 2)
+    given = {"partition": ByClient(), "clients": 2}
+    assert len(Scenario(remote, **given).build(0).shards) == 2
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Scenario(remote, **given | options).build(0)

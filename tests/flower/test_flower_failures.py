@@ -328,9 +328,12 @@ def test_a_bad_answer_ends_the_run_by_default(tmp_path, alone):
 
 def test_the_machines_of_all_clients_are_needed(tmp_path, alone):
     _, grid = remote(tmp_path, alone)
-    grid.away = {101}
+    grid.away, lines = {101}, []
     with pytest.raises(ConfigError, match=r"^clients 1: no machine has answered"):
-        ClientLink(grid).find(6, timeout=0.3)
+        ClientLink(grid).find(6, 0.3, lines.append)
+    waited = ["waiting up to 0 s for 6 of 6 machines: clients 0, 1, 2, 3, 4, 5"]
+    assert lines[:1] + lines[-1:] == [*waited, "waiting up to 0 s for 1 of 6 machines: clients 1"]
+    assert len(lines) == len({*lines})
 
 
 def test_a_second_machine_of_a_client_is_not_used(tmp_path, alone):
@@ -339,17 +342,17 @@ def test_a_second_machine_of_a_client_is_not_used(tmp_path, alone):
     grid.nodes[150] = Node(type(site)(1, site.dataset), tmp_path / "other", grid.nodes[103]._build)
     link = ClientLink(grid)
     with pytest.warns(UserWarning, match="client 1: another machine has this client, too"):
-        link.find(6, timeout=5)
+        link.find(6, 5, print)
     assert link.machines[1] in (101, 150)
 
 
 def test_other_data_than_those_of_the_run_are_not_used(tmp_path, alone):
     _, grid = remote(tmp_path, alone)
-    expected = ClientLink(grid).find(6, timeout=5)
+    expected = ClientLink(grid).find(6, 5, print)
     grid.nodes[101] = Node(type(grid.nodes[103].site)(1, grid.nodes[103].site.dataset), tmp_path / "other", None)
     link = ClientLink(grid, expected)
     with pytest.warns(UserWarning, match="client 1: its data are not those of the run"), pytest.raises(ConfigError):
-        link.find(6, timeout=0.3)
+        link.find(6, 0.3, print)
 
 
 def test_the_engine_needs_the_command_line_and_remote_clients(tmp_path, alone):

@@ -2,7 +2,9 @@
 
 import json
 import re
+import signal
 import stat
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,12 @@ from flower_grid import Held, flower  # noqa: F401
 from fl_lightning.cli.commands.node import read_site
 from fl_lightning.cli.flower_app import client_experiment
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.interrupt import Stopped, raise_on_signal
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Task
 from fl_lightning.data.client_folders import write_client_folders
 from fl_lightning.engines.flower_records import pack, pack_failure, pack_task, unpack
+from fl_lightning.flower import connection
 from fl_lightning.flower.client_states import ClientStates, StateMissing
 from fl_lightning.flower.connection import Address, describe_answer, refusal
 from fl_lightning.flower.node import Node, Site
@@ -145,7 +149,7 @@ def test_a_task_is_answered_with_weights_and_numbers_only(node):
 
 def test_the_description_has_counts_shapes_and_a_digest(node):
     values = unpack(node.answer(pack({}, {}, {"kind": "describe"})), 1e9).values
-    known = {"kind", "client", "train", "test", "in_shape", "inputs", "outputs", "labels", "digest"}
+    known = {"kind", "client", "train", "test", "in_shape", "inputs", "outputs", "labels", "digest", "schema"}
     assert values.keys() == known
     assert values["in_shape"] == [1, 8, 8]
 
@@ -344,3 +348,36 @@ def test_the_line_about_an_answer_says_whether_it_is_a_failure(node):
 def test_only_the_user_can_read_the_folder_of_the_states(node):
     ask(node)
     assert [path.stat().st_mode & 0o77 for path in (node.folder, *node.folder.iterdir())] == [0, 0]
+
+
+def test_a_repeated_refusal_is_reported_once(monkeypatch):
+    attempts, lines = ["not registered", "not registered", None, "not registered"], []
+
+    @contextmanager
+    def open_connection(*_):
+        if not attempts:
+            raise KeyboardInterrupt
+        if reason := attempts.pop(0):
+            raise refusal(reason)
+        with suppress(ConnectionError):  # as Flower's does
+            yield (7,)
+
+    def lose(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(connection, "RETRY", 0.0)
+    monkeypatch.setattr(connection, "open_connection", open_connection)
+    monkeypatch.setattr(connection, "answer_next", lose)
+    with pytest.raises(KeyboardInterrupt):
+        connection.serve(Address("127.0.0.1:1"), lambda records: records, lines.append)
+    refused = f"{refusal('not registered')}; trying again"
+    connected = ["connected to 127.0.0.1:1 as machine 7", "the connection was lost; trying again"]
+    assert lines == [refused, *connected, refused]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_only_its_context(number):
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped), raise_on_signal(number):
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before

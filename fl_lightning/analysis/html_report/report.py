@@ -25,11 +25,12 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
-from fl_lightning.analysis.comparison import compare, format_setting, group_labels, join_names
+from fl_lightning.analysis.comparison import compare, format_setting, group_labels
 from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.analysis.statistics import spread
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
+from fl_lightning.core.names import join_names
 from fl_lightning.evaluation.summary import read_columns
 from fl_lightning.runs.curves import x_values
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts

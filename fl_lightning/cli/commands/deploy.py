@@ -9,9 +9,10 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.commands.fit import expand
-from fl_lightning.cli.experiment import plain_config
+from fl_lightning.cli.experiment import instantiate, plain_config
 from fl_lightning.cli.new_folder import write_new_folder
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.data import Table, TableSchema
 from fl_lightning.flower.server_run import APP_FILES
 
 __all__ = ["expand", "main"]
@@ -42,26 +43,38 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if test and not (test.is_dir() or (test.is_file() and test.suffix == ".npz")):
         fix = "`fl-lightning partition --export` writes such a folder"
         raise ConfigError(f"--test: {test} is neither a folder of arrays nor an .npz file. {fix}")
-    config = remote_config(plain_config(given, parser), clients, given.test)
-    content = yaml.safe_dump(config, sort_keys=False)
-    write_new_folder("--out", folder, {**APP_FILES, "experiment.yaml": content, "certificates.sh": CERTIFICATES})
-    print(commands(folder, clients, config["engine"]["init_args"]["superlink"]))
+    config, files = plain_config(given, parser), {**APP_FILES, "certificates.sh": CERTIFICATES}
+    schema = None
+    if encoding := encoding_of(given, parser):
+        schema = folder / "schema.json"
+        files[schema.name] = encoding.to_json()
+    config = remote_config(config, clients, given.test, schema)
+    write_new_folder("--out", folder, files | {"experiment.yaml": yaml.safe_dump(config, sort_keys=False)})
+    print(commands(folder, clients, config["engine"]["init_args"]["superlink"], schema))
     return 0
 
 
-def remote_config(config: dict[str, Any], clients: int, test_data: str | None) -> dict[str, Any]:
+def encoding_of(given: Namespace, parser: ArgumentParser) -> TableSchema | None:
+    """Return the encoding of the config's table, which the clients' tables get; None for other data."""
+    dataset = instantiate(given, parser).scenario.dataset
+    return dataset.checked().schema if isinstance(dataset, Table) else None
+
+
+def remote_config(config: dict[str, Any], clients: int, test_data: str | None, schema: Path | None) -> dict[str, Any]:
     """Return an experiment's config with the data on the clients' machines.
 
     Args:
         config: The resolved config.
         clients: Number of clients.
         test_data: Folder or `.npz` file with the global test set on the server; None for no global test set.
+        schema: File with the schema with which the clients' tables are encoded; None for other data.
     """
     test = None
     if test_data is not None:
         arguments = {"path": str(Path(test_data).resolve())}
         test = {"class_path": "fl_lightning.data.arrays.Arrays", "init_args": arguments}
-    dataset = {"class_path": "fl_lightning.data.remote.RemoteClients", "init_args": {"clients": clients, "test": test}}
+    options = {"clients": clients, "test": test, "schema": schema and str(schema.resolve())}
+    dataset = {"class_path": "fl_lightning.data.remote.RemoteClients", "init_args": options}
     partition = "fl_lightning.data.natural_partitions.ByClient"
     scenario = {"dataset": dataset, "partition": partition, "clients": clients}
     if objective := config["scenario"].get("objective"):
@@ -73,8 +86,9 @@ def remote_config(config: dict[str, Any], clients: int, test_data: str | None) -
     return {**config, "scenario": scenario, "engine": engine}
 
 
-def commands(folder: Path, clients: int, superlink: str) -> str:
+def commands(folder: Path, clients: int, superlink: str, schema: Path | None) -> str:
     """Return the text that says which commands start the server, the clients and the run."""
+    files = "ca.crt" + (f" and {schema}" if schema else "")
     return f"""
 1. on the server, make certificates. SERVER is the name or the address at which the clients reach it:
    sh {folder}/certificates.sh SERVER
@@ -91,7 +105,7 @@ def commands(folder: Path, clients: int, superlink: str) -> str:
    ssh-keygen -t ecdsa -b 384 -N '' -f client
    on the server, register it:
    flwr supernode register client.pub {superlink}
-   on the client's machine, with ca.crt from the server and a file that describes its data:
+   on the client's machine, with {files} from the server and a file that describes its data:
    fl-lightning node client.yaml --superlink SERVER:8000 --certificate ca.crt --key client
 
 4. on the server, start the run:

@@ -11,7 +11,7 @@ from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.flower_app import client_experiment
 from fl_lightning.core.config import read_config, use_strict_yaml
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.interrupt import stop
+from fl_lightning.core.interrupt import raise_on_signal
 from fl_lightning.engines.flower_records import import_flower
 from fl_lightning.flower.connection import Address, serve
 from fl_lightning.flower.node import Node, Site
@@ -29,8 +29,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         f"inputs {tuple(described.in_shape)}, {described.outputs} {described.labels}",
         flush=True,
     )
-    signal.signal(signal.SIGTERM, stop)  # so that the SuperLink learns that this machine leaves
-    serve(address, node.answer, lambda line: print(one_line(line), flush=True))
+    with raise_on_signal(signal.SIGTERM):  # so that the SuperLink learns that this machine leaves
+        serve(address, node.answer, lambda line: print(one_line(line), flush=True))
     return 0
 
 

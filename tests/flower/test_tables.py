@@ -1,0 +1,93 @@
+"""Tables on the clients' own machines: one encoding everywhere, which the server's run has for exports."""
+
+import pytest
+import torch
+import yaml
+from commands import run
+from flower_grid import LocalGrid, flower  # noqa: F401
+from layouts import table, write_csv
+
+from fl_lightning import open_run
+from fl_lightning.cli.flower_app import client_experiment, run_experiment
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.data import Table, TableSchema
+from fl_lightning.flower.node import Node, Site
+
+pytestmark = [pytest.mark.usefixtures("flower"), pytest.mark.filterwarnings("ignore:scenario.dataset.features")]
+
+CONFIG = """
+rounds: 1
+scenario:
+  dataset: {class_path: Table, init_args: {path: artificial.csv, label: label, features: [age, income, town]}}
+  partition: IID
+  clients: 2
+model: MLP
+algorithm: FedAvg
+optimizer: {class_path: SGD, init_args: {lr: 0.05}}
+trainer: {accelerator: cpu}
+logger: null
+"""
+
+
+@pytest.fixture
+def app(tmp_path, monkeypatch):
+    """The app of an experiment on tables, beside the tables of the server and of two clients."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("artificial", "client-0", "client-1")):
+        write_csv(tmp_path / f"{name}.csv", table(seed=seed))
+    (tmp_path / "tables.yaml").write_text(CONFIG)
+    assert run("deploy", "--config", "tables.yaml").code == 0
+    return tmp_path / "app"
+
+
+def node(folder, client, schema):
+    site = Site(client, Table(f"client-{client}.csv", "label", schema=str(schema)))
+    return Node(site, folder / f"state-{client}", client_experiment)
+
+
+def start(app, nodes):
+    run_experiment(app / "experiment.yaml", LocalGrid(nodes), {"run-dir": str(app.parent / "run")})
+
+
+def test_deploy_writes_the_schema_of_the_simulation(tmp_path, app):
+    assert run("fit", "--config", "tables.yaml", "--run_dir", "simulation").code == 0
+    assert (app / "schema.json").read_bytes() == (tmp_path / "simulation" / "schema.json").read_bytes()
+    dataset = yaml.safe_load((app / "experiment.yaml").read_text())["scenario"]["dataset"]
+    assert dataset["init_args"]["schema"] == str(app / "schema.json")
+    again = run("deploy", "--config", "tables.yaml", "--out", "other")
+    assert "on the client's machine, with ca.crt and other/schema.json from the server" in again.out
+
+
+def test_a_run_has_the_schema_and_its_model_takes_raw_rows(tmp_path, app):
+    start(app, [node(tmp_path, client, app / "schema.json") for client in range(2)])
+    schema = TableSchema.from_json((tmp_path / "run" / "schema.json").read_text())
+    assert schema.digest == TableSchema.from_json((app / "schema.json").read_text()).digest
+    assert "schema" in (tmp_path / "run" / "config.yaml").read_text()
+    done = run("export", "run", "--prepare", "-o", "model.ts")
+    assert done.code == 0, done.err
+    assert "raw rows" in done.out
+    rows, network = schema.examples(4), open_run("run").evaluator.global_module(1).backbone.eval()
+    torch.testing.assert_close(torch.jit.load(tmp_path / "model.ts")(rows), network(schema.encode(rows)))
+
+
+@pytest.mark.parametrize("wrong", [1, 0])
+def test_another_encoding_is_refused(tmp_path, app, wrong):
+    other = tmp_path / "other.json"
+    other.write_text((app / "schema.json").read_text().replace("Bern", "Thun"))
+    schemas = [app / "schema.json", other] if wrong else [other, other]
+    who = (
+        "client 1: its data are unlike those of client 0: " if wrong else "scenario.dataset.schema: the clients' tables"
+    )
+    with pytest.raises(ConfigError, match=f"^{who}.*another schema. Give the server and all clients the same schema"):
+        start(app, [node(tmp_path, client, schema) for client, schema in enumerate(schemas)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_schema_does_not_leave_the_server(tmp_path, app):
+    nodes = [node(tmp_path, client, app / "schema.json") for client in range(2)]
+    experiments = []
+    for each in nodes:
+        each._build = lambda text, trusted: experiments.append(text) or client_experiment(text, trusted)
+    start(app, nodes)
+    assert len(experiments) == 2
+    assert all(yaml.safe_load(text)["scenario"]["dataset"]["init_args"]["schema"] is None for text in experiments)
