@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
-from fl_lightning.algorithms.global_model.fedskc import local_knowledge
+from fl_lightning.algorithms.global_model.fedskc.knowledge import local_knowledge
 from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors

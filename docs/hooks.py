@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +113,12 @@ def reference() -> dict[str, str]:
     loader.load("fl_lightning")
     loader.resolve_aliases()
     packages = {name: loader.modules_collection[name] for name in PACKAGES}
-    for package, names in scanned_exports().items():
-        loader.modules_collection[package].exports = names
+    # These exports are found by scanning files, so griffe does not see them.
+    loader.modules_collection["fl_lightning.algorithms"].exports = list(public_classes())
     exported = {name: find_object(loader, name) for name in sorted(fl_lightning.__all__, key=str.lower)}
     homes = EXTRA_MODULES | {thing.canonical_path.rpartition(".")[0] for thing in exported.values()}
     shown = {
-        name: sorted(
-            one
-            for one, module in package.modules.items()
-            if not module.is_init_module and (name not in FILTERED or f"{name}.{one}" in homes)
-        )
+        name: sorted(one for one in modules_below(package) if name not in FILTERED or one in homes)
         for name, package in packages.items()
     }
     rows = [f"| [`{name}`]({name}.md) | {first_line(package)} |" for name, package in packages.items()]
@@ -137,14 +134,13 @@ def reference() -> dict[str, str]:
     return pages | {"api/index.md": "\n\n".join(overview)}
 
 
-def scanned_exports() -> dict[str, list[str]]:
-    """Return the exports of the algorithms' packages, which are found by scanning their files."""
-    homes: dict[str, list[str]] = {"fl_lightning.algorithms": sorted(public_classes(), key=str.lower)}
-    for name, module in public_classes().items():
-        package, _, _ = f"fl_lightning.algorithms.{module}".rpartition(".")
-        if package in PACKAGES and package != "fl_lightning.algorithms":
-            homes.setdefault(package, []).append(name)
-    return homes
+def modules_below(package: griffe.Module) -> Iterator[str]:
+    """Yield the import paths of a package's modules, and of those in its folders without a reference page."""
+    for module in package.modules.values():
+        if not module.is_init_module:
+            yield module.path
+        elif module.path not in PACKAGES:
+            yield from modules_below(module)
 
 
 def find_object(loader: griffe.GriffeLoader, name: str, package: str = "fl_lightning") -> griffe.Object | griffe.Alias:
@@ -168,7 +164,7 @@ def package_page(loader: griffe.GriffeLoader, name: str, package: griffe.Module,
     else:
         parent = name.rpartition(".")[0]
         imports = f"Import these names from [`{parent}`]({parent}.md)."
-    return "\n\n".join([f"# {name}", first_line(package), imports, *(f"::: {name}.{module}" for module in modules)])
+    return "\n\n".join([f"# {name}", first_line(package), imports, *(f"::: {module}" for module in modules)])
 
 
 def linked(name: str, thing: griffe.Object | griffe.Alias) -> str:

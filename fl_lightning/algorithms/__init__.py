@@ -1,4 +1,4 @@
-"""Federated methods (algorithms): one file per method, one folder per family of methods.
+"""Federated methods (algorithms): one file or folder per method, in one folder per family.
 
 Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge`, `Graph` and `ClientSampler` in a file of this folder is
 exported. A new method needs no change here.
@@ -90,11 +90,13 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         HistoryContrast as HistoryContrast,
         SiameseAlignment as SiameseAlignment,
     )
-    from fl_lightning.algorithms.global_model.fedskc import (
-        FedSKC as FedSKC,
+    from fl_lightning.algorithms.global_model.fedskc.aggregation import (
         GlobalDiscrepancy as GlobalDiscrepancy,
         GlobalPeriodReview as GlobalPeriodReview,
-        LocalContrastive as LocalContrastive,
+    )
+    from fl_lightning.algorithms.global_model.fedskc.contrastive_loss import LocalContrastive as LocalContrastive
+    from fl_lightning.algorithms.global_model.fedskc.fedskc import FedSKC as FedSKC
+    from fl_lightning.algorithms.global_model.fedskc.knowledge import (
         ReferenceKnowledge as ReferenceKnowledge,
         StructuralKnowledge as StructuralKnowledge,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from fl_lightning.client.exported import rebuilt, rebuilt_objective
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.lightning_model import class_name, has_optimizer, own_optimizer, own_step, trains_itself
-from fl_lightning.client.loss_record import LossRecord
+from fl_lightning.client.losses import LossRecord, total_loss
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
 from fl_lightning.client.weights import load_weights
 from fl_lightning.core.arguments import ArgumentsMixin
@@ -343,7 +342,7 @@ class ClientModule(L.LightningModule):
         step = self.step(batch, batch_idx)
         losses = self.losses(step)
         self.note(step, losses)
-        return functools.reduce(torch.add, losses.values())
+        return total_loss(losses)
 
     def note(self, step: Step, losses: dict[str, Tensor]) -> None:
         """Record the losses of a training step, and call `observe` of shared knowledge that tracks training steps."""

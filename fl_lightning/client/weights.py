@@ -69,6 +69,19 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
             )
 
 
+def trainable_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a network's parameters with `requires_grad=True` by name."""
+    return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+
+
+def load_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Copy values into parameters in place, between two forward passes of a training step."""
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+    torch.clear_autocast_cache()  # it may contain the old weights
+
+
 def buffer_names(backbone: nn.Module) -> set[str]:
     """Return the names of a backbone's state dict entries that are no parameters, such as BatchNorm's statistics."""
     return set(backbone.state_dict()) - {name for name, _ in backbone.named_parameters()}

@@ -3,6 +3,7 @@
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.federated_data import FederatedData, Shard
 from fl_lightning.data.few_shot import FC100, FewShot
 from fl_lightning.data.hugging_face import HuggingFace
 from fl_lightning.data.image_folder import ImageFolder
@@ -30,7 +31,7 @@ from fl_lightning.data.partitions import (
     Shards,
 )
 from fl_lightning.data.remote import RemoteClients
-from fl_lightning.data.scenario import FederatedData, Scenario, Shard
+from fl_lightning.data.scenario import Scenario
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.tables import ImageTable, Table, TextTable
 from fl_lightning.data.text import IMDB, AGNews

@@ -13,7 +13,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import Classification
 from fl_lightning.data.datasets import LoadedData
-from fl_lightning.data.scenario import FederatedData, Shard
+from fl_lightning.data.federated_data import FederatedData, Shard
 
 
 def write_client_folders(folder: Path, data: FederatedData) -> None:

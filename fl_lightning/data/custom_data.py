@@ -21,8 +21,8 @@ from fl_lightning.core.objectives import objective_of
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.partitions import indices_by_class
-from fl_lightning.data.scenario import stratified_sample
 from fl_lightning.data.schema import TableSchema, finite_in_float32
+from fl_lightning.data.subsampling import stratified_sample
 from fl_lightning.data.text import PADDING, UNKNOWN, encode_texts
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import Objective, objective_of
 from fl_lightning.data.custom_data import read_schema
 from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.federated_data import FederatedData, PackedShards, Shard
 from fl_lightning.data.partitions import ClientSplits, Partition
-from fl_lightning.data.scenario import FederatedData, PackedShards, Scenario, Shard
+from fl_lightning.data.scenario import Scenario
 from fl_lightning.data.transforms import Normalize
 
 Labels = Literal["classes", "labels", "numbers"]

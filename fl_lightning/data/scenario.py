@@ -3,188 +3,28 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate
-from typing import Any, ClassVar, Literal, overload
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number
-from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import Names, shown_names
-from fl_lightning.core.objectives import Classification, Objective, objective_of
+from fl_lightning.core.objectives import Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.datasets import Dataset, LoadedData, naming_class
+from fl_lightning.data.federated_data import FederatedData, PackedShards, Shard
 from fl_lightning.data.natural_partitions import ByClient
-from fl_lightning.data.partitions import ClientSplits, Partition, assign_samples, check_split, indices_by_class
-
-HASHED = 1 << 24
-"""Bytes of a tensor that are hashed at a time, which bounds the memory for copies."""
+from fl_lightning.data.partitions import ClientSplits, Partition, assign_samples, check_split
+from fl_lightning.data.subsampling import apportion, make_long_tailed, stratified_sample, subsample
 
 TEST_SHARE = 0.25
 """Default share of a client's samples that are held out for testing."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One client's training and test samples, as indices into the training set.
-
-    Args:
-        train: Samples the client trains on.
-        test: Samples it is tested on, disjoint from `train`, possibly none.
-    """
-
-    train: Tensor
-    test: Tensor
-
-
-class PackedShards(Sequence[Shard]):
-    """The shards of all clients, stored in two tensors of sample indices: training and test. Each `Shard` is a view."""
-
-    def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
-        self._parts = {
-            part: (torch.from_numpy(np.concatenate(lists)), [0, *accumulate(map(len, lists))])  # indices, each start
-            for part, lists in (("train", train), ("test", test))
-        }
-        self._last = -1, Shard(torch.empty(0), torch.empty(0))
-
-    @classmethod
-    def from_shards(cls, shards: Sequence[Shard]) -> PackedShards:
-        """Convert a sequence of one `Shard` per client to a `PackedShards`; a `PackedShards` is returned unchanged."""
-        return shards if isinstance(shards, cls) else cls([one.train for one in shards], [one.test for one in shards])
-
-    def concatenate(self, part: str) -> tuple[Tensor, Tensor]:
-        """Return the concatenated `train` or `test` indices of all clients, and their number per client, `(K,)`."""
-        indices, starts = self._parts[part]
-        return indices, torch.tensor(starts).diff()
-
-    def __len__(self) -> int:
-        return len(self._parts["train"][1]) - 1
-
-    @overload
-    def __getitem__(self, client: int) -> Shard: ...
-    @overload
-    def __getitem__(self, client: slice) -> list[Shard]: ...
-    def __getitem__(self, client: int | slice) -> Shard | list[Shard]:
-        chosen = range(len(self))[client]
-        return self._shard(chosen) if isinstance(chosen, int) else [self._shard(k) for k in chosen]
-
-    def _shard(self, k: int) -> Shard:
-        if self._last[0] != k:  # a client's round asks for its shard many times
-            self._last = k, Shard(*(indices[starts[k] : starts[k + 1]] for indices, starts in self._parts.values()))
-        return self._last[1]
-
-
-@dataclass
-class FederatedData:
-    """A loaded dataset, and the training and test samples of each client.
-
-    Args:
-        data: The whole dataset; its test split is the global test set. If clients are tested on parts of the test set,
-            its samples also follow the training samples in `x_train` and `y_train`.
-        shards: One shard per client, by client index.
-        client_ids: The clients' ids in the data, by client index, those of held-out clients last. None if they have
-            none.
-        objective: The learning task.
-        held_out: One shard per client that is held out of the training. Its client index is the position in the shards
-            of all clients, those that train first.
-
-    Attributes:
-        is_remote: Whether the samples are on the clients' machines and those here are placeholders.
-    """
-
-    data: LoadedData
-    shards: Sequence[Shard]
-    client_ids: Sequence[int | str] | None = None
-    objective: Objective = field(default_factory=Classification)
-    held_out: Sequence[Shard] = ()
-    is_remote: ClassVar[bool] = False
-
-    @property
-    def has_global_test(self) -> bool:
-        """Whether there is a global test set."""
-        return True
-
-    @property
-    def held_out_clients(self) -> range:
-        """The indices of the clients that are held out of the training."""
-        return range(len(self.shards), len(self.shards) + len(self.held_out))
-
-    def shard(self, client: int) -> Shard:
-        """Return the samples of a client, whether it trains or is held out of the training."""
-        trains = client < len(self.shards)
-        return self.shards[client] if trains else self.held_out[client - len(self.shards)]
-
-    @cached_property
-    def names(self) -> Names:
-        """Return the names of the clients and classes to show in tables, figures and messages."""
-        classes = self.data.class_names if self.objective.classes else None
-        return Names(shown_names(self.client_ids), shown_names(classes))
-
-    def class_counts(self, part: str = "train", held_out: bool = False) -> np.ndarray:
-        """Count the `train` or `test` samples by client and class: `(clients, C)`; `C` is 1 without classes.
-
-        Args:
-            part: The split.
-            held_out: Count the samples of the clients that are held out, instead of those that train.
-        """
-        classes = self.objective.stratum_count(self.data.num_classes)
-        y = self.objective.strata(self.data.y_train)
-        shards = self.held_out if held_out else self.shards
-        held, sizes = PackedShards.from_shards(shards).concatenate(part)
-        cell = (torch.arange(len(sizes)) * classes).repeat_interleave(sizes).add_(y[held])
-        return torch.bincount(cell, minlength=len(sizes) * classes).reshape(len(sizes), classes).numpy()
-
-    def concatenate(self, part: str = "train") -> tuple[Tensor, Tensor]:
-        """Return the concatenated `train` or `test` indices of all clients, and their number per client, `(K,)`."""
-        return PackedShards.from_shards(self.shards).concatenate(part)
-
-    def digest(self) -> dict[str, str]:
-        """Return SHA-256 digests of the dataset and of the partition, to compare the data of two runs.
-
-        Returns:
-            `sha256:...` of `x_train`, `y_train` (with the number of classes), `x_test`, `y_test` and `partition`
-            (each client's indices), over values, shapes, dtypes and order. Run folders record them.
-        """
-        data = self.data
-        held = (indices for shard in (*self.shards, *self.held_out) for indices in (shard.train, shard.test))
-        classes = torch.tensor(data.num_classes)
-        parts: dict[str, Iterable[Tensor]] = {
-            "x_train": _tensors(data.x_train),
-            "y_train": [classes, data.y_train],
-            "x_test": _tensors(data.x_test),
-            "y_test": [data.y_test],
-            "partition": held,
-        }
-        with ThreadPoolExecutor(len(parts)) as pool:  # hashing releases Python's lock
-            return dict(zip(parts, pool.map(sha256, parts.values()), strict=True))
-
-
-def _tensors(x: Tensor | Inputs) -> list[Tensor]:
-    """Return the tensor of one input, or those of several inputs in the order of their names."""
-    return [value for _, value in sorted(x.items())] if isinstance(x, Inputs) else [x]
-
-
-def sha256(tensors: Iterable[Tensor]) -> str:
-    """Return one SHA-256 digest of several tensors, computed from dtypes, shapes and values in row-major order."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        large = rows.nbytes > HASHED
-        pieces = rows.split(max(1, HASHED // rows[:1].nbytes)) if large else (rows,)
-        for piece in pieces:  # copies tensors on a GPU or of another layout
-            flat = piece.detach().cpu().contiguous().as_strided((piece.numel(),), (1,))  # one value may have any stride
-            digest.update(flat.view(torch.uint8).numpy().data)
-    return f"sha256:{digest.hexdigest()}"
 
 
 @dataclass
@@ -376,53 +216,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def subsample(
-    data: LoadedData, n: int | float, rng: np.random.Generator, objective: Objective = Classification()
-) -> LoadedData:
-    """Return a dataset with only `n` training samples or, if `n` is a float, this share, stratified by class."""
-    labels = objective.strata(data.y_train).numpy()
-    if isinstance(n, float):
-        n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point
-    if n > len(labels):
-        raise ConfigError(f"scenario.train_samples: {n} is above the {len(labels)} training samples. Lower it")
-    sizes = apportion(n, np.unique(labels, return_counts=True)[1], rng)
-    return select_training_samples(data, assign_samples(labels, sizes[None], rng)[0])
-
-
-def select_training_samples(data: LoadedData, kept: np.ndarray) -> LoadedData:
-    """Return a dataset with only the training samples at the indices `kept`; the test set stays unchanged."""
-    owners = None if data.client_train is None else data.client_train[kept]
-    index = torch.from_numpy(kept)
-    return replace(data, x_train=data.x_train[index], y_train=data.y_train[index], client_train=owners)
-
-
-# --- The long tail ---------------------------------------------------------------------------------------------------
-
-
-def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
-    """Return the class sizes of a long-tailed training set: `floor(largest · ρ^(-j / (C - 1)))` for class j.
-
-    The exponential form of Cao et al. 2019. `largest` is the number that class 0 keeps.
-    """
-    exact = largest * rho ** (-np.arange(classes) / max(classes - 1, 1))
-    return np.floor(exact + 1e-9).astype(np.int64)  # 500 · 100^-1 is a little below 5 in floating point
-
-
-def make_long_tailed(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedData:
-    """Return a dataset with the training set subsampled at random to a long tail; the test set is unchanged."""
-    labels = data.y_train.numpy()
-    held = np.bincount(labels, minlength=data.num_classes)
-    sizes = np.minimum(long_tail_sizes(held.max(), data.num_classes, rho), held)
-    if (held > 0)[sizes == 0].any():
-        raise ConfigError(f"scenario.long_tail: {rho:g} leaves the last classes empty. Lower it")
-    return select_training_samples(data, assign_samples(labels, sizes[held > 0][None], rng)[0])
-
-
-# --- Local test data -------------------------------------------------------------------------------------------------
-
-
 def split_official_test(
-    data: LoadedData, parts: list[np.ndarray], rng: np.random.Generator, objective: Objective = Classification()
+    data: LoadedData, parts: list[np.ndarray], rng: np.random.Generator, objective: Objective
 ) -> list[np.ndarray]:
     """Split each class of the official test set among clients, in proportion to their training samples of the class.
 
@@ -436,7 +231,7 @@ def split_official_test(
     return assign_samples(y_test, counts, rng)
 
 
-def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective = Classification()) -> FederatedData:
+def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective) -> FederatedData:
     """Return federated data in which clients are tested on samples of the test set, not on held-out training samples.
 
     `x_train` and `y_train` of the result hold the training samples followed by the test samples.
@@ -485,30 +280,3 @@ def hold_out_validation(federated: FederatedData, share: float, seed: int) -> Fe
     data = federated.data
     data = replace(data, x_test=data.x_train[everything], y_test=data.y_train[everything])
     return replace(federated, data=data, shards=shards, held_out=held_out)
-
-
-def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw a share of n samples, stratified by class (largest remainders), and return a boolean mask of them, `(n,)`.
-
-    The number of samples is `round(share · n)`, but at least one is left to train on.
-    """
-    chosen = np.zeros(len(labels), dtype=bool)
-    total = min(round(share * len(labels)), len(labels) - 1)
-    if total:
-        members = indices_by_class(labels)
-        quota = apportion(total, np.array([len(rows) for rows in members]), rng)
-        for rows, size in zip(members, quota, strict=True):
-            chosen[rng.permutation(rows)[:size]] = True
-    return chosen
-
-
-def apportion(total: int, weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Split `total` into integers in proportion to integer weights, by largest remainder with random ties.
-
-    All are zero if all weights are. Ties are broken at random: a fixed order would always favour the first.
-    """
-    exact = total * weights / max(weights.sum(), 1)
-    quota = np.floor(exact).astype(np.int64)
-    order = np.lexsort((rng.random(len(weights)), -(exact - quota)))
-    quota[order[: round(exact.sum()) - quota.sum()]] += 1
-    return quota

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fl_lightning.client.losses import total_loss
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
@@ -72,7 +73,7 @@ class ClientStep(nn.Module):
         """Return the losses, logits and features of the client's module on a batch."""
         step = self.client.step((x, y))
         losses = self.client.losses(step)
-        return StepOutput(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
+        return StepOutput(total_loss(losses), losses, step.logits, step.features)
 
 
 def impure(path: str) -> ConfigError:

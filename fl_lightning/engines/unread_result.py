@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.client.loss_record import LossRecord
+from fl_lightning.client.losses import LossRecord
 from fl_lightning.core.errors import NonFiniteError
 from fl_lightning.core.state_dicts import first_non_finite, read_numbers, sums_of
 from fl_lightning.core.task import Result, Task, failed_result

@@ -15,8 +15,8 @@ from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result
 from fl_lightning.data import Dataset, FederatedData
+from fl_lightning.data.federated_data import sha256
 from fl_lightning.data.remote import describe, different, load_own
-from fl_lightning.data.scenario import sha256
 from fl_lightning.engines.flower import describe_client
 from fl_lightning.engines.flower_records import (
     MEGABYTE,

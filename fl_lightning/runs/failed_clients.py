@@ -7,7 +7,7 @@ from typing import Literal
 
 from fl_lightning.core.errors import TooFewClients
 from fl_lightning.core.task import Result
-from fl_lightning.data.scenario import FederatedData
+from fl_lightning.data.federated_data import FederatedData
 
 
 def has_upload(result: Result, on_client_failure: Literal["raise", "drop"], data: FederatedData) -> bool:

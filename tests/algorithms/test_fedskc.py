@@ -20,9 +20,16 @@ from fl_lightning.algorithms import (
     GlobalPeriodReview,
     LocalContrastive,
     LookAhead,
+    ReferenceKnowledge,
     ServerMomentum,
+    StructuralKnowledge,
 )
-from fl_lightning.algorithms.global_model import fedskc as skc
+from fl_lightning.algorithms.global_model.fedskc.aggregation import aggregation_weights, discrepancy, review_ratio
+from fl_lightning.algorithms.global_model.fedskc.contrastive_loss import (
+    local_contrastive_loss,
+    reference_contrastive_loss,
+)
+from fl_lightning.algorithms.global_model.fedskc.knowledge import global_knowledge, local_knowledge
 from fl_lightning.client.knowledge import class_sums
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ConfigError
@@ -50,7 +57,7 @@ def upload(client, model, values, known, n):
 def test_local_knowledge_is_silu_of_the_class_means():
     logits, targets = torch.randn(40, C), torch.randint(0, C - 1, (40,))  # no client holds class C - 1
     sums, counts = class_sums(logits, targets, C)
-    result = skc.local_knowledge(sums, counts)
+    result = local_knowledge(sums, counts)
     for j in range(C - 1):
         mean = logits[targets == j].mean(dim=0)
         torch.testing.assert_close(result[j], mean / (1 + torch.exp(-mean)))
@@ -76,21 +83,21 @@ def brute_force_global(local, held, m):
 def test_eq1_equals_a_brute_force_loop(clients, m, seed, data):
     row = st.lists(st.booleans(), min_size=C, max_size=C)
     local, held = knowledge(clients, seed, [data.draw(row) for _ in range(clients)])
-    merged, known = skc.global_knowledge(local, held, m)
+    merged, known = global_knowledge(local, held, m)
     expected, expected_known = brute_force_global(local, held, m)
     torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
     assert known.tolist() == expected_known
 
 
 def test_a_class_without_holders_keeps_its_last_knowledge():
-    piece = skc.StructuralKnowledge()
+    piece = StructuralKnowledge()
     previous = {"values": torch.randn(C, C), "known": torch.tensor([True] * (C - 1) + [False])}
     local, held = knowledge(2, holders=[[False, True, True, True, False]] * 2)
     merged = piece.merge(previous, [upload(k, {}, local[k], held[k], 1) for k in range(2)])
     assert torch.equal(merged["values"][0], previous["values"][0])
     assert not torch.equal(merged["values"][1], previous["values"][1])
     assert merged["known"].tolist() == [True] * (C - 1) + [False]
-    forgetful = skc.ReferenceKnowledge()
+    forgetful = ReferenceKnowledge()
     assert forgetful.merge(previous, [upload(0, {}, local[0], held[0], 1)])["known"].tolist() == held[0].tolist()
 
 
@@ -120,7 +127,7 @@ def test_lcl_equals_a_brute_force_loop(spread, seed, known):
     torch.manual_seed(seed)
     logits, values = torch.randn(7, C, dtype=torch.float64), torch.randn(C, C, dtype=torch.float64)
     targets, known = torch.randint(0, C, (7,)), torch.tensor(known)
-    loss = skc.local_contrastive_loss(logits, targets, values, known, 0.5, spread)
+    loss = local_contrastive_loss(logits, targets, values, known, 0.5, spread)
     expected = brute_force_lcl(logits, targets, values, known, 0.5, spread)
     assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     term = LocalContrastive(0.5, spread=spread)
@@ -133,7 +140,7 @@ def test_lcl_gradient_treats_the_spread_as_a_constant():
     logits = torch.randn(4, C, dtype=torch.float64, requires_grad=True)
     values, targets = torch.randn(C, C, dtype=torch.float64), torch.arange(4)
     known = torch.ones(C, dtype=torch.bool)
-    skc.local_contrastive_loss(logits, targets, values, known, 0.3).backward()
+    local_contrastive_loss(logits, targets, values, known, 0.3).backward()
     spread = torch.stack([(logits.detach() - v).norm(dim=1).mean() for v in values])
     copy = logits.detach().clone().requires_grad_()
     cosines = torch.stack([F.cosine_similarity(copy, v[None], dim=1) for v in values], dim=1)
@@ -146,7 +153,7 @@ def test_a_mask_of_all_classes_equals_no_mask(spread):
     generator = torch.Generator().manual_seed(3)
     logits, values = torch.randn(7, C, generator=generator), torch.randn(C, C, generator=generator)
     targets, known = torch.arange(7) % C, torch.ones(C, dtype=torch.bool)
-    one, other = (skc.local_contrastive_loss(logits, targets, values, k, 0.3, spread) for k in (known, None))
+    one, other = (local_contrastive_loss(logits, targets, values, k, 0.3, spread) for k in (known, None))
     torch.testing.assert_close(one, other)
 
 
@@ -158,7 +165,7 @@ def test_knowledge_loaded_during_a_fit_is_used():
     term.begin(module)
     known = torch.arange(C) < 2
     term.load(torch.eye(C), known)
-    expected = skc.local_contrastive_loss(step.logits, step.targets, torch.eye(C), known, term.tau)
+    expected = local_contrastive_loss(step.logits, step.targets, torch.eye(C), known, term.tau)
     assert torch.equal(term(step), expected)
 
 
@@ -219,27 +226,25 @@ def test_eq4_equals_a_brute_force_loop():
     d, n = [0.3, 1.7, 0.9], [3, 1, 2]
     gates = [1 / (1 + math.exp(-(n[k] - d[k] / sum(d) * d[k] + n[k] / sum(n)))) for k in range(3)]
     expected = [gate / sum(gates) for gate in gates]
-    assert skc.aggregation_weights(torch.tensor(d), torch.tensor(n)).tolist() == pytest.approx(expected, rel=1e-6)
+    assert aggregation_weights(torch.tensor(d), torch.tensor(n)).tolist() == pytest.approx(expected, rel=1e-6)
     shares = [3 * n[k] / sum(n) for k in range(3)]
     gates = [1 / (1 + math.exp(-(shares[k] - d[k] / sum(d) * d[k] + n[k] / sum(n)))) for k in range(3)]
     expected = [gate / sum(gates) for gate in gates]
-    assert skc.aggregation_weights(torch.tensor(d), torch.tensor(n), "share").tolist() == pytest.approx(
-        expected, rel=1e-6
-    )
+    assert aggregation_weights(torch.tensor(d), torch.tensor(n), "share").tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_discrepancy_is_over_the_classes_a_client_holds():
     local, held = knowledge(2, holders=[[True, False, True, False, True], [False] * C])
     merged = torch.randn(C, C)
     total = sum(math.dist(local[0, j].tolist(), merged[j].tolist()) for j in (0, 2, 4))
-    assert skc.discrepancy(local, held, merged).tolist() == pytest.approx([total, 0.0])
-    assert skc.discrepancy(local, held, merged, "share").tolist() == pytest.approx([total / 3, 0.0])
+    assert discrepancy(local, held, merged).tolist() == pytest.approx([total, 0.0])
+    assert discrepancy(local, held, merged, "share").tolist() == pytest.approx([total / 3, 0.0])
 
 
 def test_sample_counts_saturate_the_sigmoid_and_shares_do_not():
     d, n = torch.tensor([0.5, 6.0]), torch.tensor([2500, 2400])
-    assert skc.aggregation_weights(d, n).tolist() == [0.5, 0.5]
-    near, far = skc.aggregation_weights(d, n, "share").tolist()
+    assert aggregation_weights(d, n).tolist() == [0.5, 0.5]
+    near, far = aggregation_weights(d, n, "share").tolist()
     assert near > 0.9 > 0.1 > far
 
 
@@ -280,11 +285,11 @@ def test_review_ratio_equals_a_brute_force_loop_with_either_variance(unbiased):
     now, before = torch.randn(4, C), torch.randn(3, C)
     earlier = variances(before, [True] * 3, unbiased)
     expected = (variances(now, [True] * 4, unbiased) - earlier) / earlier
-    assert skc.review_ratio(now, before) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert review_ratio(now, before) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_the_review_ratio_of_constant_knowledge_is_zero():
-    assert skc.review_ratio(torch.randn(C, C), torch.ones(C, C)) == 0.0
+    assert review_ratio(torch.randn(C, C), torch.ones(C, C)) == 0.0
 
 
 MEAN, LAST = torch.tensor([2.0, 1.0]), torch.tensor([10.0, 20.0])
@@ -398,7 +403,7 @@ def test_knowledge_of_a_run_is_eq1_of_its_trained_clients(tmp_path):
     run.algorithm.upload = watch
     run.fit()
     local, held = (torch.stack(part) for part in zip(*uploads, strict=True))
-    merged, known = skc.global_knowledge(local, held, 2)
+    merged, known = global_knowledge(local, held, 2)
     torch.testing.assert_close(run.state["structural"]["values"], merged, rtol=1e-9, atol=1e-9)
     assert torch.equal(run.state["structural"]["known"], known)
 
@@ -408,7 +413,7 @@ def test_options_reach_the_parts(preset):
     method = FedSKC(0.3, 2, 0.7, gda_scale="share", spread="none", review="literal", preset=preset)
     (term,) = method.loss_terms
     assert (term.tau, term.structural.similar_clients) == (0.3, 2)
-    assert preset == "reference" or term.contrast.spread == "none"
+    assert preset == "reference" or term.spread == "none"
     assert (method.aggregator.beta, method.aggregator.review) == (0.7, "literal")
     assert preset == "reference" or method.aggregator.inner.gda_scale == "share"
 
@@ -426,7 +431,7 @@ def test_reference_lcl_equals_a_brute_force_loop():
         positive = cosines[y] if known[y] else 1.0
         negatives = [math.exp(cosines[j] / 0.1) for j in range(C) if known[j]]
         total -= math.log(math.exp(positive / 0.1) / (math.exp(positive / 0.1) + sum(negatives)))
-    loss = skc.reference_contrastive_loss(logits, targets, values, known, 0.1)
+    loss = reference_contrastive_loss(logits, targets, values, known, 0.1)
     assert float(loss) == pytest.approx(total / 6, rel=1e-5, abs=1e-6)
 
 
@@ -445,7 +450,7 @@ def test_reference_scales_lcl_by_the_round():
 
 
 def test_reference_knowledge_is_the_last_epochs_training_logits():
-    piece = skc.ReferenceKnowledge()
+    piece = ReferenceKnowledge()
     batches = [(epoch, torch.randn(4, C), torch.tensor([0, 1, 1, 3])) for epoch in (0, 0, 1, 1)]
     for epoch, logits, targets in batches:
         piece.observe(Step(logits, targets), epoch)
@@ -460,10 +465,10 @@ def test_the_reference_preset_uses_the_parts_of_the_authors_code():
     method = FedSKC(preset="reference")
     (term,) = method.loss_terms
     review = method.aggregator
-    assert isinstance(term.contrast, skc.ReferenceContrast)
-    assert isinstance(term.structural, skc.ReferenceKnowledge)
+    assert term.reference
+    assert isinstance(term.structural, ReferenceKnowledge)
     assert isinstance(review, GlobalPeriodReview)
-    assert (review.beta, review.review, review.compared) == (0.99, "literal", skc.known_in_each_round)
+    assert (review.beta, review.review, review.reference) == (0.99, "literal", True)
     assert type(review.inner).__name__ == "WeightedMean"
     assert FedSKC(preset="reference", beta=0.9).aggregator.beta == 0.9
     assert FedSKC().aggregator.beta == 0.95

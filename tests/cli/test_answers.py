@@ -218,7 +218,7 @@ def test_help_of_a_class_without_a_name_lists_the_names(key):
         ["--algorithm.help=FedSKC"],
         ["--algorithm.help", "fedskc"],
         ["--algorithm.help", "fl_lightning.algorithms.FedSKC"],
-        ["--rounds", "2", "--algorithm.help", "fl_lightning.algorithms.global_model.fedskc.FedSKC"],
+        ["--rounds", "2", "--algorithm.help", "fl_lightning.algorithms.global_model.fedskc.fedskc.FedSKC"],
     ],
 )
 def test_help_of_a_class_lists_its_options(words, monkeypatch):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import FedAvg
-from fl_lightning.client.loss_record import LossRecord
+from fl_lightning.client.losses import LossRecord
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, NonFiniteError
 from fl_lightning.models import MLP

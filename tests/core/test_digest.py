@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.data import IID, Digits, Dirichlet, FederatedData, LoadedData, Scenario, Shard, scenario
+from fl_lightning.data import IID, Digits, Dirichlet, FederatedData, LoadedData, Scenario, Shard
+from fl_lightning.data.federated_data import sha256
 from fl_lightning.data.transforms import Normalize
 
 PARTS = ["x_train", "y_train", "x_test", "y_test", "partition"]
@@ -95,7 +96,7 @@ def test_the_memory_layout_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
     turned_back = changed(x_train=tiny().data.x_train.transpose(2, 3).contiguous().transpose(2, 3))
     assert not turned_back.data.x_train.is_contiguous()
     assert turned_back.digest() == tiny().digest()
-    monkeypatch.setattr(scenario, "HASHED", 9)  # pieces of two images, and single labels
+    monkeypatch.setattr("fl_lightning.data.federated_data.HASHED", 9)  # pieces of two images, and single labels
     assert turned_back.digest() == tiny().digest()
 
 
@@ -119,4 +120,4 @@ def test_official_test_data_in_the_training_table_counts_there_too() -> None:
 
 
 def test_one_value_may_be_laid_out_with_any_stride():
-    assert scenario.sha256([torch.tensor([5]).as_strided((1,), (0,))]) == scenario.sha256([torch.tensor([5])])
+    assert sha256([torch.tensor([5]).as_strided((1,), (0,))]) == sha256([torch.tensor([5])])

@@ -1,7 +1,6 @@
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ from fl_lightning.data import (
     Scenario,
     Shard,
 )
+from fl_lightning.data.federated_data import PackedShards
 from fl_lightning.data.partitions import indices_by_class
-from fl_lightning.data.scenario import PackedShards, stratified_sample
 from fl_lightning.data.transforms import Normalize
 
 seeds = st.integers(0, 2**32)
@@ -174,41 +173,3 @@ def test_packed_shards_can_be_used_like_a_list() -> None:
 def test_packed_shards_take_less_than_twice_their_indices() -> None:
     data = Scenario(Labels(np.zeros(20_000, int)), IID(), 2_000, local_test=0.25).build(0)
     assert len(pickle.dumps(data.shards)) < 2 * 8 * 20_000
-
-
-# --- stratified_sample ---
-
-
-labels_of_a_client = st.lists(st.sampled_from([0, 1, 2, 5, 9]), min_size=1, max_size=80)
-
-
-@given(labels_of_a_client, st.floats(0, 0.999), seeds)
-def test_quotas_are_rounded_by_largest_remainder(labels: list[int], share: float, seed: int) -> None:
-    y = np.array(labels)
-    chosen = stratified_sample(y, share, np.random.default_rng(seed))
-    assert chosen.dtype == bool
-    assert chosen.shape == y.shape
-    wanted = min(round(share * len(y)), len(y) - 1)
-    assert chosen.sum() == wanted
-    remainders: dict[bool, list[float]] = {False: [], True: []}
-    for label in set(labels):
-        size, quota = labels.count(label), int(chosen[y == label].sum())
-        exact, left_over = divmod(wanted * size, len(y))
-        assert quota in (exact, exact + (left_over > 0))
-        assert quota in (floor(wanted * size / len(y)), ceil(wanted * size / len(y)))
-        remainders[quota > exact].append(left_over)
-    if remainders[True] and remainders[False]:
-        assert min(remainders[True]) >= max(remainders[False])
-
-
-def test_every_sample_of_a_class_is_equally_likely() -> None:
-    labels, draws = np.repeat([0, 1], [8, 4]), 2000
-    chosen = sum(stratified_sample(labels, 0.5, np.random.default_rng(seed)).astype(int) for seed in range(draws))
-    assert (abs(chosen - draws / 2) < 4 * np.sqrt(draws / 4)).all()
-
-
-def test_ties_between_classes_are_broken_at_random() -> None:
-    draws = 2000
-    chosen = sum(stratified_sample(np.arange(5), 0.2, np.random.default_rng(seed)).astype(int) for seed in range(draws))
-    assert chosen.sum() == draws
-    assert (abs(chosen - draws / 5) < 4 * np.sqrt(draws * 0.2 * 0.8)).all()

@@ -1,6 +1,7 @@
 """The documentation site: links and anchors are valid, documented sessions run, and the site builds."""
 
 import csv
+import importlib
 import importlib.util
 import json
 import re
@@ -358,6 +359,17 @@ def test_links_are_rewritten_for_the_site(page, link, moved, hooks):
     site_page = SimpleNamespace(file=SimpleNamespace(src_uri=page), is_homepage=False)
     made = hooks.on_page_markdown(f"[a]({link})\n\n{snippet}\n\n[b]({link})\n", site_page)
     assert made == f"[a]({moved})\n\n{snippet}\n\n[b]({moved})\n"
+
+
+def test_the_reference_imports_names_from_where_they_are(hooks):
+    pages = hooks.reference()
+    for page in pages.values():
+        for package, names in re.findall(r"with `from (\S+) import \.\.\.`: (.+)", page):
+            module = importlib.import_module(package)
+            assert not [name for name in re.findall(r"`(\w+)`", names) if not hasattr(module, name)], package
+    family = pages["api/fl_lightning.algorithms.global_model.md"]
+    assert "Import these names from [`fl_lightning.algorithms`](fl_lightning.algorithms.md)." in family
+    assert "::: fl_lightning.algorithms.global_model.fedskc.aggregation" in family
 
 
 def test_pages_of_examples_have_titles(hooks):

@@ -18,8 +18,7 @@ from methods import METHODS, Episodes
 from torch import nn
 
 from fl_lightning import LossTerm, RoundCallback, RoundFigure
-from fl_lightning.algorithms import UAPDFL, FedAvg, FedRep
-from fl_lightning.algorithms.global_model.fedskc import StructuralKnowledge
+from fl_lightning.algorithms import UAPDFL, FedAvg, FedRep, StructuralKnowledge
 from fl_lightning.core.errors import CheckpointError, ClientFailure, ConfigError, Interrupted
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.data.truncation import truncate_dataset

@@ -7,7 +7,7 @@ and 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.algorithms.global_model.fedcm import ClientMomentum, FedCM
+from fl_lightning.client.losses import loss_with_gradients, total_loss
 from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.weights import load_parameters, trainable_parameters
 from fl_lightning.core.errors import ConfigError, check_number
 
 
@@ -53,38 +55,25 @@ class SharpnessAware(ClientModule):
         step = self.step(batch, batch_idx)
         losses = self.losses(step)
         self.note(step, losses)
-        parameters = [p for p in self.backbone.parameters() if p.requires_grad]
-        own = [loss for name, loss in losses.items() if name != ClientMomentum.name]
+        parameters = list(trainable_parameters(self.backbone).values())
+        own = total_loss({name: loss for name, loss in losses.items() if name != ClientMomentum.name})
         buffers = [buffer.clone() for buffer in self.backbone.buffers()]
-        moves = ascent(gradients_of(sum(own[1:], start=own[0]), parameters), self.rho)
+        moves = ascent(torch.autograd.grad(own, parameters, materialize_grads=True), self.rho)
         gradients = self._gradients_at(moves, parameters, batch, batch_idx)
         for buffer, value in zip(self.backbone.buffers(), buffers, strict=True):
             buffer.copy_(value)
-        linear = sum((g * p).sum() for g, p in zip(gradients, parameters, strict=True))
-        return sum(loss.detach() for loss in losses.values()) + linear - linear.detach()  # type: ignore[union-attr]
+        return loss_with_gradients(total_loss(losses), parameters, gradients)
 
     def _gradients_at(
         self, moves: list[Tensor], parameters: list[nn.Parameter], batch: tuple[Tensor, Tensor], batch_idx: int
-    ) -> list[Tensor]:
+    ) -> Sequence[Tensor]:
         """Return the gradients of the batch's loss at the perturbed weights. The weights are restored."""
         starts = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            for p, move in zip(parameters, moves, strict=True):
-                p.add_(move)
-        torch.clear_autocast_cache()  # it holds the weights before the move
-        losses = self.losses(self.step(batch, batch_idx))
-        gradients = gradients_of(reduce(torch.add, losses.values()), parameters)
-        with torch.no_grad():
-            for p, start in zip(parameters, starts, strict=True):
-                p.copy_(start)
-        torch.clear_autocast_cache()
+        load_parameters(parameters, [start + move for start, move in zip(starts, moves, strict=True)])
+        loss = total_loss(self.losses(self.step(batch, batch_idx)))
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        load_parameters(parameters, starts)
         return gradients
-
-
-def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the gradient of a loss for each parameter; zero for a parameter that the loss does not depend on."""
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
 
 
 def check_rho(rho: float) -> float:

@@ -20,7 +20,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.sgd import plain_sgd_rate
-from fl_lightning.client.weights import to_cpu
+from fl_lightning.client.weights import to_cpu, trainable_parameters
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import RunningMean, State
 
@@ -90,7 +90,7 @@ class ControlVariates(LossTerm):
     def begin(self, module: ClientModule) -> None:
         """Keep the received weights `x`, and compute the correction `c - c_i`."""
         self.lr = plain_sgd_rate(module, "SCAFFOLD")
-        parameters = dict(trainable_parameters(module.backbone))
+        parameters = trainable_parameters(module.backbone)
         server, self._own = (complete_control(control, parameters) for control in (self._server, self._own))
         self._starts = {name: p.detach().clone() for name, p in parameters.items()}
         self._corrections = {name: server[name] - self._own[name] for name in parameters}
@@ -113,18 +113,13 @@ class ControlVariates(LossTerm):
             return self._own, {name: torch.zeros_like(value) for name, value in self._own.items()}
         new = {
             name: next_control(self._starts[name], p.detach(), module.steps, self.lr, self._corrections[name])
-            for name, p in trainable_parameters(module.backbone)
+            for name, p in trainable_parameters(module.backbone).items()
         }
         return new, {name: value - self._own[name] for name, value in new.items()}
 
     def remember(self, module: ClientModule) -> Tensors:
         """Return the client's next control variate, `c_i⁺`."""
         return self.controls(module)[0]
-
-
-def trainable_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return a module's trainable parameters by name. Each has a control variate."""
-    return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
 
 
 def complete_control(control: Tensors, parameters: dict[str, nn.Parameter]) -> Tensors:
@@ -168,7 +163,7 @@ class SCAFFOLD(Algorithm):
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and the server's control variate `c`, all zeros."""
-        zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable_parameters(backbone)}
+        zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable_parameters(backbone).items()}
         return super().initial_state(backbone, num_classes, clients, rng) | {CONTROL: zeros}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.client.weights import kept_model, load_weights, to_cpu
+from fl_lightning.client.weights import kept_model, load_weights, to_cpu, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.seeding import RandomStates
@@ -62,7 +62,7 @@ class MixedModels(ClientModule):
     def mixture(self) -> Tensors:
         """Return the trainable parameters of the mixture `v̄ = α v + (1 - α) w`, differentiable in `v` only."""
         shared = dict(self.backbone.named_parameters())
-        own = {name: v for name, v in self.own.named_parameters() if v.requires_grad}
+        own = trainable_parameters(self.own)
         return {name: self.alpha * v + (1 - self.alpha) * shared[name].detach() for name, v in own.items()}
 
     def _train_own(self, x: Tensor, y: Tensor) -> None:

@@ -25,7 +25,7 @@ from fl_lightning.algorithms.decentralized.peers import (
     unbundle,
 )
 from fl_lightning.client.module import ClientModule, LossTerm, Step
-from fl_lightning.client.weights import to_cpu
+from fl_lightning.client.weights import to_cpu, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state_dicts import State
@@ -68,11 +68,6 @@ def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
     return EPSILON ** (round / length) if schedule == "epsilon" else (math.cos(math.pi * round / length) + 1) / 2
 
 
-def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a backbone's trainable parameters by name. They are mixed from all clients' cores."""
-    return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
-
-
 class MixedModule(ClientModule):
     """A client's module whose weights are a mix of several clients' core models. It trains its own core and the ratios.
 
@@ -93,7 +88,7 @@ class MixedModule(ClientModule):
         super().__init__(*parts)
         self.dr_lr, self.mu, self.length, self.schedule = dr_lr, mu, length, schedule
         self._mixture: list[Tensor] = []
-        weights = list(mixed_parameters(self.backbone).values())
+        weights = list(trainable_parameters(self.backbone).values())
         self.set_mixture(0, torch.ones(1), torch.ones(1), weights, [torch.zeros_like(p)[None] for p in weights])
 
     def set_mixture(
@@ -121,7 +116,7 @@ class MixedModule(ClientModule):
         """Load the mixture of cores into the backbone, and return its parameters with their autograd graph."""
         mixture = personal_model(self.ratios, self.client, list(self.core), self.others)
         with torch.no_grad():
-            for weights, value in zip(mixed_parameters(self.backbone).values(), mixture, strict=True):
+            for weights, value in zip(trainable_parameters(self.backbone).values(), mixture, strict=True):
                 weights.copy_(value)
         return mixture
 
@@ -149,7 +144,7 @@ class MixedModule(ClientModule):
 
     def on_after_backward(self) -> None:
         """Propagate the gradient of the mixture's weights to the core and the mixing ratios."""
-        weights = mixed_parameters(self.backbone).values()
+        weights = trainable_parameters(self.backbone).values()
         pairs = [(value, p.grad) for value, p in zip(self._mixture, weights, strict=True)]
         mixture, gradients = zip(*[(value, grad) for value, grad in pairs if grad is not None], strict=True)
         torch.autograd.backward(mixture, gradients)
@@ -246,7 +241,7 @@ class APPLE(Algorithm):
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the client's core and mixing ratios, and the mixture of its core with the received ones."""
         assert isinstance(module, MixedModule)
-        initial = {name: p.detach().clone() for name, p in mixed_parameters(module.backbone).items()}
+        initial = {name: p.detach().clone() for name, p in trainable_parameters(module.backbone).items()}
         super().receive(module, download, memory)
         start = download.section(RATIOS)
         client, first = int(start["client"]), start["first"]
@@ -261,7 +256,7 @@ class APPLE(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the client's trained core model; the mixture is not uploaded."""
         assert isinstance(module, MixedModule)
-        core = to_cpu({"model": dict(zip(mixed_parameters(module.backbone), module.core, strict=True))})
+        core = to_cpu({"model": dict(zip(trainable_parameters(module.backbone), module.core, strict=True))})
         return super().upload(module, batches, n_samples, num_classes).without("model").plus(core)
 
     def remember(self, module: ClientModule, upload: Message) -> State:

@@ -6,7 +6,6 @@ Approach", NeurIPS 2020, Algorithm 1. Equations below are the paper's.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +16,9 @@ from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.client.losses import loss_with_gradients, total_loss
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.weights import load_parameters, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
@@ -88,17 +89,17 @@ class MetaStep(ClientModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return a loss for a batch. The gradient of this loss is the meta-gradient."""
         seen: list[tuple[Step, dict[str, Tensor]]] = []
-        own: Tensors = {name: p for name, p in self.backbone.named_parameters() if p.requires_grad}
+        own = trainable_parameters(self.backbone)
         start = {name: p.detach().clone() for name, p in own.items()}
 
         def gradient(weights: Tensors, batch: tuple[Tensor, Tensor]) -> Tensors:
-            load_parameters(weights, own)
+            load_parameters(own.values(), weights.values())
             statistics = {buffer: buffer.clone() for buffer in self.backbone.buffers()}
             exact = torch.autocast(self.device.type, enabled=False)  # a difference of gradients needs full precision
             with exact if len(seen) > 1 else nullcontext():
                 step = self.step(batch)
                 losses = self.losses(step)
-            gradients = torch.autograd.grad(total(losses), list(own.values()), allow_unused=True)
+            gradients = torch.autograd.grad(total_loss(losses), list(own.values()), allow_unused=True)
             seen.append((step, losses))
             if len(seen) != 2:
                 for buffer, value in statistics.items():
@@ -107,23 +108,10 @@ class MetaStep(ClientModule):
 
         parts = split_batch(batch, 2 if self.delta is None else 3)
         estimate = meta_gradient(gradient, start, parts, self.alpha, self.delta)
-        load_parameters(start, own)
-        self.note(*seen[1])
-        linear = [(g * (own[name] - start[name])).sum() for name, g in estimate.items()]
-        return functools.reduce(torch.add, linear, total(seen[1][1]).detach())
-
-
-def total(losses: dict[str, Tensor]) -> Tensor:
-    """Return the sum of a step's losses: the task loss and the loss terms."""
-    return functools.reduce(torch.add, losses.values())
-
-
-def load_parameters(weights: Tensors, parameters: Tensors) -> None:
-    """Copy weights into parameters, in place."""
-    with torch.no_grad():
-        for name, value in weights.items():
-            parameters[name].copy_(value)
-    torch.clear_autocast_cache()  # it may contain the old weights
+        load_parameters(own.values(), start.values())
+        step, losses = seen[1]
+        self.note(step, losses)
+        return loss_with_gradients(total_loss(losses), [own[name] for name in estimate], estimate.values())
 
 
 def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
+from fl_lightning.client.losses import total_loss
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.client.weights import kept_model, load_weights
+from fl_lightning.client.weights import kept_model, load_weights, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
@@ -61,15 +62,14 @@ class MoreauEnvelope(ClientModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Train the personalised model, and return the distance of the local model from it, `λ/2 ||w - θ||²`."""
-        own = [p for p in self.own.parameters() if p.requires_grad]
-        local = [p for p in self.backbone.parameters() if p.requires_grad]
+        own, local = (list(trainable_parameters(model).values()) for model in (self.own, self.backbone))
         for inner in range(self.inner_steps):
             with self.personalised():
                 step = self.step(batch, batch_idx)
                 losses = self.losses(step)
             if not inner:
                 self.note(step, losses)
-            gradients = torch.autograd.grad(reduce(torch.add, losses.values()), own, allow_unused=True)
+            gradients = torch.autograd.grad(total_loss(losses), own, allow_unused=True)
             with torch.no_grad():
                 for theta, w, g in zip(own, local, gradients, strict=True):
                     theta.sub_(self.personal_lr * (self.lam * (theta - w) + (0 if g is None else g)))

@@ -1,10 +1,14 @@
+from math import ceil, floor
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Arrays, Dirichlet, Scenario
-from fl_lightning.data.scenario import long_tail_sizes
+from fl_lightning.data.subsampling import long_tail_sizes, stratified_sample
 
 
 @pytest.fixture
@@ -109,3 +113,41 @@ def test_a_share_of_the_training_samples_is_rounded_up(arrays: Arrays, share: fl
 def test_more_training_samples_than_there_are_are_refused(arrays: Arrays) -> None:
     with pytest.raises(ConfigError, match=r"scenario.train_samples: 2001 is above the 2000 training"):
         Scenario(arrays, IID(), clients=1, train_samples=2001).build(0)
+
+
+# --- stratified_sample ---
+
+
+labels_of_a_client = st.lists(st.sampled_from([0, 1, 2, 5, 9]), min_size=1, max_size=80)
+
+
+@given(labels_of_a_client, st.floats(0, 0.999), st.integers(0, 2**32))
+def test_quotas_are_rounded_by_largest_remainder(labels: list[int], share: float, seed: int) -> None:
+    y = np.array(labels)
+    chosen = stratified_sample(y, share, np.random.default_rng(seed))
+    assert chosen.dtype == bool
+    assert chosen.shape == y.shape
+    wanted = min(round(share * len(y)), len(y) - 1)
+    assert chosen.sum() == wanted
+    remainders: dict[bool, list[float]] = {False: [], True: []}
+    for label in set(labels):
+        size, quota = labels.count(label), int(chosen[y == label].sum())
+        exact, left_over = divmod(wanted * size, len(y))
+        assert quota in (exact, exact + (left_over > 0))
+        assert quota in (floor(wanted * size / len(y)), ceil(wanted * size / len(y)))
+        remainders[quota > exact].append(left_over)
+    if remainders[True] and remainders[False]:
+        assert min(remainders[True]) >= max(remainders[False])
+
+
+def test_every_sample_of_a_class_is_equally_likely() -> None:
+    labels, draws = np.repeat([0, 1], [8, 4]), 2000
+    chosen = sum(stratified_sample(labels, 0.5, np.random.default_rng(seed)).astype(int) for seed in range(draws))
+    assert (abs(chosen - draws / 2) < 4 * np.sqrt(draws / 4)).all()
+
+
+def test_ties_between_classes_are_broken_at_random() -> None:
+    draws = 2000
+    chosen = sum(stratified_sample(np.arange(5), 0.2, np.random.default_rng(seed)).astype(int) for seed in range(draws))
+    assert chosen.sum() == draws
+    assert (abs(chosen - draws / 5) < 4 * np.sqrt(draws * 0.2 * 0.8)).all()

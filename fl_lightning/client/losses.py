@@ -1,12 +1,26 @@
-"""Record of the training losses of one client's fit."""
+"""The losses of training steps: their sum, a loss with given gradients, and the record of a client's fit."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import reduce
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import NonFiniteError
+
+
+def total_loss(losses: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of a training step's losses, given by name."""
+    return reduce(torch.add, losses.values())
+
+
+def loss_with_gradients(value: Tensor, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> Tensor:
+    """Return a loss with a given value, whose backward pass gives each parameter the given gradient."""
+    zeros = ((gradient * (p - p.detach())).sum() for p, gradient in zip(parameters, gradients, strict=True))
+    return reduce(torch.add, zeros, value.detach())
 
 
 class LossRecord:

@@ -1,0 +1,1 @@
+"""The method FedSKC, one file per part."""

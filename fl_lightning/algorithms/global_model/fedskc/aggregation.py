@@ -1,0 +1,203 @@
+"""FedSKC's aggregators: global discrepancy aggregation (GDA, Eq. 4) and global period review (GPR, Eq. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
+from fl_lightning.algorithms.global_model.fedskc.knowledge import (
+    StructuralKnowledge,
+    knowledge_class,
+    stacked_knowledge,
+)
+from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.state_dicts import State, extrapolate, weighted_mean
+
+GdaScale = Literal["count", "share"]
+Review = Literal["interpolation", "literal"]
+
+# --- Global discrepancy aggregation (GDA) ------------------------------------------------------------------------
+
+
+def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale = "count") -> Tensor:
+    """Return each client's distance to the global knowledge, `d_k = Σ_j ||c_k^j - c̃^j||_2`, `(K,)` (Section III-B).
+
+    Args:
+        local: `(K, C, C)` knowledge of the participants.
+        held: `(K, C)` bool.
+        knowledge: `(C, C)`, global.
+        scale: `share` uses the mean over a client's classes, because the sum penalises clients with many classes.
+    """
+    distances = (local.double() - knowledge.double()).norm(dim=2)
+    total = (distances * held).sum(dim=1)
+    return total if scale == "count" else total / held.sum(dim=1).clamp(min=1)
+
+
+def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale = "count") -> Tensor:
+    """Return the clients' weights by Eq. 4, `e_k = sigmoid(N_k - a_k d_k + b_k) / Σ_i sigmoid(N_i - a_i d_i + b_i)`.
+
+    With raw counts the sigmoid saturates at 1, so `e_k = 1/K`, the uniform mean. `scale="share"` replaces `N_k` by
+    `K · N_k / Σ N`, so that the sigmoid does not saturate and the discrepancy has an effect.
+
+    Args:
+        discrepancies: `d_k`, `(K,)`.
+        samples: `N_k`, `(K,)`.
+        scale: `count` is the paper's.
+
+    Returns:
+        `(K,)`, in float64.
+    """
+    d, n = discrepancies.double(), samples.double()
+    a = d / d.sum() if d.sum() > 0 else torch.zeros_like(d)
+    b = n / n.sum()
+    size = n if scale == "count" else b * len(n)
+    gate = torch.sigmoid(size - a * d + b)
+    # Huge discrepancies can make all gates zero. All clients then get the same weight.
+    return gate / gate.sum() if gate.sum() > 0 else torch.full_like(gate, 1 / len(gate))
+
+
+class GlobalDiscrepancy(Aggregator):
+    """GDA: give less weight to clients whose class-wise mean logits are far from the global ones.
+
+    The weights depend on every client's knowledge, so all uploads of a round are in memory at once.
+
+    Args:
+        gda_scale: The paper's `count`, or `share`: see `aggregation_weights` and `discrepancy`.
+        similar_clients: M of Eq. 1.
+        knowledge: Use this instance instead of a new one.
+    """
+
+    leaves = ("weights",)
+
+    def __init__(
+        self,
+        gda_scale: GdaScale = "count",
+        similar_clients: int = 1,
+        knowledge: StructuralKnowledge | None = None,
+    ) -> None:
+        self.gda_scale: GdaScale = gda_scale
+        self.structural = knowledge or StructuralKnowledge(similar_clients)
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The structural knowledge, from which the aggregation weights are computed."""
+        return (self.structural,)
+
+    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
+        """Return the list of the round's uploads: the weights (Eq. 4) depend on the class means of all clients."""
+        return list(uploads)
+
+    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+        """Return the weighted mean of the clients' models, `w_g = Σ e_k w_k`, and the weights `e_k` (Eq. 4)."""
+        local, held = stacked_knowledge(folded)
+        distances = discrepancy(local, held, knowledge[self.structural.name]["values"], self.gda_scale)
+        samples = torch.tensor([upload.n_samples for upload in folded])
+        weights = aggregation_weights(distances, samples, self.gda_scale)
+        return {
+            "model": weighted_mean((u.message.section("model") for u in folded), weights.tolist()),
+            "weights": {"client": torch.tensor([u.client for u in folded]), "value": weights},
+        }
+
+
+# --- Global period review (GPR) ----------------------------------------------------------------------------------
+
+
+def review_ratio(now: Tensor, before: Tensor) -> float:
+    """Return the relative growth of the variance of the global knowledge since the previous round (Eq. 5).
+
+    That is `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`.
+
+    `σ²_{(j)}` is the variance of row j. The authors' code uses the unbiased variance. The factor `C / (C - 1)` cancels.
+
+    Args:
+        now: This round's global knowledge, `(J, C)`, with one row per counted class.
+        before: The last round's global knowledge, `(I, C)`.
+
+    Returns:
+        The ratio; 0 if all of the last round's rows are constant.
+    """
+    now_var, before_var = (rows.double().var(dim=1, correction=0).sum() for rows in (now, before))
+    return float((now_var - before_var) / before_var) if before_var > 0 else 0.0
+
+
+class GlobalPeriodReview(Aggregator):
+    """GPR: from round 2 on, correct another aggregator's model by the previous round's model.
+
+    Eq. 5 as printed, `review="literal"`, is `β w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Its first term shrinks every
+    weight by `1 - β` per round, including BatchNorm's statistics. This explains its whole loss of accuracy compared
+    with plain averaging (docs/results.md). In the paper's text, GPR combines the two models "via linear interpolation"
+    by a relative confidence. The default, `interpolation`, is therefore `w_r + c (w_{r-1} - w_r)` with `c = (1-β) ·
+    ratio`, clamped to [0, 1].
+
+    Args:
+        inner: The aggregator that computes the model to review; the weighted mean by default.
+        beta: β, in [0, 1]; 1 does not change the model.
+        review: `interpolation` or `literal`.
+        similar_clients: M of Eq. 1.
+        reference: As in the authors' code, sum variances over all classes known in each round, instead of the classes
+            known in both rounds.
+        knowledge: Use this instance instead of a new one.
+
+    Raises:
+        ConfigError: `beta` is outside [0, 1], or the inner aggregator does not send its model unchanged to all clients.
+    """
+
+    def __init__(
+        self,
+        inner: Aggregator | None = None,
+        beta: float = 0.95,
+        review: Review = "interpolation",
+        similar_clients: int = 1,
+        reference: bool = False,
+        knowledge: StructuralKnowledge | None = None,
+    ) -> None:
+        check_number("algorithm.beta", beta, "[0, 1]", "the paper uses 0.95")
+        self.inner: Aggregator = inner or WeightedMean()
+        if not self.inner.sends_one_model:
+            name = type(self.inner).__name__
+            reason = f"{name} sends clients other weights than its model, which GlobalPeriodReview corrects"
+            raise ConfigError(f"algorithm.aggregator.inner: {reason}. Use one of them without the other.")
+        self.leaves = self.inner.leaves
+        self.beta, self.review = beta, review
+        self.reference = reference
+        self.structural = knowledge or knowledge_class(reference)(similar_clients)
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The structural knowledge, and the shared knowledge that the inner aggregator reads."""
+        return (self.structural, *self.inner.knowledge)
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Return the inner aggregator's entries of the server's state before round 1."""
+        self.inner.clients = self.clients
+        return self.inner.initial(model, num_classes)
+
+    @property
+    def only_averages(self) -> bool:  # type: ignore[override]
+        """Whether the inner aggregator only averages the uploaded weights."""
+        return self.inner.only_averages
+
+    def fold(self, uploads: Iterable[Upload]) -> object:
+        """Pass a round's uploads to the inner aggregator's `fold`, and return its result."""
+        return self.inner.fold(uploads)
+
+    def finish(self, folded: object, before: State, knowledge: State) -> State:
+        """Return the model of the wrapped aggregator, corrected with the previous round's global model (Eq. 5)."""
+        inner = self.inner.finish(folded, before, knowledge)
+        last, now = before[self.structural.name], knowledge[self.structural.name]
+        if not bool(last["known"].any()):  # round 1
+            return inner
+        known_now, known_last = now["known"], last["known"]
+        if not self.reference:
+            known_now = known_last = now["known"] & last["known"]
+        ratio = review_ratio(now["values"][known_now], last["values"][known_last])
+        keep, step = self.beta, (1 - self.beta) * ratio
+        if self.review == "interpolation":
+            keep, step = 1.0, min(max(step, 0.0), 1.0)
+        return inner | {"model": extrapolate(inner["model"], before["model"], keep, step)}

@@ -1,0 +1,139 @@
+"""FedSKC's local contrastive learning (LCL): a loss term between logits and structural knowledge (Eq. 2 and 3)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.global_model.fedskc.knowledge import StructuralKnowledge, knowledge_class
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.state_dicts import at_least_float32
+
+Spread = Literal["batch", "none"]
+
+
+def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
+    """Return each sample's similarity to the mean logits of each class: cosine divided by mean distance (Eq. 2).
+
+    This is `cos(l_i, c̃^j) / U_j`. `U_j` is the batch's mean distance to `c̃^j`, at least 1e-6 and without gradient. In
+    the paper it is the mean over the client's whole data.
+
+    Args:
+        logits: `(B, C)`.
+        knowledge: `(J, C)`, one row per class.
+        spread: `none` omits `U_j`, as in the authors' code.
+
+    Returns:
+        `(B, J)`.
+    """
+    if spread == "none":
+        return cosine(logits, knowledge)
+    distances = (logits.detach()[:, None] - knowledge[None]).norm(dim=2)
+    return cosine(logits, knowledge) / distances.mean(dim=0).clamp(min=1e-6)
+
+
+def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
+    """Return the cosine of every sample's logits with every class's knowledge, `(B, J)`; zero where a norm is zero."""
+    return F.normalize(logits, dim=1) @ F.normalize(knowledge, dim=1).T
+
+
+def local_contrastive_loss(
+    logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float, spread: Spread = "batch"
+) -> Tensor:
+    """Return the contrastive loss (Eq. 3), the mean cross-entropy of the similarities divided by `τ`.
+
+    Classes without knowledge are omitted from the sum, and their samples add nothing.
+
+    Args:
+        logits: `(B, C)`.
+        targets: `(B,)`.
+        knowledge: `(C, C)` global knowledge.
+        known: `(C,)` bool, or None if every class is known.
+        tau: Temperature, above 0.
+        spread: The divisor of the cosines, see `similarity`.
+    """
+    scores = similarity(logits, knowledge, spread) / tau
+    if known is None:
+        return F.cross_entropy(scores, targets)
+    scores = scores.masked_fill(~known, -torch.inf)
+    loss = F.cross_entropy(scores, targets.masked_fill(~known[targets], -100), reduction="sum")
+    return loss / len(targets)
+
+
+def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
+    """Return the contrastive loss of the authors' code: Eq. 3 without `U_j`, and with the positive counted twice.
+
+    For a sample of an unknown class, the positive is its own detached logits.
+    """
+    scores = cosine(logits, knowledge) / tau
+    own = F.cosine_similarity(logits, logits.detach(), dim=1) / tau
+    positive = torch.where(known[targets], scores.gather(1, targets[:, None])[:, 0], own)
+    negatives = scores.masked_fill(~known, -torch.inf)
+    return (torch.logsumexp(torch.cat([positive[:, None], negatives], dim=1), dim=1) - positive).mean()
+
+
+class LocalContrastive(LossTerm):
+    """LCL: pulls a sample's logits towards the global mean logits of its class, away from those of other classes.
+
+    It is computed in float32 under mixed precision. It is off before there is knowledge, as in round 1.
+
+    Args:
+        tau: Temperature `τ` of Eq. 3, above 0.
+        similar_clients: M of Eq. 1; the server uses it to merge the knowledge.
+        spread: `batch` divides the similarities by `U_j` (Eq. 2), `none` does not, as in the authors' code.
+        reference: As in the authors' code, scale by `min(round / 100, 1)`. There is no `U_j`; `spread` is ignored.
+        knowledge: Use this instance instead of a new one from `similar_clients` and `reference`.
+
+    Example:
+        >>> term = LocalContrastive(tau=0.08)
+        >>> term.load(values=torch.eye(3), known=torch.tensor([True, True, True]))
+        >>> round(float(term(Step(logits=2 * torch.eye(3), targets=torch.arange(3)))), 4)
+        0.0021
+    """
+
+    name = "lcl"
+
+    def __init__(
+        self,
+        tau: float = 0.08,
+        similar_clients: int = 1,
+        spread: Spread = "batch",
+        reference: bool = False,
+        knowledge: StructuralKnowledge | None = None,
+    ) -> None:
+        super().__init__()
+        check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.08")
+        self.tau = tau
+        self.spread: Spread = spread
+        self.reference = reference
+        self.structural = knowledge or knowledge_class(reference)(similar_clients)
+        self.scale = 1.0
+        self.all_known = False
+
+    def load(self, values: Tensor, known: Tensor) -> None:
+        """Store the received global knowledge: `values` `(C, C)` and `known` `(C,)` bool."""
+        self.structural.load({"values": values, "known": known})
+        self.all_known = bool(known.all())
+
+    def begin(self, module: ClientModule) -> None:
+        """Switch the loss term off for this fit if no class has global knowledge yet."""
+        known = self.structural.known
+        self.active = known is not None and bool(known.any())
+        self.all_known = known is not None and bool(known.all())
+        self.scale = min(module.round / 100, 1.0) if self.reference else 1.0
+
+    def forward(self, step: Step) -> Tensor:
+        """Return the contrastive loss (Eq. 3) on a batch, or zero without global knowledge."""
+        values, known = self.structural.values, self.structural.known
+        if values is None or known is None:
+            return step.logits.new_zeros(())
+        with torch.autocast(step.logits.device.type, enabled=False):
+            logits, values = at_least_float32(step.logits), at_least_float32(values)
+            if self.reference:
+                return self.scale * reference_contrastive_loss(logits, step.targets, values, known, self.tau)
+            mask = None if self.all_known else known
+            return local_contrastive_loss(logits, step.targets, values, mask, self.tau, self.spread)

@@ -1,0 +1,91 @@
+"""FedSKC: clients share mean logits per class, used in local training, aggregation and a correction on the server.
+
+Wang, Li, Chen, Yan, Wang, Shi, Chen, Shen: "FedSKC: Federated Learning with Non-IID Data via Structural Knowledge
+Collaboration", 2025. The sections and equations in this folder are the paper's.
+
+The files of this folder:
+
+- `knowledge.py`: the structural knowledge (Section III-A, Eq. 1);
+- `contrastive_loss.py`: local contrastive learning (LCL, Eq. 2 and 3), a loss term;
+- `aggregation.py`: global discrepancy aggregation (GDA, Eq. 4), an aggregator, and global period review (GPR, Eq. 5),
+  an aggregator around another;
+- `fedskc.py`: the method, which combines these parts. Each can be switched off or used in another method.
+
+docs/algorithms.md lists our choices where the paper is ambiguous, and the differences of the authors' published code
+(`preset="reference"`). Its variant of a part is in the part's file.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
+from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.global_model.fedskc.aggregation import (
+    GdaScale,
+    GlobalDiscrepancy,
+    GlobalPeriodReview,
+    Review,
+)
+from fl_lightning.algorithms.global_model.fedskc.contrastive_loss import LocalContrastive, Spread
+from fl_lightning.algorithms.global_model.fedskc.knowledge import knowledge_class
+from fl_lightning.client.module import LossTerm
+
+
+class FedSKC(Algorithm):
+    """Contrastive training, weighted aggregation and a correction on the server, all based on mean logits per class.
+
+    With `lcl`, `gda` and `gpr` all off this is FedAvg, bit for bit.
+
+    Bytes a round, each participant: down `model + 4 * C**2 + C`, up `model + 4 * C**2 + C + 8`.
+
+    Args:
+        tau: Temperature τ of the contrastive loss (Eq. 3).
+        similar_clients: M, the number of nearest clients that are averaged with each client in Eq. 1.
+        beta: β of the period review (Eq. 5). By default 0.95 (the paper), or 0.99 with `preset: reference`.
+        lcl: Local contrastive learning.
+        gda: Global discrepancy aggregation. It is off with `preset: reference`, because that code overwrites its
+            result.
+        gpr: Global period review.
+        gda_scale: `count` (the paper) or `share`, see `aggregation_weights` and `discrepancy`.
+        spread: `batch` divides similarities by `U_j` (Eq. 2). `none` does not, as in the authors' code, and may need a
+            smaller learning rate.
+        review: `interpolation`, or `literal` for Eq. 5 as printed, see `GlobalPeriodReview`. By default
+            `interpolation`, or `literal` with `preset: reference`.
+        preset: `paper`, or `reference` for the authors' published code.
+        aggregator: Replaces GDA and GPR.
+    """
+
+    search_space: ClassVar = {  # around Fig. 3(a), (b): 0.07 to 0.11 are alike, many neighbours are worse
+        "tau": {"distribution": "log_uniform_values", "min": 0.03, "max": 0.5},
+        "similar_clients": {"values": [0, 1, 2, 3]},
+    }
+
+    def __init__(
+        self,
+        tau: float = 0.08,
+        similar_clients: int = 1,
+        beta: float | None = None,
+        lcl: bool = True,
+        gda: bool = True,
+        gpr: bool = True,
+        gda_scale: GdaScale = "count",
+        spread: Spread = "batch",
+        review: Review | None = None,
+        preset: Literal["paper", "reference"] = "paper",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        reference = preset == "reference"
+        shared = knowledge_class(reference)(similar_clients)
+        terms: list[LossTerm] = []
+        if lcl:
+            terms.append(LocalContrastive(tau, spread=spread, reference=reference, knowledge=shared))
+        if aggregator is None:
+            aggregator = GlobalDiscrepancy(gda_scale, knowledge=shared) if gda and not reference else WeightedMean()
+            if gpr:
+                beta = beta if beta is not None else (0.99 if reference else 0.95)
+                review = review or ("literal" if reference else "interpolation")
+                aggregator = GlobalPeriodReview(aggregator, beta, review, reference=reference, knowledge=shared)
+        super().__init__([*terms, *(loss_terms or [])], aggregator, buffers)
