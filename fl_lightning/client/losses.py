@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import reduce
+from statistics import fmean
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +30,7 @@ class LossRecord:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._pending: list[Tensor] = []  # the losses of all terms, step by step
-        self._sums = np.zeros(0)
-        self._steps = 0
+        self._read: list[float] = []
 
     def add(self, losses: dict[str, Tensor]) -> None:
         """Record the losses of one training step: a scalar tensor for the objective and for each loss term, by name."""
@@ -67,21 +67,18 @@ class LossRecord:
         if not self._pending:
             return {}
         values = torch.stack(self._pending).tolist() if values is None else values
-        steps = np.array(values).reshape(-1, len(self._names))
         self._pending = []
-        sums = steps.sum(axis=0)
-        if not np.isfinite(sums).all():
-            bad = ~np.isfinite(steps)
-            term = self._names[int(bad[bad.any(axis=1)][0].argmax())]
+        if not all(map(math.isfinite, values)):
+            first = next(number for number, value in enumerate(values) if not math.isfinite(value))
+            term = self._names[first % len(self._names)]
             raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
-        self._sums = sums + (self._sums if self._steps else 0)
-        self._steps += len(steps)
-        return self._named(sums / len(steps))
+        self._read += values
+        return self._means(values)
 
     @property
     def steps(self) -> int:
         """Number of training steps of the fit recorded so far."""
-        return self._steps + len(self._pending) // max(1, len(self._names))
+        return (len(self._read) + len(self._pending)) // max(1, len(self._names))
 
     def means(self, values: list[float] | None = None) -> dict[str, float]:
         """Return the mean over the fit's steps of each loss, and of their sum as `loss`; empty before any step.
@@ -90,8 +87,9 @@ class LossRecord:
             values: The values of `pending`, if they have already been transferred.
         """
         self.settle(values)
-        return self._named(self._sums / self._steps) if self._steps else {}
+        return self._means(self._read) if self._read else {}
 
-    def _named(self, means: np.ndarray) -> dict[str, float]:
-        values = means.tolist()
-        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))}
+    def _means(self, values: list[float]) -> dict[str, float]:
+        terms = len(self._names)
+        means = [fmean(values[number::terms]) for number in range(terms)]
+        return {"loss": sum(means), **dict(zip(self._names, means, strict=True))}

@@ -291,11 +291,11 @@ class ClientModule(L.LightningModule):
 
     def terms(self) -> Iterator[LossTerm]:
         """Return an iterator over the module's loss terms, whether or not they are active."""
-        return (cast(LossTerm, term) for term in self.loss_terms)
+        return cast(Iterator[LossTerm], iter(self.loss_terms))
 
     def pieces(self) -> Iterator[SharedKnowledge]:
         """Return an iterator over the shared knowledge objects that the module exchanges besides weights."""
-        return (cast(SharedKnowledge, piece) for piece in self.knowledge)
+        return cast(Iterator[SharedKnowledge], iter(self.knowledge))
 
     @property
     def trains_itself(self) -> bool:

@@ -58,7 +58,7 @@ class Layout:
     def views(self, flat: Tensor) -> Tensors:
         """Return the state dict's entries by name, as views of a flat tensor of this layout."""
         parts = flat.split_with_sizes(self.sizes)[::2]
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes, parts, strict=True)}
+        return {name: torch.reshape(part, shape) for (name, shape), part in zip(self.shapes, parts, strict=True)}
 
 
 class FlatTensors(Tensors):

@@ -75,7 +75,7 @@ class Batches:
         if self.frequencies is not None:
             order = order[torch.multinomial(self.frequencies, len(order), True, generator=self.generator)]
         elif self.generator is not None:
-            order = order[torch.randperm(len(order), generator=self.generator)]
+            order = order.index_select(0, torch.randperm(len(order), generator=self.generator))
         return send(order, self.x.device)[: self.length * self.batch_size]
 
 

@@ -71,9 +71,8 @@ class ClientSlot:
         for attributes, initial in self._attributes:
             attributes.clear()
             attributes.update(initial)
-        for container in self._empty:
-            if container:
-                container.clear()
+        for container in filter(None, self._empty):
+            container.clear()
         for container, content in self._filled:
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)

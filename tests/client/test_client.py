@@ -1,5 +1,6 @@
 """ClientModule and LossTerm alone, under plain Lightning."""
 
+from fractions import Fraction
 from functools import partial
 
 import lightning as L
@@ -66,6 +67,18 @@ def test_losses_are_means_over_the_fits_steps():
     norm = sum((p**2).sum().detach().item() for p in module.parameters()) / 2
     losses = module.train_losses()
     assert losses == pytest.approx({"loss": sum(ce) / 2 + norm, "ce": sum(ce) / 2, "weight_norm": norm}, rel=1e-5)
+
+
+def test_sums_of_losses_do_not_depend_on_the_order_of_the_steps():
+    losses = torch.tensor([2.0**60, 0.1, 3.0, -(2.0**60), 0.7, 0.2, 1e-9]).tolist()
+    record = LossRecord()
+    for number, loss in enumerate(losses):
+        record.add({"ce": torch.tensor(loss), "term": torch.tensor(1.0)})
+        if number == 4:
+            record.end_epoch()
+    exact = float(sum(map(Fraction, losses))) / 7
+    assert record.steps == 7
+    assert record.means() == {"loss": exact + 1, "ce": exact, "term": 1.0}
 
 
 @plain_lightning
