@@ -73,7 +73,8 @@ class ClientData:
         """
         self._refuse_remote(client)
         index = self.data.shard(client).train
-        if not (back := round(self.algorithm.validation * len(index))):
+        back = len(index) - self.sample_count(client)
+        if not back:
             return index, index[:0]
         order = torch.from_numpy(generator(self.seed, Stream.VALIDATION, client).permutation(len(index)))
         return index[order[back:].sort().values], index[order[:back].sort().values]
