@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT_DEFAULTS: dict[str, Any] = {
     "trainer.devices": 1,
-    "logger": {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"},
+    "logger": {"class_path": "fl_lightning.loggers.wandb.WandbRoundLogger"},
 }
 """Defaults of the command line that differ from those of the Python classes."""
 

@@ -19,14 +19,8 @@ from fl_lightning.core.config import flatten, load_yaml
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import read_file
 from fl_lightning.core.renamed import update_config
-from fl_lightning.evaluation.summary import (
-    CLIENT_NAME,
-    Row,
-    main_metrics,
-    read_columns,
-    read_rows,
-    summarize,
-)
+from fl_lightning.evaluation.summary import Row, main_metrics, summarize
+from fl_lightning.runs.csv_reader import CLIENT_NAME, read_columns, read_rows
 from fl_lightning.runs.partition import read_names
 
 if TYPE_CHECKING:
