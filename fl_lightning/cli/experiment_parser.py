@@ -21,7 +21,7 @@ def experiment_parser() -> ArgumentParser:
     from lightning import Trainer
 
     from fl_lightning.client.local_training import LocalTraining
-    from fl_lightning.core.config import use_strict_yaml
+    from fl_lightning.core.strict_yaml import use_strict_yaml
     from fl_lightning.core.trainer_options import TRAINER_KEYS
     from fl_lightning.orchestrator import FederatedOrchestrator
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from fl_lightning.core.config import flatten, load_yaml
+from fl_lightning.core.config import flatten
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import read_file
 from fl_lightning.core.renamed import update_config
+from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.evaluation.summary import Row, main_metrics, summarize
 from fl_lightning.runs.csv_reader import read_columns, read_rows
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core.config import load_yaml
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.runs.reader import DamagedRun, Run, class_name, matching_keys, open_run_folder
 
 Paths = str | Path | Iterable[str | Path]
