@@ -16,7 +16,7 @@ import torchmetrics
 from torch.nn import functional as F
 
 from fl_lightning.cli.experiment import build, experiment_parser
-from fl_lightning.core.config import with_config_paths
+from fl_lightning.core.config_files import with_config_paths
 from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import evaluate
 

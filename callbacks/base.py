@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fl_lightning.engines.evaluator import Evaluator
     from fl_lightning.evaluation.evaluation import Evaluation
     from fl_lightning.evaluation.summary import Row
-    from fl_lightning.loggers.collection import Loggers, MetricsCsv
+    from fl_lightning.loggers.collection import Loggers
+    from fl_lightning.runs.metrics_csv import MetricsCsv
     from fl_lightning.runs.record import Keep
 
 

@@ -11,7 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from fl_lightning.analysis.paper_table import PaperTable, PaperValue, read_table
-from fl_lightning.core.config import config_path, shipped
+from fl_lightning.core.config_files import config_path, shipped
 
 ROOT = Path(__file__).parent.parent
 PAPERS = {  # prefix of its files: title, and anchor of its method in algorithms.md

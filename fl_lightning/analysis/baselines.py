@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.config import flatten, read_config, read_yaml
+from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.strict_yaml import read_yaml
 
 Baselines = dict[str, dict[str, Any]]
 

@@ -15,7 +15,8 @@ from fl_lightning.core.config import FREE_KEYS, is_below
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import join_names
 from fl_lightning.evaluation.summary import Row, best_and_last, is_lower_better, rounds_to
-from fl_lightning.runs.reader import Run, has_value, known_key, known_metric
+from fl_lightning.runs.reader import Run, known_metric
+from fl_lightning.runs.search import has_value, known_key
 
 DEFAULT_METRICS = ("global/acc", "client/acc_mean", "global/mae", "client/mae_mean")
 """Metrics that are compared by default. Regression has the error `mae` in place of the accuracy `acc`."""

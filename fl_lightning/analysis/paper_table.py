@@ -19,16 +19,10 @@ import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline, split_setting, to_word
 from fl_lightning.analysis.executor import Job, folder_name, run_folder
-from fl_lightning.core.config import (
-    flatten,
-    load_yaml,
-    named_file,
-    nearest_file,
-    read_config,
-    read_yaml,
-    with_config_paths,
-)
+from fl_lightning.core.config import flatten, read_config
+from fl_lightning.core.config_files import named_file, nearest_file, with_config_paths
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.strict_yaml import load_yaml, read_yaml
 
 Unit = Literal["percent", "rounds"]
 Settings = Mapping[str, Any]

@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import open_file
 from fl_lightning.core.names import Names
-from fl_lightning.evaluation.summary import Row, parse_rows, read_rows
+from fl_lightning.evaluation.summary import Row
+from fl_lightning.runs.csv_reader import parse_rows, read_rows
 from fl_lightning.runs.partition import read_names
 from fl_lightning.runs.reader import DamagedRun, Run, complete_rounds, read_config, read_final
 

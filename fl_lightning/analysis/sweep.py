@@ -28,11 +28,13 @@ from fl_lightning.analysis.comparison import spread
 from fl_lightning.analysis.executor import FAILED, Job, JobResult, Program, is_finished, run_jobs
 from fl_lightning.analysis.result_table import mean_and_std, to_csv
 from fl_lightning.analysis.sweep_file import UNRELATED_KEYS, Sweep
-from fl_lightning.core.config import config_path, flatten, read_config
+from fl_lightning.core.config import flatten, read_config
+from fl_lightning.core.config_files import config_path
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.renamed import new_class, new_option, update_config, update_path, update_settings
-from fl_lightning.evaluation.summary import Row, read_rows, sum_of
+from fl_lightning.evaluation.summary import Row, sum_of
+from fl_lightning.runs.csv_reader import read_rows
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
 TRIALS = "trials"

@@ -17,7 +17,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import SuccessiveHalvingPruner
 
 from fl_lightning.analysis.baselines import option_values, split_setting, to_word
-from fl_lightning.core.config import named_file, nearest_file, shipped
+from fl_lightning.core.config_files import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.renamed import refuse_old_option
 from fl_lightning.core.spelling import suggest

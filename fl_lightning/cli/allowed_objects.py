@@ -23,7 +23,6 @@ def allowed_objects() -> dict[str, Any]:
     kinds = tuple(map(base, BASES))
     places: list[tuple[str, tuple[type, ...]]] = [
         ("fl_lightning", (*kinds, Logger)),
-        ("fl_lightning.loggers.collection", (Logger,)),
         *((f"fl_lightning.{home}", kinds) for _, home, _ in BASES.values()),
         ("torch.optim", (optim.Optimizer,)),
         ("torch.optim.lr_scheduler", (optim.lr_scheduler.LRScheduler,)),

@@ -14,7 +14,7 @@ from typing import Any
 
 from fl_lightning.cli.signatures import Class, parameters
 from fl_lightning.cli.signatures import classes as classes_in
-from fl_lightning.core.config import shipped, shipped_text
+from fl_lightning.core.config_files import shipped, shipped_text
 
 BASES: dict[str, tuple[str, str, str]] = {
     "algorithms": ("algorithms.Algorithm", "algorithms", "algorithm"),

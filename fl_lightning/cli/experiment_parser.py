@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT_DEFAULTS: dict[str, Any] = {
     "trainer.devices": 1,
-    "logger": {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"},
+    "logger": {"class_path": "fl_lightning.loggers.wandb.WandbRoundLogger"},
 }
 """Defaults of the command line that differ from those of the Python classes."""
 
@@ -21,7 +21,7 @@ def experiment_parser() -> ArgumentParser:
     from lightning import Trainer
 
     from fl_lightning.client.local_training import LocalTraining
-    from fl_lightning.core.config import use_strict_yaml
+    from fl_lightning.core.strict_yaml import use_strict_yaml
     from fl_lightning.core.trainer_options import TRAINER_KEYS
     from fl_lightning.orchestrator import FederatedOrchestrator
 

@@ -17,11 +17,13 @@ from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_sourc
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, correct_case
 from fl_lightning.cli.options import EXPERIMENTS, MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.other_frameworks import CLASSES, OPTIONS
-from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
+from fl_lightning.core.config import read_config
+from fl_lightning.core.config_files import is_run, shipped, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.renamed import new_class, refuse_old_option
 from fl_lightning.core.spelling import fold, nearest, suggest
+from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.core.trainer_options import TRAINER_FIXES, unsupported_option
 from fl_lightning.core.trusted_imports import find_object
 

@@ -43,7 +43,7 @@ class LossRecord:
         self._pending += values.unbind()
 
     def end_epoch(self) -> None:
-        """Check and sum up the losses of an epoch. Losses on a GPU are left there until they are read."""
+        """Read and check the losses of an epoch. Losses on a GPU are left there until they are read."""
         if self._pending and self._pending[0].device.type == "cpu":
             self.settle()
 
@@ -53,7 +53,7 @@ class LossRecord:
         return self._pending
 
     def settle(self, values: list[float] | None = None) -> dict[str, float]:
-        """Transfer the losses recorded since the last call to the CPU, check that they are finite, and sum them up.
+        """Transfer the losses recorded since the last call to the CPU, and check that they are finite.
 
         Args:
             values: The values of `pending`, if they have already been transferred.

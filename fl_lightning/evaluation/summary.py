@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import BinaryIO, Literal
-
-from fl_lightning.core.files import open_file
+from typing import Literal
 
 Row = dict[str, float]
 """One round's metrics by name."""
@@ -32,8 +26,8 @@ MODELS = re.compile(
     r"(?:new_)?client/(.+)_(?:weighted|worst_decile)|(?:new_)?client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean"
 )
 
-CLIENT_NAME = "name"
-"""Column of `clients.csv` with the client's name. All other columns are numbers."""
+CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
+"""Matches the name of one client's metric, `client_<id>/<name>`."""
 
 LOSSES = ("global/loss", "client/loss_mean", "new_client/loss_mean", "client/train_loss")
 
@@ -44,48 +38,17 @@ LOWER_BETTER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distanc
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.
 COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")
 
-_WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # longer numbers are read as floats
 
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a `metrics.csv` or `clients.csv` as numbers by column. An incomplete line is an empty row.
-
-    The clients' names in a `clients.csv` are left out, here and in `parse_rows` and `read_columns`.
-
-    Raises:
-        ValueError: The file is not a CSV file, or has two columns of one name.
-    """
-    with open_file(path) as file, _text(file) as lines:
-        yield from _rows(lines)
-
-
-def parse_rows(content: bytes) -> list[Row]:
-    """Return the rows of a `metrics.csv` or `clients.csv`, given the bytes of its header and of some or all lines.
-
-    Raises:
-        ValueError: The content is not CSV, or has two columns of one name.
-    """
-    return list(_rows(io.StringIO(content.decode(errors="replace"), newline="\n")))
-
-
-def read_columns(path: Path) -> dict[str, array[float]]:
-    """Return the columns of a `clients.csv` as arrays, NaN for blank cells, in a tenth of the memory of `read_rows`.
-
-    Raises:
-        ValueError: The file is not a CSV file of numbers, has two columns of one name, or a line of another length.
-    """
-    with open_file(path) as file, _text(file) as text:
-        lines = _lines(text)
-        header = next(lines, [])
-        columns = {name: array("d") for name in header if name != CLIENT_NAME}
-        for number, cells in enumerate(lines, 2):
-            if len(cells) != len(header):
-                raise ValueError(f"line {number} has {len(cells)} cells, its header {len(header)}")
-            if len(columns) < len(header):
-                del cells[header.index(CLIENT_NAME)]
-            for column, cell in zip(columns.values(), cells, strict=True):
-                column.append(float(cell) if cell else math.nan)
-    return columns
+def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
+    """Split a round's metrics into those of the whole run and those of each client, named `client_<id>/<name>`."""
+    shared: Row = {}
+    by_client: dict[int, Row] = {}
+    for key, value in row.items():
+        if match := CLIENT_SERIES.fullmatch(key):
+            by_client.setdefault(int(match[1]), {})[match[2]] = value
+        else:
+            shared[key] = value
+    return shared, by_client
 
 
 def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
@@ -197,39 +160,3 @@ def human_bytes(count: float) -> str:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def _text(file: BinaryIO) -> io.TextIOWrapper:
-    return io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
-
-
-def _rows(file: Iterable[str]) -> Iterator[Row]:
-    lines = _lines(file)
-    names = next(lines, [])
-    for cells in lines:
-        yield _parse(names, cells)
-
-
-def _lines(file: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the cells of each line of a CSV file, header first. An incomplete last line is left out."""
-    lines = csv.reader(line for line in file if line.endswith("\n"))
-    try:
-        names = next(lines, [])
-        if len(set(names)) < len(names):
-            raise ValueError("two columns have the same name")
-        yield names
-        yield from lines
-    except csv.Error as error:
-        raise ValueError(f"line {lines.line_num}: {error}") from error
-
-
-def _parse(names: Sequence[str], cells: Sequence[str]) -> Row:
-    """Convert the cells of a CSV line to numbers by column. A line with missing or invalid cells is an empty row."""
-    try:
-        return {name: _number(text) for name, text in zip(names, cells, strict=True) if text and name != CLIENT_NAME}
-    except ValueError:
-        return {}
-
-
-def _number(text: str) -> float:
-    return int(text) if _WHOLE(text) else float(text)

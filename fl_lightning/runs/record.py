@@ -20,9 +20,9 @@ from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
-from fl_lightning.evaluation.summary import Row, summarize
+from fl_lightning.evaluation.summary import Row, split_series, summarize
 from fl_lightning.loggers.base import Labels
-from fl_lightning.loggers.collection import Loggers, MetricsCsv, WarningsTxt, has_few_clients, split_series
+from fl_lightning.loggers.collection import Loggers, has_few_clients
 from fl_lightning.runs.background_writer import Writer
 from fl_lightning.runs.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.runs.client_store import ClientStore, StoredState
@@ -34,9 +34,11 @@ from fl_lightning.runs.folder import (
     refuse_special_files,
     remove_on_failure,
 )
+from fl_lightning.runs.metrics_csv import MetricsCsv
 from fl_lightning.runs.partition import write_counts
 from fl_lightning.runs.reader import Figures
 from fl_lightning.runs.trust import DESCRIPTION, sign
+from fl_lightning.runs.warnings_txt import WarningsTxt
 
 FLUSH_SECONDS = 1.0
 """Minimum seconds between flushes of checkpoints to disk. Only a power failure can damage unflushed checkpoints."""

@@ -21,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.core.config import config_file, parse_config
+from fl_lightning.core.config import parse_config
+from fl_lightning.core.config_files import config_file
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import open_file, read_file, write_atomically
 from fl_lightning.core.renamed import update_config

@@ -44,7 +44,7 @@ class FedHalf(Algorithm):
 LOOKUPS = """
 import sys
 from fl_lightning.core.public_names import public_classes
-from fl_lightning.core.config import config_path, shipped
+from fl_lightning.core.config_files import config_path, shipped
 from fl_lightning.cli.catalogue import class_options, groups
 assert public_classes()["FedHalf"] == "global_model.fedhalf"
 assert "_Private" not in public_classes()

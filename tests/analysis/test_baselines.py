@@ -13,7 +13,7 @@ from fl_lightning.analysis.baselines import expand_baseline, merge_baselines
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.cli.main import main
-from fl_lightning.core.config import with_config_paths
+from fl_lightning.core.config_files import with_config_paths
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WITH_BASELINES = {

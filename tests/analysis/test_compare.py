@@ -26,7 +26,7 @@ from fl_lightning.analysis.statistics import holm, paired_difference, spread
 from fl_lightning.cli.commands.compare import shorten_keys
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import is_lower_better
-from fl_lightning.runs.reader import open_runs
+from fl_lightning.runs.search import open_runs
 
 PATHS = "fl_lightning.algorithms"
 

@@ -23,7 +23,7 @@ from run_folders import write_counts, write_image, write_run
 from fl_lightning.analysis.html_report import report as page
 from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.runs.partition import group_clients
-from fl_lightning.runs.reader import open_runs
+from fl_lightning.runs.search import open_runs
 
 CONFIG = {
     "algorithm": {"class_path": "fl_lightning.algorithms.FedSKC", "init_args": {"tau": 0.08}},

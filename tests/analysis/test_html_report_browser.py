@@ -9,7 +9,7 @@ import pytest
 from run_folders import write_counts, write_image, write_run
 
 from fl_lightning.analysis.html_report.report import write_report
-from fl_lightning.runs.reader import open_runs
+from fl_lightning.runs.search import open_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'fl-lightning[browser]'")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

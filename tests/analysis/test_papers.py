@@ -12,7 +12,8 @@ from reduced import reduced
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.analysis.paper_table import read_table as uncached_read_table
 from fl_lightning.cli.experiment import experiment_parser
-from fl_lightning.core.config import flatten, with_config_paths
+from fl_lightning.core.config import flatten
+from fl_lightning.core.config_files import with_config_paths
 from fl_lightning.evaluation.summary import summarize
 
 FOLDER = Path(__file__).parents[2] / "papers"

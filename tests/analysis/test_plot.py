@@ -14,7 +14,7 @@ from run_folders import CONFIG, changed, write_counts, write_run
 from fl_lightning import plot_runs
 from fl_lightning.analysis import figures
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.runs.reader import open_runs
+from fl_lightning.runs.search import open_runs
 
 ACCS = {"FedAvg": [0.25, 0.5], "FedDW": [0.5, 0.75], "FedSKC": [0.75, 0.625]}
 """Accuracies of the first seed at alpha 0.1; other runs have somewhat lower ones."""

@@ -44,7 +44,7 @@ from fl_lightning.analysis.reproduction_table import (
 )
 from fl_lightning.analysis.statistics import paired_difference
 from fl_lightning.cli.experiment import experiment_parser, plain_config
-from fl_lightning.core.config import with_config_paths
+from fl_lightning.core.config_files import with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits
 

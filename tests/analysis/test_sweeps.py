@@ -18,7 +18,8 @@ from wandb_files import Logged, of_kind, summary_of, values
 
 from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
 from fl_lightning.cli.experiment import experiment_parser, plain_config
-from fl_lightning.core.config import config_path, flatten
+from fl_lightning.core.config import flatten
+from fl_lightning.core.config_files import config_path
 
 try:
     from wandb.apis.public.sweeps import _validate_config_and_fill_distribution as checked_by_wandb

@@ -35,7 +35,7 @@ from fl_lightning.analysis import run_status
 from fl_lightning.analysis.run_screen import RunScreen, Terminal, format_duration, legend, rows_of_plots
 from fl_lightning.analysis.run_status import RunMonitor, RunStatus, last_lines, last_measured
 from fl_lightning.core.names import Names
-from fl_lightning.evaluation.summary import read_rows
+from fl_lightning.runs.csv_reader import read_rows
 from fl_lightning.runs.reader import Run
 
 CONFIG = {

@@ -36,8 +36,7 @@ from fl_lightning.algorithms.aggregators import WeightedMean
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.loggers.collection import WandbRoundLogger
-from fl_lightning.loggers.wandb import NOTE, Labels, add_checksum
+from fl_lightning.loggers.wandb import NOTE, Labels, WandbRoundLogger, add_checksum
 from fl_lightning.models import Backbone
 
 FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run", "--rounds", "1"]

@@ -19,7 +19,7 @@ from fl_lightning import HOMES, FederatedOrchestrator, algorithms, models
 from fl_lightning.cli import main as cli
 from fl_lightning.cli.catalogue import FAMILIES, KINDS
 from fl_lightning.cli.experiment import open_run, use_recorded_paths
-from fl_lightning.core.config import shipped, shipped_text
+from fl_lightning.core.config_files import shipped, shipped_text
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
 

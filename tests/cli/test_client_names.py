@@ -24,8 +24,9 @@ from fl_lightning.core.task import Task, failed_result
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.engines import evaluator
-from fl_lightning.evaluation.summary import read_rows
-from fl_lightning.loggers.collection import ClientsCsv, named_key
+from fl_lightning.loggers.collection import named_key
+from fl_lightning.runs.csv_reader import read_rows
+from fl_lightning.runs.metrics_csv import ClientsCsv
 from fl_lightning.runs.partition import read_counts, read_names
 
 CONFIG = """

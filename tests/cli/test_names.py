@@ -20,7 +20,7 @@ from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, c
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.options import command_parser
 from fl_lightning.cli.other_frameworks import CLASSES, COMMANDS, OPTIONS
-from fl_lightning.core.config import derived_configs, nearest_file, shipped
+from fl_lightning.core.config_files import derived_configs, nearest_file, shipped
 from fl_lightning.core.spelling import fold, match_case, nearest
 
 FIT = "fit --config digits_fedskc.yaml --logger null"

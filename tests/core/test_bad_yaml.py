@@ -10,8 +10,8 @@ import yaml
 from commands import TINY, contents, run
 from jsonargparse import ArgumentParser
 
-from fl_lightning.core.config import load_yaml, read_yaml, use_strict_yaml
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.strict_yaml import load_yaml, read_yaml, use_strict_yaml
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 11))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 11))

@@ -11,7 +11,7 @@ from commands import rows, run
 from layouts import table, write_csv, write_image_folder, write_image_table, write_sites, write_text_table
 
 from fl_lightning.cli.catalogue import descriptions
-from fl_lightning.core.config import shipped_text
+from fl_lightning.core.config_files import shipped_text
 from fl_lightning.data import Table, TorchDataset
 from fl_lightning.data.datasets import LoadedData
 

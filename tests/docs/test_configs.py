@@ -10,7 +10,8 @@ import yaml
 
 from fl_lightning.cli.experiment import experiment_parser, plain_config, use_recorded_paths
 from fl_lightning.cli.main import main
-from fl_lightning.core.config import config_path, flatten, shipped
+from fl_lightning.core.config import flatten
+from fl_lightning.core.config_files import config_path, shipped
 
 CONFIGS = [Path(config_path(name)) for name in shipped("configs")]
 

@@ -22,7 +22,7 @@ from markdown_it import MarkdownIt
 import fl_lightning
 from fl_lightning.cli.main import main
 from fl_lightning.cli.options import command_parser
-from fl_lightning.core.config import with_config_paths
+from fl_lightning.core.config_files import with_config_paths
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))

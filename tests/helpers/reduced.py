@@ -25,7 +25,7 @@ from layouts import (
     write_tiny_imagenet,
 )
 
-from fl_lightning.core.config import config_path
+from fl_lightning.core.config_files import config_path
 
 SMALL = [
     "--rounds=1",

@@ -18,8 +18,8 @@ import fl_lightning
 from fl_lightning.algorithms import Local
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import Names
-from fl_lightning.loggers.collection import Loggers, WandbRoundLogger
-from fl_lightning.loggers.wandb import Labels, group_config
+from fl_lightning.loggers.collection import Loggers
+from fl_lightning.loggers.wandb import Labels, WandbRoundLogger, group_config
 
 WANDB = ["--logger", "WandbRoundLogger"]
 DRAWN = ["--callbacks", "[{class_path: ClassRelations, init_args: {every: 1}}, BytesByRound]"]

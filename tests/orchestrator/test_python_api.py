@@ -22,7 +22,8 @@ from fl_lightning.analysis.comparison import comparable_runs, compare
 from fl_lightning.cli.catalogue import BASES, base, classes
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.runs.reader import Run, open_run_folder, open_runs
+from fl_lightning.runs.reader import Run, open_run_folder
+from fl_lightning.runs.search import open_runs
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("algorithms", "callbacks", "data", "engines", "models")

@@ -16,10 +16,10 @@ from commands import TINY, Outcome, contents, run, tiny, untimed_rows
 from experiments import experiment
 
 import fl_lightning
-from fl_lightning.core.digest import Digest
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.fingerprint import Fingerprint
 from fl_lightning.runs.folder import lock_owner, lock_run_dir
+from fl_lightning.runs.metrics_csv import Digest
 
 pytestmark = pytest.mark.filterwarnings("always::UserWarning")
 

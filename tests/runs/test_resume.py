@@ -13,7 +13,7 @@ from killed_runs import FIVE, command_line, survive_kills
 from methods import CLASSES
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
-from fl_lightning.core.config import shipped, shipped_text
+from fl_lightning.core.config_files import shipped, shipped_text
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head

@@ -16,7 +16,9 @@ import fl_lightning
 from fl_lightning import runs
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import summarize
-from fl_lightning.runs.reader import DamagedRun, conditions, find, load, open_run_folder, open_runs
+from fl_lightning.runs.reader import DamagedRun, open_run_folder
+from fl_lightning.runs.search import conditions, find, open_runs
+from fl_lightning.runs.tables import load
 
 
 @contextlib.contextmanager

@@ -267,7 +267,7 @@ def import_paths():
         kinds = {name: getattr(module, name) for name in module.__all__}
         yield from (f"{module.__name__}.{n}" for n, c in kinds.items() if isinstance(c, type) and issubclass(c, bases))
     yield from (f"torchvision.models.{name}" for name in ("resnet18", "vgg11", "vit_b_16"))
-    yield from ("torch.nn.Linear", "fl_lightning.FedSKC", "fl_lightning.loggers.collection.WandbRoundLogger")
+    yield from ("torch.nn.Linear", "fl_lightning.FedSKC", "fl_lightning.loggers.wandb.WandbRoundLogger")
     yield from (f"lightning.pytorch.callbacks.{name}" for name in allowed_objects.CLIENT_CALLBACKS)
 
 

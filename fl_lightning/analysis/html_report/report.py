@@ -31,7 +31,7 @@ from fl_lightning.analysis.statistics import spread
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.names import join_names
-from fl_lightning.evaluation.summary import read_columns
+from fl_lightning.runs.csv_reader import read_columns
 from fl_lightning.runs.curves import x_values
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
 from fl_lightning.runs.reader import Run

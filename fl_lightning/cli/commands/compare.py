@@ -19,7 +19,7 @@ from fl_lightning.analysis.comparison import (
 from fl_lightning.analysis.result_table import ResultTable, mean_and_std
 from fl_lightning.analysis.statistics import LEVELS, Difference, Spread
 from fl_lightning.evaluation.summary import human_bytes
-from fl_lightning.runs.reader import conditions, open_runs
+from fl_lightning.runs.search import conditions, open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:

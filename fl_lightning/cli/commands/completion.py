@@ -17,7 +17,8 @@ from fl_lightning.cli import help
 from fl_lightning.cli.catalogue import KINDS, class_options, classes_of, descriptions, kind_of, names
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.options import options_of
-from fl_lightning.core.config import config_path, flatten, read_config
+from fl_lightning.core.config import flatten, read_config
+from fl_lightning.core.config_files import config_path
 from fl_lightning.core.errors import ConfigError, FLError
 
 KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition")

@@ -20,7 +20,8 @@ from fl_lightning.cli.class_names import correct_case
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
 from fl_lightning.cli.flower_app import connected_clients
-from fl_lightning.core.config import config_file, flatten, is_below, read_config, with_config_paths
+from fl_lightning.core.config import flatten, is_below, read_config
+from fl_lightning.core.config_files import config_file, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import EngineName
 from fl_lightning.loggers.naming import run_names

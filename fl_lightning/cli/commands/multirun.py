@@ -25,9 +25,9 @@ from fl_lightning.cli.jobs import (
 )
 from fl_lightning.cli.options import MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.unknown_names import check_names
-from fl_lightning.core.config import is_run, with_config_paths
+from fl_lightning.core.config_files import is_run, with_config_paths
 from fl_lightning.core.errors import ConfigError, check_positive
-from fl_lightning.runs.reader import open_runs
+from fl_lightning.runs.search import open_runs
 
 CONFLICTS = {
     "resume": "the same command resumes all its runs. Leave --resume out",

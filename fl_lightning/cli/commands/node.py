@@ -9,9 +9,10 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.flower_app import client_experiment
-from fl_lightning.core.config import read_config, use_strict_yaml
+from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.interrupt import raise_on_signal
+from fl_lightning.core.strict_yaml import use_strict_yaml
 from fl_lightning.engines.flower_records import import_flower
 from fl_lightning.flower.connection import Address, serve
 from fl_lightning.flower.node import Node, Site

@@ -12,7 +12,7 @@ from fl_lightning.analysis.comparison import comparable_runs
 from fl_lightning.analysis.figures import plot_runs
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import read_file, write_atomically
-from fl_lightning.runs.reader import open_runs
+from fl_lightning.runs.search import open_runs
 
 MARK = "fl-lightning plot"
 """Text in the metadata of every figure that this command writes."""

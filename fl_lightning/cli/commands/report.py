@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.html_report.report import write_report
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.runs.reader import open_runs
+from fl_lightning.runs.search import open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:

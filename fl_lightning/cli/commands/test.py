@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fl_lightning.analysis.summary_tables import clients_table, test_table
 from fl_lightning.cli.experiment import load_run
-from fl_lightning.loggers.collection import split_series
+from fl_lightning.evaluation.summary import split_series
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:

@@ -20,7 +20,8 @@ from rich.live import Live
 from fl_lightning.analysis.run_screen import RunScreen
 from fl_lightning.analysis.run_status import RunMonitor
 from fl_lightning.core.errors import ConfigError, check_number
-from fl_lightning.runs.reader import DamagedRun, find
+from fl_lightning.runs.reader import DamagedRun
+from fl_lightning.runs.search import find
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:

@@ -11,9 +11,9 @@ from fl_lightning.callbacks import RoundCallback
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers import collection as loggers
-from fl_lightning.loggers.collection import WarningsTxt
 from fl_lightning.runs import record
 from fl_lightning.runs.folder import refuse_existing_run
+from fl_lightning.runs.warnings_txt import WarningsTxt
 
 
 class Warner(RoundCallback):

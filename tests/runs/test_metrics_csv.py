@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import Damaged
-from fl_lightning.evaluation.summary import Row
-from fl_lightning.loggers.collection import MetricsCsv, split_series
+from fl_lightning.evaluation.summary import Row, split_series
+from fl_lightning.runs.metrics_csv import MetricsCsv
 
 
 def write(path: Path, rows: list[Row]) -> MetricsCsv:

@@ -1,0 +1,130 @@
+"""Find config files by path or by name: the user's, those of run folders and those of this package."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from fl_lightning.core.config import read_config
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.public_names import public_classes
+from fl_lightning.core.spelling import nearest
+
+DIGITS = "digits_fedavg.yaml"
+"""The config of FedAvg on the digits dataset. The configs of other algorithms replace the name FedAvg in it."""
+
+
+def with_config_paths(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with each `--config` value, a name or a path, replaced by the file's path."""
+    found = list(words)
+    for i, word in enumerate(words):
+        if word in ("-c", "--config") and i + 1 < len(words):
+            found[i + 1] = config_path(words[i + 1])
+        elif word.startswith("--config="):
+            found[i] = f"--config={config_path(word.removeprefix('--config='))}"
+    return found
+
+
+def config_path(name: str) -> str:
+    """Return the path of a config file, given its path or the name of a config in this package, `.yaml` optional.
+
+    Raises:
+        ConfigError: The file does not exist, or is no YAML mapping.
+    """
+    path = named_file(name, "configs")
+    if path is None:
+        if is_run(name):
+            raise ConfigError(f"--config: {name} is the folder of a run. Did you mean --resume {name}?")
+        near = nearest_file(name, "configs")
+        fix = f"Did you mean {near}?" if near else "See `fl-lightning list configs`."
+        raise ConfigError(f"--config: {name} is neither a file here nor a shipped config. {fix}")
+    read_config(path, f"--config: {name}")
+    return str(path)
+
+
+def config_file(run_dir: Path) -> str:
+    """Return the path of a run's `config.yaml`.
+
+    Raises:
+        ConfigError: The folder does not exist, or is no run.
+    """
+    path = run_dir / "config.yaml"
+    if not os.path.lexists(run_dir):
+        raise ConfigError(f"{run_dir}: folder not found")
+    if not os.path.isfile(path):
+        raise ConfigError(f"{run_dir} is no run: config.yaml not found")
+    return config_path(str(path))
+
+
+def is_run(path: str) -> bool:
+    """Return whether a path is a run's folder: one with a `config.yaml`."""
+    return os.path.isfile(os.path.join(path, "config.yaml"))
+
+
+def named_file(name: str, kind: str) -> Path | None:
+    """Return the path of a YAML file, given its path or the name of a file in this package; None if not found.
+
+    Args:
+        name: The path or the name; `.yaml` may be left out.
+        kind: The folder of this package's files: `configs`, `sweeps` or `papers`.
+    """
+    folder = Path(str(files(f"fl_lightning.{kind}")))
+    names = [name, f"{name}.yaml"] if name and not name.endswith(os.sep) else []
+    paths = [Path(one) for one in names] + [folder / one for one in names if os.sep not in one]
+    found = next((path for path in paths if os.path.isfile(path)), None)  # Path.is_file raises errors for long names
+    derived = [one for one in names if kind == "configs" and one in derived_configs()]
+    return found or (_derived_file(derived[0]) if derived else None)
+
+
+def nearest_file(name: str, kind: str) -> str | None:
+    """Return the YAML file in a path's folder or in this package whose name is most similar to the path's, or None."""
+    folder, _, last = name.rpartition(os.sep)
+    with suppress(OSError):
+        near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
+        if near:
+            return os.path.join(folder, near)
+    return nearest(last, shipped(kind))
+
+
+def shipped(kind: str) -> list[str]:
+    """Return the names of all YAML files that this package contains of a kind: `configs`, `sweeps` or `papers`."""
+    return sorted([*_files(kind), *(derived_configs() if kind == "configs" else ())])
+
+
+def shipped_text(name: str, kind: str) -> str:
+    """Return the content of a YAML file of this package, or of a config that is derived from `digits_fedavg.yaml`."""
+    algorithm = derived_configs().get(name) if kind == "configs" else None
+    text = files(f"fl_lightning.{kind}").joinpath(DIGITS if algorithm else name).read_text(encoding="utf-8")
+    return text.replace("FedAvg", algorithm) if algorithm else text
+
+
+@cache
+def derived_configs() -> dict[str, str]:
+    """Return the algorithm of each config that is derived from `digits_fedavg.yaml`, by the config's file name."""
+    in_files = {name.removeprefix("digits_").removesuffix(".yaml").replace("_", "") for name in _files("configs")}
+    algorithms = public_classes("Algorithm").keys() - {"Algorithm"}
+    return {f"digits_{name.lower()}.yaml": name for name in algorithms if name.lower() not in in_files}
+
+
+def _files(kind: str) -> list[str]:
+    return [path.name for path in files(f"fl_lightning.{kind}").iterdir() if path.name.endswith(".yaml")]
+
+
+@cache
+def _derived_file(name: str) -> Path:
+    path = Path(_derived_folder().name, name)
+    path.write_text(shipped_text(name, "configs"), encoding="utf-8")
+    return path
+
+
+@cache
+def _derived_folder() -> tempfile.TemporaryDirectory[str]:
+    from fl_lightning.core.temporary_folders import temporary_files  # imports multiprocessing
+
+    with temporary_files():
+        return tempfile.TemporaryDirectory(prefix="configs-")
