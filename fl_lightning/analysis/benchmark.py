@@ -17,15 +17,10 @@ from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings, Tun
 from fl_lightning.analysis.comparison import transferred_bytes
 from fl_lightning.analysis.executor import Job, Program, earlier_result, is_finished, run_folder
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
-from fl_lightning.analysis.sweep import (
-    TrialResult,
-    describe_sweep,
-    rank_settings,
-    run_sweep,
-    used_seconds,
-    write_trials,
-)
+from fl_lightning.analysis.sweep import run_sweep
 from fl_lightning.analysis.sweep_file import Parameter, Sweep, parse_sweep
+from fl_lightning.analysis.sweep_folder import describe_sweep
+from fl_lightning.analysis.sweep_results import TrialResult, rank_settings, used_seconds, write_trials
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import best_and_last, sum_of
 from fl_lightning.runs.folder import lock_run_dir

@@ -31,8 +31,8 @@ from fl_lightning.analysis.benchmark_file import Benchmark, Tuning, benchmark_pa
 from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
 from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
 from fl_lightning.analysis.statistics import paired_difference
-from fl_lightning.analysis.sweep import TrialResult
 from fl_lightning.analysis.sweep_file import parse_sweep
+from fl_lightning.analysis.sweep_results import TrialResult
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import Run

@@ -30,9 +30,11 @@ from optuna.storages import RDBStorage
 from scipy import stats
 
 from fl_lightning.analysis import sweep as sweeps
+from fl_lightning.analysis import sweep_folder
 from fl_lightning.analysis.executor import FAILED, JobResult
-from fl_lightning.analysis.sweep import Study, TrialResult, rank_settings, run_sweep
+from fl_lightning.analysis.sweep import Study, run_sweep
 from fl_lightning.analysis.sweep_file import parse_sweep
+from fl_lightning.analysis.sweep_results import TrialResult, rank_settings
 from fl_lightning.cli.commands import sweep as sweep_command
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.sweep_metric import check_metric
@@ -46,7 +48,7 @@ NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_va
 @pytest.fixture(autouse=True)
 def quick_and_quiet(monkeypatch):
     """Silence Optuna, do not check the metric beforehand, and let the database not wait for the disk."""
-    before, real = optuna.logging.get_verbosity(), sweeps.storage_at
+    before, real = optuna.logging.get_verbosity(), sweep_folder.storage_at
 
     def storage_at(path):
         storage = real(path)
@@ -54,7 +56,7 @@ def quick_and_quiet(monkeypatch):
             connection.exec_driver_sql("PRAGMA synchronous=OFF")
         return storage
 
-    monkeypatch.setattr(sweeps, "storage_at", storage_at)
+    monkeypatch.setattr(sweep_folder, "storage_at", storage_at)
     monkeypatch.setattr(sweep_command, "check_metric", lambda sweep: None)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
@@ -148,7 +150,7 @@ def sweeps_word(value):
 
 
 def study_of(folder):
-    return optuna.load_study(study_name="sweep", storage=sweeps.storage_at(folder / "study.db"))
+    return optuna.load_study(study_name="sweep", storage=sweep_folder.storage_at(folder / "study.db"))
 
 
 def test_optuna_stores_the_numbers_of_the_runs(tmp_path, monkeypatch):
@@ -853,7 +855,7 @@ def test_a_sweep_of_an_older_version_continues(tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_a_sweep_with_a_full_disk_ends_and_can_continue(swept, monkeypatch):
     """SQLite reports a full disk when its file may not grow."""
-    usual = sweeps.storage_at
+    usual = sweep_folder.storage_at
 
     def full(path):
         storage = usual(path)
@@ -867,7 +869,7 @@ def test_a_sweep_with_a_full_disk_ends_and_can_continue(swept, monkeypatch):
         return storage
 
     with monkeypatch.context() as patch:
-        patch.setattr(sweeps, "storage_at", full)
+        patch.setattr(sweep_folder, "storage_at", full)
         outcome = run("sweep", "small.yaml", "--count", "60")
     assert (outcome.code, outcome.err.count("\n")) == (1, 1)
     fix = "Fix this, then run the same command to continue."

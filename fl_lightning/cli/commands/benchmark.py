@@ -28,7 +28,7 @@ from fl_lightning.analysis.benchmark import (
 from fl_lightning.analysis.benchmark_file import Entry, benchmark_path, parse_overrides, read_benchmark
 from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
 from fl_lightning.analysis.executor import Job, folder_name
-from fl_lightning.analysis.sweep import TrialResult
+from fl_lightning.analysis.sweep_results import TrialResult
 from fl_lightning.cli.jobs import FIT, Environment, Words, in_job_processes, open_experiment, run_missing
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import ConfigError, check_positive

@@ -8,17 +8,10 @@ import optuna
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.sweep import (
-    OLD_TRIALS,
-    TRIALS,
-    TrialResult,
-    describe_sweep,
-    run_sweep,
-    sweep_table,
-    write_best,
-    write_trials,
-)
+from fl_lightning.analysis.sweep import run_sweep
 from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
+from fl_lightning.analysis.sweep_folder import OLD_TRIALS, TRIALS, describe_sweep
+from fl_lightning.analysis.sweep_results import TrialResult, sweep_table, write_best, write_trials
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.config import read_config
