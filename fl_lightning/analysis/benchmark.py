@@ -93,8 +93,8 @@ def entry_jobs(entry: Entry, parent: Path, values: Sequence[str] = ()) -> dict[i
 # --- Tuning ----------------------------------------------------------------------------------------------------------
 
 
-def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None) -> tuple[Sweep, dict[str, Any]]:
-    """Return the sweep over some ranges for an entry, and its description in the syntax of a sweep file.
+def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None) -> Sweep:
+    """Return the sweep over some ranges for an entry.
 
     Args:
         entry: The entry.
@@ -116,10 +116,10 @@ def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None
     if tuning.early_terminate:
         content["early_terminate"] = dict(tuning.early_terminate)
     sweep = parse_sweep(content, Path(entry.name))
-    if defaults:
-        values = {key: start_value(each, defaults.settings.get(key)) for key, each in sweep.parameters.items()}
-        sweep = replace(sweep, start=values)
-    return sweep, content
+    if defaults is None:
+        return sweep
+    values = {key: start_value(each, defaults.settings.get(key)) for key, each in sweep.parameters.items()}
+    return replace(sweep, start=values)
 
 
 def start_value(parameter: Parameter, default: Any) -> Any:
@@ -180,9 +180,9 @@ def tune(
     def run(
         folder: Path, ranges: Settings, count: int, seconds: float, start: Defaults | None
     ) -> tuple[Sweep, list[TrialResult]]:
-        sweep, content = entry_sweep(entry, ranges, start)
+        sweep = entry_sweep(entry, ranges, start)
         with lock_run_dir(folder):
-            describe_sweep(folder, sweep, content, tuning.seeds[0])
+            describe_sweep(folder, sweep, tuning.seeds[0])
             results = run_sweep(sweep, folder, program, tuning.seeds[0], count, workers, threads, show, seconds)
             write_trials(folder / "trials.csv", sweep, results)
         return sweep, results

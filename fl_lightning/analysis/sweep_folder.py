@@ -31,7 +31,7 @@ ATTRIBUTES = ("number", "folder")
 # --- Description ---
 
 
-def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -> None:
+def describe_sweep(folder: Path, sweep: Sweep, seed: int) -> None:
     """Write a sweep's description to its folder; if trials have begun there, check that it equals the stored one.
 
     Before the first trial has begun the description may change, so a mistake in the file can be corrected.
@@ -39,7 +39,6 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
     Args:
         folder: The sweep's folder.
         sweep: The sweep.
-        content: The content of its file.
         seed: Seed of randomly drawn parameters.
 
     Raises:
@@ -47,7 +46,7 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
     """
     words = [*sweep.words, *sweep.words_after]
     configs = {name: read_config(Path(config_path(name))) for _, name in option_values(words, "config")}
-    related = {key: value for key, value in content.items() if key not in {*UNRELATED_KEYS, "run_cap", "command"}}
+    related = {key: value for key, value in sweep.content.items() if key not in {*UNRELATED_KEYS, "run_cap", "command"}}
     now = {"command": shlex.join(["fit", *words]), **related, "seed": seed, "configs": configs}
     text, path, database = yaml.safe_dump(now, sort_keys=False), folder / SWEEP, folder / DATABASE
     old = (folder / OLD_TRIALS).is_dir()

@@ -174,7 +174,7 @@ def trial(number=0, state="complete", value: float | None = 0.5, **settings: str
 )
 def test_the_first_trial_has_the_values_of_the_configs(distribution, default, value, tmp_path):
     _, prox, *_ = benchmark(tmp_path).entries()
-    sweep, _ = entry_sweep(prox, {"k": distribution}, Defaults({}, {"k": default}))
+    sweep = entry_sweep(prox, {"k": distribution}, Defaults({}, {"k": default}))
     assert sweep.start == {"k": pytest.approx(value) if isinstance(value, float) else value}
     assert start_value(sweep.parameters["k"], default) == sweep.start["k"]
 
@@ -182,7 +182,7 @@ def test_the_first_trial_has_the_values_of_the_configs(distribution, default, va
 def test_a_range_is_moved_by_half_its_length_if_its_best_value_is_at_the_edge(tmp_path):
     entry = next(benchmark(tmp_path).entries())
     ranges = {"a": LOG, "b": LOG, "c": LOG, "d": {"min": 0.0, "max": 1.0}}
-    sweep, _ = entry_sweep(entry, ranges)
+    sweep = entry_sweep(entry, ranges)
     best = trial(a="0.8", b="0.1", c="0.011", d="0.99")
     edges = benchmarks.edge_keys(sweep, best)
     assert edges == {"a": True, "c": False, "d": True}

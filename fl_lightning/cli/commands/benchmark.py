@@ -98,7 +98,7 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
             checked |= places
             ranges = entry.ranges(defaults[entry.table.name, entry.method].search_space)
             try:
-                check_metric(entry_sweep(entry, ranges)[0])
+                check_metric(entry_sweep(entry, ranges))
             except ConfigError as error:
                 raise ConfigError(f"{entry.name}: {error}") from error
 

@@ -22,8 +22,7 @@ from fl_lightning.runs.folder import lock_run_dir
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Start or resume a sweep, and print a table of its trials."""
     path = sweep_path(given.sweep or "")
-    content = read_config(path)
-    sweep = parse_sweep(content, path, given.set or [])
+    sweep = parse_sweep(read_config(path), path, given.set or [])
     check_positive("--", count=given.count, workers=given.workers, threads=given.threads)
     check_number("--seed", given.seed, "[0, inf)")
     folder = Path(given.out or Path("runs") / "sweeps" / sweep.name)
@@ -36,7 +35,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if not any((folder / name).exists() for name in (TRIALS, OLD_TRIALS)):
         check_metric(sweep)
     with lock_run_dir(folder):
-        describe_sweep(folder, sweep, content, given.seed)
+        describe_sweep(folder, sweep, given.seed)
         results = run_sweep(sweep, folder, FIT, given.seed, given.count, given.workers, given.threads, show)
         write_trials(folder / "trials.csv", sweep, results)
         best = write_best(folder / "best.yaml", sweep, results)
