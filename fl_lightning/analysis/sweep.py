@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
@@ -15,7 +15,7 @@ from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
-from fl_lightning.analysis.executor import FAILED, Job, JobResult, Program, is_finished, run_jobs
+from fl_lightning.analysis.executor import FAILED, Job, JobResult, RunJobs, is_finished
 from fl_lightning.analysis.sweep_file import Sweep
 from fl_lightning.analysis.sweep_folder import ATTRIBUTES, DATABASE, TRIALS, open_database, root_cause
 from fl_lightning.analysis.sweep_results import TrialResult, used_seconds
@@ -26,6 +26,18 @@ from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
 STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: "unfinished"}
+
+
+class Budget(NamedTuple):
+    """What a whole sweep may use, over all calls that continue it.
+
+    Args:
+        trials: Number of trials; None for no other limit than that of the file or its grid.
+        processor_seconds: No trial begins once the trials have used this much processor time.
+    """
+
+    trials: int | None = None
+    processor_seconds: float = math.inf
 
 
 class Study:
@@ -258,26 +270,20 @@ class StudyNotWritten(FLError):
 def run_sweep(
     sweep: Sweep,
     folder: Path,
-    program: Program,
-    seed: int = 0,
-    count: int | None = None,
-    workers: int = 1,
-    threads: int | None = None,
+    run: RunJobs,
+    seed: int,
+    budget: Budget,
     show: Callable[[TrialResult, int], None] = lambda result, most: None,
-    processor_seconds: float = math.inf,
 ) -> list[TrialResult]:
     """Run the trials of a sweep, or continue an interrupted sweep.
 
     Args:
         sweep: The sweep.
         folder: The sweep's folder; no other process may use it.
-        program: Runs a trial.
+        run: Runs the trials.
         seed: Seed of randomly drawn parameters.
-        count: Number of trials of the whole sweep; by default that of the file or its grid.
-        workers: Number of runs at a time.
-        threads: Number of torch threads of each trial.
+        budget: Limits of the whole sweep.
         show: Called when a trial ends, with its result and the number of all trials.
-        processor_seconds: No trial begins once the trials have used this much processor time.
 
     Returns:
         The results of all trials, in the order in which they were proposed.
@@ -287,7 +293,7 @@ def run_sweep(
         Interrupted: SIGINT or SIGTERM was received.
         StudyNotWritten: The database cannot be written to, for example because the disk is full.
     """
-    limits = [limit for limit in (sweep.run_cap, count) if limit is not None]
+    limits = [limit for limit in (sweep.run_cap, budget.trials) if limit is not None]
     if sweep.method == "grid":
         limits.append(len(sweep.grid()))
     if not limits:
@@ -295,7 +301,7 @@ def run_sweep(
     most, study = min(limits), Study(sweep, folder, seed)
     try:
         should_stop, shown = study.should_stop if sweep.pruner or sweep.seeds else None, set[int]()
-        for ended in run_jobs(study.jobs(most, processor_seconds), program, workers, threads, should_stop):
+        for ended in run(study.jobs(most, budget.processor_seconds), should_stop=should_stop):
             result = study.record(ended)
             if result.number not in shown and (result.state != "unfinished" or result.reason):
                 shown.add(result.number)

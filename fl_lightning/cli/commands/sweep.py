@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import optuna
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.sweep import run_sweep
+from fl_lightning.analysis.executor import run_jobs
+from fl_lightning.analysis.sweep import Budget, run_sweep
 from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
 from fl_lightning.analysis.sweep_folder import OLD_TRIALS, TRIALS, describe_sweep
 from fl_lightning.analysis.sweep_results import TrialResult, sweep_table, write_best, write_trials
@@ -36,7 +38,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         check_metric(sweep)
     with lock_run_dir(folder):
         describe_sweep(folder, sweep, given.seed)
-        results = run_sweep(sweep, folder, FIT, given.seed, given.count, given.workers, given.threads, show)
+        run = partial(run_jobs, program=FIT, workers=given.workers, threads=given.threads)
+        results = run_sweep(sweep, folder, run, given.seed, Budget(given.count), show)
         write_trials(folder / "trials.csv", sweep, results)
         best = write_best(folder / "best.yaml", sweep, results)
     Console().print(sweep_table(sweep, results))
