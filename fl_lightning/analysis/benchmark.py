@@ -15,17 +15,12 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings, Tuning
 from fl_lightning.analysis.comparison import transferred_bytes
-from fl_lightning.analysis.executor import Job, Program, earlier_result, is_finished, run_folder
+from fl_lightning.analysis.executor import Job, RunJobs, earlier_result, is_finished, run_folder
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
-from fl_lightning.analysis.sweep import (
-    TrialResult,
-    describe_sweep,
-    rank_settings,
-    run_sweep,
-    used_seconds,
-    write_trials,
-)
+from fl_lightning.analysis.sweep import Budget, run_sweep
 from fl_lightning.analysis.sweep_file import Parameter, Sweep, parse_sweep
+from fl_lightning.analysis.sweep_folder import describe_sweep
+from fl_lightning.analysis.sweep_results import TrialResult, rank_settings, used_seconds, write_trials
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import best_and_last, sum_of
 from fl_lightning.runs.folder import lock_run_dir
@@ -98,8 +93,8 @@ def entry_jobs(entry: Entry, parent: Path, values: Sequence[str] = ()) -> dict[i
 # --- Tuning ----------------------------------------------------------------------------------------------------------
 
 
-def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None) -> tuple[Sweep, dict[str, Any]]:
-    """Return the sweep over some ranges for an entry, and its description in the syntax of a sweep file.
+def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None) -> Sweep:
+    """Return the sweep over some ranges for an entry.
 
     Args:
         entry: The entry.
@@ -121,10 +116,10 @@ def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None
     if tuning.early_terminate:
         content["early_terminate"] = dict(tuning.early_terminate)
     sweep = parse_sweep(content, Path(entry.name))
-    if defaults:
-        values = {key: start_value(each, defaults.settings.get(key)) for key, each in sweep.parameters.items()}
-        sweep = replace(sweep, start=values)
-    return sweep, content
+    if defaults is None:
+        return sweep
+    values = {key: start_value(each, defaults.settings.get(key)) for key, each in sweep.parameters.items()}
+    return replace(sweep, start=values)
 
 
 def start_value(parameter: Parameter, default: Any) -> Any:
@@ -150,9 +145,7 @@ def tune(
     entry: Entry,
     defaults: Defaults,
     out: Path,
-    program: Program,
-    workers: int = 1,
-    threads: int | None = None,
+    run: RunJobs,
     allows: Callable[[Sequence[str]], bool] = lambda words: True,
     show: Callable[[TrialResult, int], None] = lambda result, most: None,
 ) -> TunedEntry:
@@ -166,9 +159,7 @@ def tune(
         entry: The entry.
         defaults: The ranges and default values of its method.
         out: The folder of the benchmark.
-        program: Runs a trial.
-        workers: Number of runs at a time.
-        threads: Number of torch threads of each run.
+        run: Runs the trials.
         allows: Whether a command line is valid. A range is not moved to values that the method refuses.
         show: Called when a trial ends, with its result and the number of all trials.
 
@@ -182,25 +173,25 @@ def tune(
     if not ranges:
         raise ConfigError(f"{entry.name}: nothing to tune. Give search: a range, such as that of optimizer.lr")
 
-    def run(
-        folder: Path, ranges: Settings, count: int, seconds: float, start: Defaults | None
+    def search(
+        folder: Path, ranges: Settings, budget: Budget, start: Defaults | None = None
     ) -> tuple[Sweep, list[TrialResult]]:
-        sweep, content = entry_sweep(entry, ranges, start)
+        sweep = entry_sweep(entry, ranges, start)
         with lock_run_dir(folder):
-            describe_sweep(folder, sweep, content, tuning.seeds[0])
-            results = run_sweep(sweep, folder, program, tuning.seeds[0], count, workers, threads, show, seconds)
+            describe_sweep(folder, sweep, tuning.seeds[0])
+            results = run_sweep(sweep, folder, run, tuning.seeds[0], budget, show)
             write_trials(folder / "trials.csv", sweep, results)
         return sweep, results
 
-    sweep, results = run(folder, ranges, -(-trials // 2), seconds / 2, defaults)
+    sweep, results = search(folder, ranges, Budget(-(-trials // 2), seconds / 2), defaults)
     best = best_trial(first_half(results, tuning), entry.table.maximize)
     moved = moved_ranges(entry, ranges, edge_keys(sweep, best), best, allows) if best else {}
     if not moved:
-        sweep, results = run(folder, ranges, trials, seconds, defaults)
+        sweep, results = search(folder, ranges, Budget(trials, seconds), defaults)
         best = best_trial(results, entry.table.maximize)
         return TunedEntry(entry, results, list(edge_keys(sweep, best)))
-    left = seconds - used_seconds(results)
-    second, others = run(folder / MOVED, ranges | moved, trials - len(results), left, None)
+    left = Budget(trials - len(results), seconds - used_seconds(results))
+    second, others = search(folder / MOVED, ranges | moved, left)
     results = [*results, *others]
     best = best_trial(results, entry.table.maximize)
     return TunedEntry(entry, results, list(edge_keys(second if best in others else sweep, best)))

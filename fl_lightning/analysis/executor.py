@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from filelock import FileLock
 
@@ -80,6 +80,13 @@ class JobResult(NamedTuple):
     job: Job
     code: int
     reason: str
+
+
+class RunJobs(Protocol):
+    """Run jobs as `run_jobs` does, with a given program and number of workers: `partial(run_jobs, program=...)`."""
+
+    def __call__(self, jobs: Iterable[Job], *, should_stop: Callable[[Job], bool] | None = None) -> Iterator[JobResult]:
+        """Yield the result of each job when it ends."""
 
 
 def run_jobs(

@@ -4,84 +4,41 @@ from __future__ import annotations
 
 import math
 import secrets
-import shlex
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
-import yaml
-from optuna.distributions import CategoricalDistribution, distribution_to_json
 from optuna.samplers import RandomSampler, TPESampler
-from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from rich.markup import escape
-from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
-from fl_lightning.analysis.baselines import option_values
-from fl_lightning.analysis.comparison import spread
-from fl_lightning.analysis.executor import FAILED, Job, JobResult, Program, is_finished, run_jobs
-from fl_lightning.analysis.result_table import mean_and_std, to_csv
-from fl_lightning.analysis.sweep_file import UNRELATED_KEYS, Sweep
-from fl_lightning.core.config import flatten, read_config
-from fl_lightning.core.config_files import config_path
+from fl_lightning.analysis.executor import FAILED, Job, JobResult, RunJobs, is_finished
+from fl_lightning.analysis.sweep_file import Sweep
+from fl_lightning.analysis.sweep_folder import ATTRIBUTES, DATABASE, TRIALS, open_database, root_cause
+from fl_lightning.analysis.sweep_results import TrialResult, used_seconds
+from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError, FLError, one_line
-from fl_lightning.core.files import write_atomically
-from fl_lightning.core.renamed import new_class, new_option, update_config, update_path, update_settings
 from fl_lightning.evaluation.summary import Row, sum_of
 from fl_lightning.runs.csv_reader import read_rows
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
-TRIALS = "trials"
-OLD_TRIALS = "points"
-"""The folder of the trials in sweeps of older versions."""
-DATABASE = "study.db"
-SWEEP = "sweep.yaml"
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
-ATTRIBUTES = ("number", "folder")
-"""Attributes that Optuna's database stores of each trial: its number in the sweep, and the name of its folder."""
 STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: "unfinished"}
 
 
-@dataclass(frozen=True)
-class TrialResult:
-    """The result of a trial of a sweep: its parameters, state and metric.
+class Budget(NamedTuple):
+    """What a whole sweep may use, over all calls that continue it.
 
     Args:
-        number: The trial's number, in the order in which trials were proposed.
-        folder: The folder of its run, or of its runs if the sweep has seeds.
-        settings: The values of its parameters, as written on the command line.
-        state: One of `complete`, `ended early`, `failed`, `unfinished`.
-        value: The metric, a mean over the sweep's seeds if it has some; for a trial that ended early, its last value.
-            None for other states.
-        rounds: Number of rounds that were run; for a trial that ended early, the round whose value decided.
-        reason: Why the trial failed or is unfinished.
-        values: The metric with each of the sweep's seeds, or that of the only run; empty unless the trial is complete.
-        processor_seconds: Processor time of its rounds, over all of its runs.
+        trials: Number of trials; None for no other limit than that of the file or its grid.
+        processor_seconds: No trial begins once the trials have used this much processor time.
     """
 
-    number: int
-    folder: Path
-    settings: Mapping[str, str]
-    state: str
-    value: float | None
-    rounds: int
-    reason: str
-    values: Sequence[float] = ()
-    processor_seconds: float = 0.0
-
-    def describe(self) -> str:
-        """Return the trial's result as text: its value if it is complete, else its state with the reason."""
-        if self.state == "complete":
-            return f"{self.value:.4f}"
-        if self.state == "ended early":
-            return f"ended early after round {self.rounds}, at {self.value:.4f}"
-        return f"{self.state}: {self.reason}" if self.reason else self.state
+    trials: int | None = None
+    processor_seconds: float = math.inf
 
 
 class Study:
@@ -305,52 +262,6 @@ class Study:
         return TrialResult(number, folder, settings, state, value, rounds, reason, values, seconds)
 
 
-def used_seconds(results: Sequence[TrialResult]) -> float:
-    """Return the processor time of some trials in seconds."""
-    return sum(result.processor_seconds for result in results)
-
-
-# --- The database ------------------------------------------------------------------------------------------------
-
-
-def storage_at(path: Path) -> RDBStorage:
-    """Return Optuna's storage in a SQLite file. The file is created if it does not exist."""
-    return RDBStorage(f"sqlite:///{path.absolute()}")
-
-
-def open_database(path: Path, sweep: Sweep) -> tuple[RDBStorage, optuna.Study]:
-    """Open or create the database of a sweep, and check that all of its trials can be read.
-
-    Raises:
-        ConfigError: The file is damaged.
-    """
-    direction: Literal["maximize", "minimize"] = "maximize" if sweep.maximize else "minimize"
-    try:
-        storage = storage_at(path)
-        study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
-        if not study.metric_names:  # the dashboard shows it
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                study.set_metric_names([sweep.metric])
-        for trial in study.get_trials(deepcopy=False):
-            if lost := [*({*ATTRIBUTES} - trial.user_attrs.keys()), *(sweep.parameters.keys() - trial.params)]:
-                raise ValueError(f"trial {trial.number} has no {lost[0]}")
-    except Exception as error:  # SQLite, SQLAlchemy, JSON and Optuna raise different errors for damaged content
-        fix = "Restore it from a backup, or choose another folder with --out."
-        raise ConfigError(f"{path}: damaged ({one_line(root_cause(error))}). {fix}") from error
-    return storage, study
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the innermost cause of an error."""
-    while error.__cause__:
-        error = error.__cause__
-    return error
-
-
-# --- The sweep ---------------------------------------------------------------------------------------------------
-
-
 class StudyNotWritten(FLError):
     """Error: the database of a sweep cannot be written to."""
 
@@ -360,26 +271,20 @@ class StudyNotWritten(FLError):
 def run_sweep(
     sweep: Sweep,
     folder: Path,
-    program: Program,
-    seed: int = 0,
-    count: int | None = None,
-    workers: int = 1,
-    threads: int | None = None,
+    run: RunJobs,
+    seed: int,
+    budget: Budget,
     show: Callable[[TrialResult, int], None] = lambda result, most: None,
-    processor_seconds: float = math.inf,
 ) -> list[TrialResult]:
     """Run the trials of a sweep, or continue an interrupted sweep.
 
     Args:
         sweep: The sweep.
         folder: The sweep's folder; no other process may use it.
-        program: Runs a trial.
+        run: Runs the trials.
         seed: Seed of randomly drawn parameters.
-        count: Number of trials of the whole sweep; by default that of the file or its grid.
-        workers: Number of runs at a time.
-        threads: Number of torch threads of each trial.
+        budget: Limits of the whole sweep.
         show: Called when a trial ends, with its result and the number of all trials.
-        processor_seconds: No trial begins once the trials have used this much processor time.
 
     Returns:
         The results of all trials, in the order in which they were proposed.
@@ -389,7 +294,7 @@ def run_sweep(
         Interrupted: SIGINT or SIGTERM was received.
         StudyNotWritten: The database cannot be written to, for example because the disk is full.
     """
-    limits = [limit for limit in (sweep.run_cap, count) if limit is not None]
+    limits = [limit for limit in (sweep.run_cap, budget.trials) if limit is not None]
     if sweep.method == "grid":
         limits.append(len(sweep.grid()))
     if not limits:
@@ -397,7 +302,7 @@ def run_sweep(
     most, study = min(limits), Study(sweep, folder, seed)
     try:
         should_stop, shown = study.should_stop if sweep.pruner or sweep.seeds else None, set[int]()
-        for ended in run_jobs(study.jobs(most, processor_seconds), program, workers, threads, should_stop):
+        for ended in run(study.jobs(most, budget.processor_seconds), should_stop=should_stop):
             result = study.record(ended)
             if result.number not in shown and (result.state != "unfinished" or result.reason):
                 shown.add(result.number)
@@ -409,177 +314,3 @@ def run_sweep(
         raise StudyNotWritten(f"{folder / DATABASE}: {reason}. {fix}") from error
     finally:
         study.close()
-
-
-def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -> None:
-    """Write a sweep's description to its folder; if trials have begun there, check that it equals the stored one.
-
-    Before the first trial has begun the description may change, so a mistake in the file can be corrected.
-
-    Args:
-        folder: The sweep's folder.
-        sweep: The sweep.
-        content: The content of its file.
-        seed: Seed of randomly drawn parameters.
-
-    Raises:
-        ConfigError: The folder holds another sweep (the message names the differences), or a file of it is lost.
-    """
-    words = [*sweep.words, *sweep.words_after]
-    configs = {name: read_config(Path(config_path(name))) for _, name in option_values(words, "config")}
-    related = {key: value for key, value in content.items() if key not in {*UNRELATED_KEYS, "run_cap", "command"}}
-    now = {"command": shlex.join(["fit", *words]), **related, "seed": seed, "configs": configs}
-    text, path, database = yaml.safe_dump(now, sort_keys=False), folder / SWEEP, folder / DATABASE
-    old = (folder / OLD_TRIALS).is_dir()
-    begun = any((folder / (OLD_TRIALS if old else TRIALS)).rglob("config.yaml"))
-    for file in (path, database):
-        if begun and not file.exists():
-            fix = "Put it back, or choose another folder with --out."
-            raise ConfigError(f"{folder}: {file.name} not found, but {TRIALS} of a sweep. {fix}")
-    now = yaml.safe_load(text)
-    recorded = read_config(path) if path.exists() else now
-    before = update_description(recorded, now)
-    if begun and before != now:
-        stored, new = flatten(before), flatten(now)
-        keys = sorted(key for key in stored.keys() | new.keys() if stored.get(key) != new.get(key))
-        changes = "; ".join(f"{key} ({stored.get(key)} -> {new.get(key)})" for key in keys)
-        raise ConfigError(f"{folder} holds another sweep: {changes}. Undo the change, or give another --out")
-    if before != now:
-        database.unlink(missing_ok=True)
-    elif (renamed := {key: name for key in recorded["parameters"] if (name := new_option(key))}) or old:
-        update_database(database, sweep, renamed)
-    if old:
-        (folder / OLD_TRIALS).rename(folder / TRIALS)
-    write_atomically(path, text)
-
-
-def update_database(path: Path, sweep: Sweep, renamed: Mapping[str, str]) -> None:
-    """Update the database of a sweep that began with an older version, in which listed values were stored as text.
-
-    Args:
-        path: The database.
-        sweep: The sweep.
-        renamed: The present name of each renamed parameter, by its old name.
-    """
-    storage = storage_at(path)
-    with storage.engine.begin() as connection:
-        for old, new in renamed.items():
-            connection.exec_driver_sql("UPDATE trial_params SET param_name = ? WHERE param_name = ?", (new, old))
-        connection.exec_driver_sql("UPDATE trial_user_attributes SET key = 'number' WHERE key = 'point'")
-        for key, parameter in sweep.parameters.items():
-            if parameter.words:
-                before = distribution_to_json(CategoricalDistribution(list(parameter.words.values())))
-                values = (distribution_to_json(parameter.distribution), key, before)
-                update = "UPDATE trial_params SET distribution_json = ? WHERE param_name = ? AND distribution_json = ?"
-                connection.exec_driver_sql(update, values)
-    storage.engine.dispose()
-
-
-def update_description(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sweep's stored description with the present names of renamed options and classes.
-
-    Args:
-        recorded: The description in the sweep's folder.
-        now: The present description. The baselines of its configs replace those recorded under their old name,
-            `rivals`, because the shipped files with baselines moved, too.
-    """
-    configs = {name: update_config(config) for name, config in recorded["configs"].items()}
-    for name, config in recorded["configs"].items():
-        if "rivals" in config and name in now["configs"]:
-            configs[name]["baselines"] = now["configs"][name].get("baselines")
-    words = [_update_word(word) for word in shlex.split(recorded["command"])]
-    parameters = update_settings(recorded["parameters"])
-    return {**recorded, "command": shlex.join(words), "parameters": parameters, "configs": configs}
-
-
-def _update_word(word: str) -> str:
-    """Return one word of a command line, with a renamed option or class under its present name."""
-    key, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    new = new_option(key.removeprefix("--"))
-    return (f"--{new}" if new else key) + sign + (new_class(value) or update_path(value))
-
-
-# --- The results -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One combination of parameter values in a sweep, with its trials, which differ only in the seed.
-
-    Args:
-        settings: The settings without the seed.
-        results: The results of the trials.
-    """
-
-    settings: Mapping[str, str]
-    results: Sequence[TrialResult]
-
-    @property
-    def complete(self) -> list[TrialResult]:
-        """The results of the setting's complete trials."""
-        return [result for result in self.results if result.state == "complete"]
-
-    @property
-    def values(self) -> list[float]:
-        """The values of the sweep's metric in the setting's complete trials, one per seed."""
-        return [value for result in self.complete for value in result.values]
-
-
-def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
-    """Group trials by setting, and sort the settings by mean metric over seeds, best first, incomplete ones last."""
-    groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
-    for result in results:
-        groups.setdefault(tuple((k, v) for k, v in result.settings.items() if k != "seed"), []).append(result)
-
-    def key(setting: Setting) -> tuple[float, float]:
-        if not setting.values:
-            return 2, 0
-        return len(setting.complete) < len(setting.results), mean(setting.values) * (-1 if maximize else 1)
-
-    return sorted((Setting(dict(settings), group) for settings, group in groups.items()), key=key)
-
-
-def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
-    """Return the table of a sweep's results: settings with their mean metric, best first, and incomplete trials."""
-    keys = [key for key in sweep.parameters if key != "seed"]
-    by_seed, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
-    has_seeds = by_seed or bool(sweep.seeds)
-    columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
-    table = Table(*columns, title=f"{sweep.name}: {len(results)} trials")
-    for setting in rank_settings(results, sweep.maximize):
-        values, figures = setting.values, spread(setting.values)
-        number = mean_and_std(figures.mean, figures.std, ".4f") if figures else ""
-        cells = [*(setting.settings[key] for key in keys), number]
-        if has_seeds:
-            cells.append(f"{len(values)} of {len(setting.results) * max(1, len(sweep.seeds))}")
-        if incomplete:
-            others = (one for one in setting.results if one.state != "complete")
-            cells.append(
-                "; ".join((f"seed {one.settings['seed']} " if by_seed else "") + one.describe() for one in others)
-            )
-        table.add_row(*map(escape, cells))
-    return table
-
-
-def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
-    """Write the config of the best setting's first complete trial, and return this trial; None if none is complete."""
-    best = rank_settings(results, sweep.maximize)[0].complete
-    if not best:
-        return None
-    settings = " ".join(f"{key}={value}" for key, value in best[0].settings.items())
-    seeds = f", mean over the seeds {', '.join(map(str, sweep.seeds))}" if sweep.seeds else ""
-    config = (next(iter(sweep.runs(best[0].folder))) / "config.yaml").read_text()
-    write_atomically(path, f"# The best of the sweep {sweep.name}: {settings}{seeds}.\n{config}")
-    return best[0]
-
-
-def write_trials(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> None:
-    """Write the parameters and results of all trials to a CSV file, one line per trial."""
-    by_seed = [f"{sweep.metric} seed {seed}" for seed in sweep.seeds]
-    header = ["trial", *sweep.parameters, sweep.metric, *by_seed, "state", "rounds", "reason", "folder"]
-    lines: list[list[Any]] = [header]
-    for one in results:
-        values = one.values if one.values and by_seed else [""] * len(by_seed)
-        end = [one.state, one.rounds, one.reason, f"{TRIALS}/{one.folder.name}"]
-        lines.append([one.number, *one.settings.values(), one.value, *values, *end])
-    write_atomically(path, to_csv(lines))

@@ -91,6 +91,7 @@ class Sweep:
         pruner: Decides which trials end early; None if all trials run to their end.
         rounds_to_prune: A trial that reached this round does not end early.
         run_cap: Maximum number of trials; None for no limit.
+        content: The content of the file.
         seeds: Each trial is run with each of these seeds, and its value is the mean. If empty, a trial is one run.
         start: The values of the first trial; if empty, the search method chooses them.
     """
@@ -105,6 +106,7 @@ class Sweep:
     pruner: SuccessiveHalvingPruner | None
     rounds_to_prune: float
     run_cap: int | None
+    content: Mapping[str, Any]
     seeds: tuple[int, ...] = ()
     start: Mapping[str, Any] = field(default_factory=dict)
 
@@ -169,7 +171,7 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     words += tuple(_setting(word, parameters) for word in settings)
-    return Sweep(path.stem, method, words, after, parameters, metric, maximize, pruner, rounds, run_cap, seeds)
+    return Sweep(path.stem, method, words, after, parameters, metric, maximize, pruner, rounds, run_cap, content, seeds)
 
 
 def _check_keys(name: str, content: Any, keys: set[str]) -> None:

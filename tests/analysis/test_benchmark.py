@@ -1,5 +1,6 @@
 """`fl-lightning benchmark`: the file, equal-budget tuning, and the tables and ranks of its results."""
 
+import contextlib
 import csv
 import json
 import math
@@ -14,7 +15,6 @@ from fake_runs import FakeRuns, Killed
 from scipy import stats
 
 from fl_lightning.analysis import benchmark as benchmarks
-from fl_lightning.analysis import sweep as sweeps
 from fl_lightning.analysis.benchmark import (
     BenchmarkResult,
     Defaults,
@@ -31,9 +31,8 @@ from fl_lightning.analysis.benchmark_file import Benchmark, Tuning, benchmark_pa
 from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
 from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
 from fl_lightning.analysis.statistics import paired_difference
-from fl_lightning.analysis.sweep import TrialResult
 from fl_lightning.analysis.sweep_file import parse_sweep
-from fl_lightning.cli.jobs import FIT
+from fl_lightning.analysis.sweep_results import TrialResult
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import Run
 
@@ -174,7 +173,7 @@ def trial(number=0, state="complete", value: float | None = 0.5, **settings: str
 )
 def test_the_first_trial_has_the_values_of_the_configs(distribution, default, value, tmp_path):
     _, prox, *_ = benchmark(tmp_path).entries()
-    sweep, _ = entry_sweep(prox, {"k": distribution}, Defaults({}, {"k": default}))
+    sweep = entry_sweep(prox, {"k": distribution}, Defaults({}, {"k": default}))
     assert sweep.start == {"k": pytest.approx(value) if isinstance(value, float) else value}
     assert start_value(sweep.parameters["k"], default) == sweep.start["k"]
 
@@ -182,7 +181,7 @@ def test_the_first_trial_has_the_values_of_the_configs(distribution, default, va
 def test_a_range_is_moved_by_half_its_length_if_its_best_value_is_at_the_edge(tmp_path):
     entry = next(benchmark(tmp_path).entries())
     ranges = {"a": LOG, "b": LOG, "c": LOG, "d": {"min": 0.0, "max": 1.0}}
-    sweep, _ = entry_sweep(entry, ranges)
+    sweep = entry_sweep(entry, ranges)
     best = trial(a="0.8", b="0.1", c="0.011", d="0.99")
     edges = benchmarks.edge_keys(sweep, best)
     assert edges == {"a": True, "c": False, "d": True}
@@ -207,58 +206,44 @@ def test_the_edge_is_the_tenth_at_each_end(tmp_path):
     assert at_edge == [True, False, False, False, True]
 
 
-@pytest.fixture
-def fakes(monkeypatch):
-    """Replace runs by a function of their values."""
-
-    def replace_runs(figure, kill=None, **more) -> FakeRuns:
-        fake = FakeRuns(figure, kill, **more)
-        monkeypatch.setattr(sweeps, "run_jobs", fake)
-        return fake
-
-    return replace_runs
-
-
 def at(best: float):
     """Return a function whose maximum over the learning rate is at `best`."""
     return lambda values: [0.0, -abs(math.log(values["optimizer.lr"] / best))]
 
 
-def tuned(entry, folder, first=0.1, **options) -> TunedEntry:
-    return tune(entry, Defaults({}, {"optimizer.lr": first}), folder, FIT, **options)
+def tuned(entry, folder, fake, first=0.1, **options) -> TunedEntry:
+    return tune(entry, Defaults({}, {"optimizer.lr": first}), folder, fake, **options)
 
 
 @pytest.mark.parametrize(("best", "first", "is_moved"), [(0.1, 0.1, False), (30, 1.0, True)])
-def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_path, fakes):
+def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_path):
     entry = next(benchmark(tmp_path).entries())
-    fake = fakes(at(best))
-    found = tuned(entry, tmp_path, first=first)
+    fake = FakeRuns(at(best))
+    found = tuned(entry, tmp_path, fake, first)
     assert len(found.trials) == 6
     assert len(fake.ran) == 6 * 2  # two seeds each
     assert fake.ran[0][-2:] == (f"--optimizer.lr={first}", "--seed=7")
     folder = tmp_path / "tuning/global/skewed/FedAvg"
     assert (folder / "moved").is_dir() == is_moved
     assert found.best == max(found.trials, key=lambda one: one.value)
-    again = fakes(at(best))
-    assert [one.settings for one in tuned(entry, tmp_path, first=first).trials] == [
-        one.settings for one in found.trials
-    ]
+    again = FakeRuns(at(best))
+    repeated = tuned(entry, tmp_path, again, first)
+    assert [one.settings for one in repeated.trials] == [one.settings for one in found.trials]
     assert not again.ran
     lines = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert len(lines) == (3 if is_moved else 6)
 
 
 @pytest.mark.parametrize(("best", "first", "is_moved"), [(0.1, 0.1, False), (30, 1.0, True)])
-def test_a_budget_of_processor_time_ends_the_tuning(best, first, is_moved, tmp_path, fakes):
+def test_a_budget_of_processor_time_ends_the_tuning(best, first, is_moved, tmp_path):
     tuning = {"trials": 50, "processor_seconds": 90, "seeds": [7, 8]}
     entry = next(benchmark(tmp_path, tuning=tuning).entries())
-    fakes(at(best), seconds=5)  # a trial takes 20 s
-    found = tuned(entry, tmp_path, first=first)
+    found = tuned(entry, tmp_path, FakeRuns(at(best), seconds=5), first)  # a trial takes 20 s
     assert [one.processor_seconds for one in found.trials] == [20] * 5
     folders = [one.folder.parent.parent.name == "moved" for one in found.trials]
     assert folders == [False, False, False, is_moved, is_moved]
-    again = fakes(at(best))
-    assert tuned(entry, tmp_path, first=first).trials == found.trials
+    again = FakeRuns(at(best))
+    assert tuned(entry, tmp_path, again, first).trials == found.trials
     assert not again.ran
 
 
@@ -269,33 +254,27 @@ def test_the_first_half_of_a_budget_has_the_trials_that_began_in_it():
         assert first_half(results, tuning) == results[:number]
 
 
-def test_a_range_that_the_method_refuses_is_not_moved_and_the_best_is_marked(tmp_path, fakes):
+def test_a_range_that_the_method_refuses_is_not_moved_and_the_best_is_marked(tmp_path):
     entry = next(benchmark(tmp_path).entries())
-    fakes(at(30))
-    found = tuned(entry, tmp_path, first=1.0, allows=lambda words: False)
+    found = tuned(entry, tmp_path, FakeRuns(at(30)), first=1.0, allows=lambda words: False)
     assert not (tmp_path / "tuning/global/skewed/FedAvg/moved").exists()
     assert found.edges == ["optimizer.lr"]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("step", range(1, 26))
-def test_a_killed_tuning_continues_with_the_same_trials(step, tmp_path, fakes):
+def test_a_killed_tuning_continues_with_the_same_trials(step, tmp_path):
     entry = next(benchmark(tmp_path).entries())
-    fakes(at(30))
-    whole = tuned(entry, tmp_path / "whole")
-    fakes(at(30), kill=step)
-    try:
-        tuned(entry, tmp_path / "killed")
-    except Killed:
-        fakes(at(30))
-    found = tuned(entry, tmp_path / "killed")
+    whole = tuned(entry, tmp_path / "whole", FakeRuns(at(30)))
+    with contextlib.suppress(Killed):
+        tuned(entry, tmp_path / "killed", FakeRuns(at(30), kill=step))
+    found = tuned(entry, tmp_path / "killed", FakeRuns(at(30)))
     assert [(one.settings, one.value) for one in found.trials] == [(one.settings, one.value) for one in whole.trials]
 
 
-def test_failed_trials_count_and_an_entry_without_a_complete_one_has_no_runs(tmp_path, fakes):
+def test_failed_trials_count_and_an_entry_without_a_complete_one_has_no_runs(tmp_path):
     entry = next(benchmark(tmp_path).entries())
-    fakes(lambda values: "loss is NaN")
-    found = tuned(entry, tmp_path)
+    found = tuned(entry, tmp_path, FakeRuns(lambda values: "loss is NaN"))
     assert [one.state for one in found.trials] == ["failed"] * 6
     assert found.best is None
     assert found.jobs(tmp_path) == {}
@@ -304,7 +283,7 @@ def test_failed_trials_count_and_an_entry_without_a_complete_one_has_no_runs(tmp
 def test_nothing_to_tune_is_refused(tmp_path):
     entry = next(benchmark(tmp_path, search={}).entries())
     with pytest.raises(ConfigError, match=r"^global, skewed, FedAvg: nothing to tune. Give search: a range"):
-        tuned(entry, tmp_path)
+        tuned(entry, tmp_path, FakeRuns(at(0.1)))
 
 
 # --- Results ---

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from run_folders import write_counts, write_image, write_run
 
+from fl_lightning.analysis.html_report import contents as report_contents
 from fl_lightning.analysis.html_report import report as page
+from fl_lightning.analysis.html_report import run_files
 from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.runs.partition import group_clients
 from fl_lightning.runs.search import open_runs
@@ -46,7 +48,7 @@ def config(method="FedSKC", seed=0, **settings):
 
 
 def contents(*folders):
-    return page.contents(open_runs(folders))
+    return report_contents.contents(open_runs(folders))
 
 
 def left_out(folder):
@@ -65,9 +67,9 @@ def folder(tmp_path):
 
 @given(st.floats(-1.7976e308, 1.7976e308).filter(lambda value: value == 0 or abs(value) >= 1e-15))
 def test_numbers_keep_five_digits(value):
-    assert page.round_number(value) == pytest.approx(value, rel=5.001e-5, abs=0)
-    assert len(re.sub(r"e.*|\D", "", repr(page.round_number(value))).strip("0")) <= 5
-    assert json.loads(json.dumps(page.round_number(value))) == page.round_number(value)
+    assert report_contents.round_number(value) == pytest.approx(value, rel=5.001e-5, abs=0)
+    assert len(re.sub(r"e.*|\D", "", repr(report_contents.round_number(value))).strip("0")) <= 5
+    assert json.loads(json.dumps(report_contents.round_number(value))) == report_contents.round_number(value)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_numbers_keep_five_digits(value):
     ],
 )
 def test_numbers_in_json(value, text):
-    assert json.dumps(page.round_number(value)) == text
+    assert json.dumps(report_contents.round_number(value)) == text
 
 
 def test_axes_and_metrics_of_a_run(folder):
@@ -98,7 +100,7 @@ def test_axes_and_metrics_of_a_run(folder):
 def test_a_long_run_is_drawn_at_some_evaluated_rounds(tmp_path, rounds, every):
     accuracy = [0.5 if i % every == 0 or i == rounds else None for i in range(1, rounds + 1)]
     (run,) = open_runs([write_run(tmp_path / "a", {}, {"time/fit_s": [1] * rounds, "global/acc": accuracy})])
-    drawn = page.drawn_rounds(run)
+    drawn = report_contents.drawn_rounds(run)
     evaluated = [i for i, value in enumerate(accuracy, 1) if value]
     assert drawn[-1] == rounds
     assert len(drawn) <= 1000
@@ -108,12 +110,12 @@ def test_a_long_run_is_drawn_at_some_evaluated_rounds(tmp_path, rounds, every):
         assert set(drawn) <= set(evaluated)
         assert len(drawn) >= min(len(evaluated), 499)
         assert len(set(np.diff(drawn[:-1]))) == 1
-        assert page.contents([run])["left_out"] == [f"a: {len(drawn):,} of {rounds:,} rounds are drawn"]
+        assert report_contents.contents([run])["left_out"] == [f"a: {len(drawn):,} of {rounds:,} rounds are drawn"]
 
 
 def test_a_long_run_without_accuracies_is_drawn(tmp_path):
     (run,) = open_runs([write_run(tmp_path / "a", {}, {"global/loss": [1.0] * 2500})])
-    assert page.drawn_rounds(run) == [*range(3, 2500, 3), 2500]
+    assert report_contents.drawn_rounds(run) == [*range(3, 2500, 3), 2500]
 
 
 # --- clients ---
@@ -302,7 +304,7 @@ def test_a_partition_over_many_clients_is_binned(tmp_path):
 
 
 def test_partitions_beyond_the_limit_of_a_page_are_left_out_with_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "MOST_CELLS", 30)
+    monkeypatch.setattr(report_contents, "MOST_CELLS", 30)
     for i in range(3):
         write_counts(write_run(tmp_path / str(i), CONFIG, METRICS), np.full((5, 3), i))
     data = contents(tmp_path)
@@ -345,13 +347,13 @@ def test_the_last_image_of_each_kind_is_taken(folder):
 def test_a_large_image_is_reduced(folder):
     blocks = np.kron(noise(20, 40) // 16 * 15, np.ones((40, 40, 1)))
     write_image(folder / "figures" / "drift" / "round-1.png", blocks + noise(800, 1600) % 2)
-    assert (folder / "figures" / "drift" / "round-1.png").stat().st_size > page.IMAGE_BYTES
+    assert (folder / "figures" / "drift" / "round-1.png").stat().st_size > run_files.IMAGE_BYTES
     (image,) = contents(folder)["images"]
     assert image["reduced"]
     small = image_of(image["source"])
-    assert small.width in page.SIDES
+    assert small.width in run_files.SIDES
     assert small.width == pytest.approx(2 * small.height, abs=2)
-    assert len(base64.b64decode(image["source"].partition(",")[2])) <= page.IMAGE_BYTES
+    assert len(base64.b64decode(image["source"].partition(",")[2])) <= run_files.IMAGE_BYTES
 
 
 def test_an_image_that_stays_too_large_is_left_out_with_a_line(folder):
@@ -364,7 +366,7 @@ def test_an_image_that_stays_too_large_is_left_out_with_a_line(folder):
 def test_images_beyond_the_limit_of_a_page_are_left_out_with_a_line_each(folder, monkeypatch):
     for name, side in (("a", 90), ("b", 120), ("c", 20)):
         write_image(folder / "figures" / name / "round-1.png", noise(side, side))
-    monkeypatch.setattr(page, "IMAGES_BYTES", 45_000)
+    monkeypatch.setattr(run_files, "IMAGES_BYTES", 45_000)
     data = contents(folder)
     assert [each["name"] for each in data["images"]] == ["a", "c"]
     assert data["left_out"] == ["a/figures/b/round-1.png: earlier images fill the page"]
@@ -412,7 +414,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder):
 
 def test_huge_files_are_not_opened(folder, monkeypatch):
     write_image(folder / "figures" / "drift" / "round-1.png", noise(9, 9))
-    monkeypatch.setitem(page.MOST_FILE_BYTES, ".png", 100)
+    monkeypatch.setitem(run_files.MOST_FILE_BYTES, ".png", 100)
     assert left_out(folder) == "a/figures/drift/round-1.png: it is too large"
 
 

@@ -30,11 +30,12 @@ from optuna.storages import RDBStorage
 from scipy import stats
 
 from fl_lightning.analysis import sweep as sweeps
+from fl_lightning.analysis import sweep_folder
 from fl_lightning.analysis.executor import FAILED, JobResult
-from fl_lightning.analysis.sweep import Study, TrialResult, rank_settings, run_sweep
+from fl_lightning.analysis.sweep import Budget, Study, run_sweep
 from fl_lightning.analysis.sweep_file import parse_sweep
+from fl_lightning.analysis.sweep_results import TrialResult, rank_settings
 from fl_lightning.cli.commands import sweep as sweep_command
-from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
@@ -46,7 +47,7 @@ NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_va
 @pytest.fixture(autouse=True)
 def quick_and_quiet(monkeypatch):
     """Silence Optuna, do not check the metric beforehand, and let the database not wait for the disk."""
-    before, real = optuna.logging.get_verbosity(), sweeps.storage_at
+    before, real = optuna.logging.get_verbosity(), sweep_folder.storage_at
 
     def storage_at(path):
         storage = real(path)
@@ -54,7 +55,7 @@ def quick_and_quiet(monkeypatch):
             connection.exec_driver_sql("PRAGMA synchronous=OFF")
         return storage
 
-    monkeypatch.setattr(sweeps, "storage_at", storage_at)
+    monkeypatch.setattr(sweep_folder, "storage_at", storage_at)
     monkeypatch.setattr(sweep_command, "check_metric", lambda sweep: None)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
@@ -76,11 +77,10 @@ def parsed(method="grid", parameters=None, settings=(), **more):
     return parse_sweep(content(method, parameters, **more), Path("some.yaml"), settings)
 
 
-def run_faked(monkeypatch, folder, sweep, fake, **options):
+def run_faked(folder, sweep, fake, count=None, seed=0, **options):
     """Return a sweep's results with fake runs."""
     folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(sweeps, "run_jobs", fake)
-    return run_sweep(sweep, folder, FIT, **options)
+    return run_sweep(sweep, folder, fake, seed, Budget(count), **options)
 
 
 def without_folders(results):
@@ -134,9 +134,9 @@ def test_settings_and_environment_variables_are_in_the_command_line(monkeypatch)
         ([1, True], ["1", "true"]),  # equal to Optuna
     ],
 )
-def test_optuna_stores_listed_values_with_their_types(values, stored, tmp_path, monkeypatch):
+def test_optuna_stores_listed_values_with_their_types(values, stored, tmp_path):
     sweep = parsed(parameters={"k": {"values": values}})
-    run_faked(monkeypatch, tmp_path, sweep, fake := FakeRuns(lambda _: [0.5]))
+    run_faked(tmp_path, sweep, fake := FakeRuns(lambda _: [0.5]))
     assert [words[-1] for words in fake.ran] == [f"--k={sweeps_word(value)}" for value in values]
     found = [trial.params["k"] for trial in study_of(tmp_path).trials]
     assert found == stored
@@ -148,12 +148,12 @@ def sweeps_word(value):
 
 
 def study_of(folder):
-    return optuna.load_study(study_name="sweep", storage=sweeps.storage_at(folder / "study.db"))
+    return optuna.load_study(study_name="sweep", storage=sweep_folder.storage_at(folder / "study.db"))
 
 
-def test_optuna_stores_the_numbers_of_the_runs(tmp_path, monkeypatch):
+def test_optuna_stores_the_numbers_of_the_runs(tmp_path):
     parameters = {"q": {"distribution": "q_uniform", "min": 0.1, "max": 0.9, "q": 0.2}, "n": {"min": 1, "max": 9}}
-    run_faked(monkeypatch, tmp_path, parsed("random", parameters), fake := FakeRuns(lambda _: [0.5]), count=4)
+    run_faked(tmp_path, parsed("random", parameters), fake := FakeRuns(lambda _: [0.5]), count=4)
     params = [trial.params for trial in study_of(tmp_path).trials]
     assert params == [numbers(words) for words in fake.ran]
     assert {type(each["n"]) for each in params} == {int}
@@ -309,11 +309,11 @@ def test_a_bad_command_is_refused_in_one_line(words, message, tmp_path, monkeypa
 
 
 @pytest.mark.thorough
-def test_bayes_finds_the_optimum(tmp_path, monkeypatch):
+def test_bayes_finds_the_optimum(tmp_path):
     values = {}
     for method in ("random", "bayes"):
         fake = FakeRuns(parabola)
-        results = run_faked(monkeypatch, tmp_path / method, parsed(method, NUMBERS), fake, count=30, seed=4)
+        results = run_faked(tmp_path / method, parsed(method, NUMBERS), fake, count=30, seed=4)
         values[method] = [one.value for one in results]
         assert values[method] == [parabola(numbers(words))[0] for words in fake.ran]
     assert max(values["bayes"]) > 0.995
@@ -321,10 +321,10 @@ def test_bayes_finds_the_optimum(tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_random_trials_depend_only_on_the_seed(tmp_path, monkeypatch):
+def test_random_trials_depend_only_on_the_seed(tmp_path):
     sweep = parsed("random", NUMBERS)
     one, same, other = (
-        run_faked(monkeypatch, tmp_path / str(k), sweep, FakeRuns(figure), count=4, seed=seed)
+        run_faked(tmp_path / str(k), sweep, FakeRuns(figure), count=4, seed=seed)
         for k, (seed, figure) in enumerate([(3, parabola), (3, lambda _: [0.0]), (4, parabola)])
     )
     assert [r.settings for r in one] == [r.settings for r in same]
@@ -335,19 +335,19 @@ def test_random_trials_depend_only_on_the_seed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("count", "cap", "most"), [(None, None, 18), (4, None, 4), (None, 5, 5), (6, 5, 5), (50, None, 18)]
 )
-def test_number_of_trials(count, cap, most, tmp_path, monkeypatch):
+def test_number_of_trials(count, cap, most, tmp_path):
     grid = {key: value for key, value in GRID.items() if key != "c"} | {"a": {"values": [1, 2, 3]}}
     fake = FakeRuns(lambda values: [values["b"]])
     sweep = parsed(parameters=grid, **({} if cap is None else {"run_cap": cap}))
-    results = run_faked(monkeypatch, tmp_path, sweep, fake, count=count)
+    results = run_faked(tmp_path, sweep, fake, count=count)
     assert fake.ran == [sweep.command(drawn) for drawn in sweep.grid()[:most]]
     assert [one.number for one in results] == list(range(most))
 
 
-def test_count_may_be_raised(tmp_path, monkeypatch):
+def test_count_may_be_raised(tmp_path):
     sweep, fake = parsed("random", NUMBERS), FakeRuns(parabola)
-    before = run_faked(monkeypatch, tmp_path, sweep, fake, count=3)
-    after = run_faked(monkeypatch, tmp_path, sweep, fake, count=5)
+    before = run_faked(tmp_path, sweep, fake, count=3)
+    after = run_faked(tmp_path, sweep, fake, count=5)
     assert without_folders(after[:3]) == without_folders(before)
     assert len(after) == len(fake.ran) == 5
 
@@ -359,14 +359,14 @@ def test_a_killed_sweep_loses_and_repeats_no_trial(method, tmp_path, monkeypatch
     parameters = {"x": {"values": [0.1, 0.2, 0.4]}, "lr": {"values": [0.1, 0.01]}} if method == "grid" else NUMBERS
     monkeypatch.setattr(sweeps, "TPESampler", partial(TPESampler, n_startup_trials=2))
     sweep, count = parsed(method, parameters), 5
-    whole = run_faked(monkeypatch, tmp_path / "whole", sweep, FakeRuns(parabola), count=count)
+    whole = run_faked(tmp_path / "whole", sweep, FakeRuns(parabola), count=count)
     for kill in (4, 2 * count):
         folder = tmp_path / str(kill)
         killed = FakeRuns(parabola, kill)
         with pytest.raises(Killed):
-            run_faked(monkeypatch, folder, sweep, killed, count=count)
+            run_faked(folder, sweep, killed, count=count)
         rest = FakeRuns(parabola)
-        results = run_faked(monkeypatch, folder, sweep, rest, count=count)
+        results = run_faked(folder, sweep, rest, count=count)
         assert without_folders(results) == without_folders(whole)
         assert len(killed.ran) + len(rest.ran) == count
         assert len(list((folder / "trials").iterdir())) == count
@@ -375,17 +375,17 @@ def test_a_killed_sweep_loses_and_repeats_no_trial(method, tmp_path, monkeypatch
 # --- Results of trials ---
 
 
-def test_a_failed_trial_runs_again_when_its_reason_is_removed(tmp_path, monkeypatch):
+def test_a_failed_trial_runs_again_when_its_reason_is_removed(tmp_path):
     sweep = parsed(parameters={"x": {"values": [1, 2, 3]}})
     failing = FakeRuns(lambda v: "diverged [/bold]" if v["x"] == 2 else [v["x"]])
-    results = run_faked(monkeypatch, tmp_path, sweep, failing)
+    results = run_faked(tmp_path, sweep, failing)
     states = [("complete", 1.0, ""), ("failed", None, "diverged [/bold]"), ("complete", 3.0, "")]
     assert [(one.state, one.value, one.reason) for one in results] == states
     repaired = FakeRuns(lambda v: [9.0])
-    assert without_folders(run_faked(monkeypatch, tmp_path, sweep, repaired)) == without_folders(results)
+    assert without_folders(run_faked(tmp_path, sweep, repaired)) == without_folders(results)
     assert repaired.ran == []
     (results[1].folder / FAILED).unlink()
-    again = run_faked(monkeypatch, tmp_path, sweep, repaired)
+    again = run_faked(tmp_path, sweep, repaired)
     states[1] = ("complete", 9.0, "")
     assert [(one.state, one.value, one.reason) for one in again] == states
     assert [one.folder for one in again] == [one.folder for one in results]
@@ -394,28 +394,28 @@ def test_a_failed_trial_runs_again_when_its_reason_is_removed(tmp_path, monkeypa
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("code", [2, -9])
-def test_the_first_trial_ends_the_sweep_if_it_has_bad_input_but_not_if_it_is_killed(code, tmp_path, monkeypatch):
+def test_the_first_trial_ends_the_sweep_if_it_has_bad_input_but_not_if_it_is_killed(code, tmp_path):
     sweep, bad = parsed(parameters={"x": {"values": [1, 2, 3]}}), [1]
 
-    def fake(jobs, *rest):
+    def fake(jobs, should_stop):
         for job in jobs:
             if numbers(job.words)["x"] in bad:
                 yield JobResult(job, code, "x: there is none")
             else:
-                yield from FakeRuns(lambda v: [v["x"]])([job], *rest)
+                yield from FakeRuns(lambda v: [v["x"]])([job], should_stop)
 
     if code == 2:
         with pytest.raises(ConfigError, match=r"^x: there is none$"):
-            run_faked(monkeypatch, tmp_path, sweep, fake)
+            run_faked(tmp_path, sweep, fake)
     else:
-        states = [one.state for one in run_faked(monkeypatch, tmp_path, sweep, fake)]
+        states = [one.state for one in run_faked(tmp_path, sweep, fake)]
         assert states == ["unfinished", "complete", "complete"]
     bad[:] = [2]
-    results = run_faked(monkeypatch, tmp_path, sweep, fake)
+    results = run_faked(tmp_path, sweep, fake)
     expected = [("complete", ""), ("unfinished", "x: there is none"), ("complete", "")]
     assert [(one.state, one.reason) for one in results] == (expected if code == 2 else [("complete", "")] * 3)
     bad.clear()
-    results = run_faked(monkeypatch, tmp_path, sweep, fake)
+    results = run_faked(tmp_path, sweep, fake)
     assert [(one.state, one.value) for one in results] == [("complete", 1.0), ("complete", 2.0), ("complete", 3.0)]
 
 
@@ -429,11 +429,11 @@ def test_the_first_trial_ends_the_sweep_if_it_has_bad_input_but_not_if_it_is_kil
         ("global/acc", [0.1, math.nan], None, "global/acc is nan"),
     ],
 )
-def test_the_metric_comes_from_the_last_round_or_the_summary(metric, figures, value, reason, tmp_path, monkeypatch):
+def test_the_metric_comes_from_the_last_round_or_the_summary(metric, figures, value, reason, tmp_path):
     goal = "minimize" if metric == "R_0.9" else "maximize"
     sweep = parsed(parameters={"x": {"value": 1}}, metric={"name": metric, "goal": goal})
     fake = FakeRuns(lambda _: figures, **{"global/acc_best": 0.4, "R_0.9": None})
-    (result,) = run_faked(monkeypatch, tmp_path, sweep, fake)
+    (result,) = run_faked(tmp_path, sweep, fake)
     assert (result.value, result.reason, result.rounds) == (value, reason, len(figures))
     assert result.state == ("failed" if reason else "complete")
 
@@ -476,12 +476,12 @@ def test_an_unknown_metric_is_refused_before_the_first_run(metric, method, param
     assert not Path("runs").exists()
 
 
-def test_a_missing_metric_ends_the_sweep_at_its_first_trial(tmp_path, monkeypatch):
+def test_a_missing_metric_ends_the_sweep_at_its_first_trial(tmp_path):
     sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac", "goal": "maximize"})
     message = "metric: global/ac not found in this run. Use one of global/acc, round, rounds"
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"^{message}$"):
-            run_faked(monkeypatch, tmp_path, sweep, fake := FakeRuns(lambda _: [0.1]))
+            run_faked(tmp_path, sweep, fake := FakeRuns(lambda _: [0.1]))
         assert len(fake.ran) <= 1
 
 
@@ -515,7 +515,7 @@ def test_trials_end_early_where_optunas_pruner_ends_them(goal, early, options, l
         real(storage, trial, step, value)
 
     monkeypatch.setattr(RDBStorage, "set_trial_intermediate_value", record)
-    results = run_faked(monkeypatch, tmp_path, sweep, FakeRuns(curve))
+    results = run_faked(tmp_path, sweep, FakeRuns(curve))
     assert len(shown) == len(set(shown)) > 8  # each round once
 
     reference = optuna.create_study(direction=goal, pruner=optuna.pruners.SuccessiveHalvingPruner(**options))
@@ -535,26 +535,25 @@ def test_trials_end_early_where_optunas_pruner_ends_them(goal, early, options, l
     assert {state for state, _, _ in expected} == {"complete", "ended early"}
 
 
-def test_trials_are_compared_with_runs_that_ended_between_two_polls(tmp_path, monkeypatch):
+def test_trials_are_compared_with_runs_that_ended_between_two_polls(tmp_path):
     sweep = parsed(parameters={"x": {"values": [1, 2]}}, early_terminate={"type": "hyperband", "min_iter": 1})
     curves = {1: [0.9, 0.9, 0.9], 2: [0.1, 0.1, 0.1]}
     fake = FakeRuns(lambda v: curves[v["x"]])
 
-    def run_jobs(*arguments):
-        *arguments, should_stop = arguments
-        return fake(*arguments, lambda job: numbers(job.words)["x"] == 2 and should_stop(job))
+    def run_jobs(jobs, should_stop):
+        return fake(jobs, lambda job: numbers(job.words)["x"] == 2 and should_stop(job))
 
-    results = run_faked(monkeypatch, tmp_path, sweep, run_jobs)
+    results = run_faked(tmp_path, sweep, run_jobs)
     assert [(one.state, one.rounds) for one in results] == [("complete", 3), ("ended early", 1)]
 
 
-def test_early_termination_needs_a_metric_of_each_round(tmp_path, monkeypatch):
+def test_early_termination_needs_a_metric_of_each_round(tmp_path):
     metric = {"name": "global/acc_best", "goal": "maximize"}
     more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": metric}
     message = r"metric: global/acc_best not found by round, which early_terminate needs. Use one of global/acc, round"
     fake = FakeRuns(curve, **{"global/acc_best": 0.4})
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        run_faked(monkeypatch, tmp_path, parsed(parameters={"x": {"value": 1}}, **more), fake)
+        run_faked(tmp_path, parsed(parameters={"x": {"value": 1}}, **more), fake)
 
 
 # --- Seeds ---
@@ -568,7 +567,7 @@ def test_a_trial_is_run_with_each_seed_and_its_value_is_the_mean(tmp_path, monke
     values = {(1, 0): 0.9, (1, 1): 0.3, (1, 2): 0.3, (2, 0): 0.6, (2, 1): 0.6, (2, 2): 0.7, (3, 0): 0.1, (3, 1): "NaN"}
     write_sweep(tmp_path, **SEEDS)
     fake = FakeRuns(lambda v: one if isinstance(one := values[v["x"], v["seed"]], str) else [0.0, one])
-    monkeypatch.setattr(sweeps, "run_jobs", fake)
+    monkeypatch.setattr(sweep_command, "run_jobs", fake)
     outcome = run("sweep", "small.yaml")
     assert (outcome.code, outcome.err) == (0, "")
     assert [(numbers(words)["x"], numbers(words)["seed"]) for words in fake.ran] == list(values)
@@ -605,26 +604,26 @@ def by_seed(values):
     return [values["x"] / 10 + values["seed"] - 0.5] * 2
 
 
-def test_trials_are_pruned_by_the_mean_over_seeds(tmp_path, monkeypatch):
+def test_trials_are_pruned_by_the_mean_over_seeds(tmp_path):
     """A killed sweep makes the same decisions."""
     early = {"type": "hyperband", "min_iter": 1, "eta": 2}
     sweep = parsed(parameters={"x": {"values": [2, 1, 3]}}, seeds=[0, 1], early_terminate=early)
-    whole = run_faked(monkeypatch, tmp_path / "whole", sweep, FakeRuns(by_seed))
+    whole = run_faked(tmp_path / "whole", sweep, FakeRuns(by_seed))
     states = [(one.state, round(one.value, 9), one.rounds) for one in whole]
     assert states == [("complete", 0.2, 2), ("ended early", 0.1, 1), ("complete", 0.3, 2)]
     assert whole[1].describe() == "ended early after round 1, at 0.1000"  # seed 0 has finished round 2
     assert list(study_of(tmp_path / "whole").trials[1].intermediate_values) == [1]
     folder = tmp_path / "killed"
     with pytest.raises(Killed):
-        run_faked(monkeypatch, folder, sweep, FakeRuns(by_seed, kill=7))  # before the second seed of the second trial
-    assert without_folders(run_faked(monkeypatch, folder, sweep, FakeRuns(by_seed))) == without_folders(whole)
+        run_faked(folder, sweep, FakeRuns(by_seed, kill=7))  # before the second seed of the second trial
+    assert without_folders(run_faked(folder, sweep, FakeRuns(by_seed))) == without_folders(whole)
 
 
-def test_all_runs_of_a_trial_end_when_the_trial_ends(tmp_path, monkeypatch):
+def test_all_runs_of_a_trial_end_when_the_trial_ends(tmp_path):
     sweep = parsed(parameters={"x": {"values": [1]}}, seeds=[0, 1])
     stopped = []
 
-    def run_jobs(jobs, program, workers, threads, should_stop):
+    def run_jobs(jobs, should_stop):
         first, second = jobs
         assert not should_stop(first)
         yield JobResult(second, 1, "diverged")
@@ -632,7 +631,7 @@ def test_all_runs_of_a_trial_end_when_the_trial_ends(tmp_path, monkeypatch):
         yield JobResult(first, 143, "stopped by SIGTERM")
 
     shown = []
-    (result,) = run_faked(monkeypatch, tmp_path, sweep, run_jobs, show=lambda result, most: shown.append(result.state))
+    (result,) = run_faked(tmp_path, sweep, run_jobs, show=lambda result, most: shown.append(result.state))
     assert (stopped, shown, result.reason) == ([True], ["failed"], "seed 1: diverged")
 
 
@@ -685,7 +684,7 @@ def test_the_table_and_the_files_of_a_sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = write_sweep(tmp_path, {"optimizer.lr": {"values": [1e30, 0.5, 1e-5]}, "seed": {"values": [0, 1]}})
     fake = FakeRuns(lambda v: "diverged [/bold]" if v["optimizer.lr"] > 1 else [0.1, v["optimizer.lr"] + v["seed"] / 4])
-    monkeypatch.setattr(sweeps, "run_jobs", fake)
+    monkeypatch.setattr(sweep_command, "run_jobs", fake)
     outcome = run("sweep", file)
     assert (outcome.code, outcome.err) == (0, "")
     lines = read_trials(folder := Path("runs/sweeps/small"))
@@ -721,7 +720,7 @@ def test_the_table_and_the_files_of_a_sweep(tmp_path, monkeypatch):
 
 def test_a_sweep_whose_trials_all_fail_has_exit_code_1_and_no_best_config(tmp_path, monkeypatch):
     file = write_sweep(tmp_path, {"x": {"values": [1, 2]}})
-    monkeypatch.setattr(sweeps, "run_jobs", FakeRuns(lambda _: "diverged"))
+    monkeypatch.setattr(sweep_command, "run_jobs", FakeRuns(lambda _: "diverged"))
     outcome = run("sweep", file, "--out", tmp_path / "out")
     assert outcome.code == 1
     assert "best" not in outcome.out
@@ -734,17 +733,17 @@ def test_the_sweep_file_may_change_until_a_trial_has_begun(tmp_path, monkeypatch
     file = write_sweep(tmp_path, {"x": {"values": [1]}})
     seen = []
 
-    def refusing(jobs, *_):
+    def refusing(jobs, **_):
         for job in jobs:
             seen.append(job.words[-1])
             yield JobResult(job, 2, "no")
 
-    monkeypatch.setattr(sweeps, "run_jobs", refusing)
+    monkeypatch.setattr(sweep_command, "run_jobs", refusing)
     assert run("sweep", file).err == "fl-lightning: error: no\n"
     file.write_text(file.read_text().replace("x:", "y:"))
     assert run("sweep", file).err == "fl-lightning: error: no\n"
     assert seen == ["--x=1", "--y=1"]
-    monkeypatch.setattr(sweeps, "run_jobs", FakeRuns(lambda _: [0.5]))
+    monkeypatch.setattr(sweep_command, "run_jobs", FakeRuns(lambda _: [0.5]))
     assert run("sweep", file).code == 0
     (tmp_path / "tiny.yaml").write_text(TINY.replace("rounds: 3", "rounds: 4"))
     refused = run("sweep", file, "--seed", "2")
@@ -759,7 +758,7 @@ def swept(tmp_path, monkeypatch):
     """The folder of a finished sweep with three random trials."""
     monkeypatch.chdir(tmp_path)
     write_sweep(tmp_path, {"x": {"min": 0.0, "max": 1.0}}, method="random")
-    monkeypatch.setattr(sweeps, "run_jobs", FakeRuns(lambda values: [values["x"]]))
+    monkeypatch.setattr(sweep_command, "run_jobs", FakeRuns(lambda values: [values["x"]]))
     assert run("sweep", "small.yaml", "--count", "3").code == 0
     return tmp_path / "runs/sweeps/small"
 
@@ -809,7 +808,7 @@ def test_a_sweep_begun_under_old_option_names_continues(tmp_path, monkeypatch):
     words = ("--evaluation.target_accuracies=[0.5]", "--scenario.partition", "PredefinedSplit")
     write_sweep(tmp_path, parameters, *words)
     (tmp_path / "tiny.yaml").write_text(TINY + "evaluation: {every: 2}\nbaselines: {FedProx: {algorithm.mu: 1}}\n")
-    monkeypatch.setattr(sweeps, "run_jobs", fake := FakeRuns(lambda values: [values["x"]]))
+    monkeypatch.setattr(sweep_command, "run_jobs", fake := FakeRuns(lambda values: [values["x"]]))
     assert run("sweep", "small.yaml", "--count", "2").code == 0
     folder = tmp_path / "runs/sweeps/small"
     now = (folder / "sweep.yaml").read_text()
@@ -832,7 +831,7 @@ def test_a_sweep_of_an_older_version_continues(tmp_path, monkeypatch):
     """Its trials were in the folder `points`, and Optuna's choices were text."""
     monkeypatch.chdir(tmp_path)
     write_sweep(tmp_path, {"x": {"values": [1, 0.5]}, "y": {"min": 0, "max": 1}})
-    monkeypatch.setattr(sweeps, "run_jobs", fake := FakeRuns(lambda values: [values["x"]]))
+    monkeypatch.setattr(sweep_command, "run_jobs", fake := FakeRuns(lambda values: [values["x"]]))
     folder = tmp_path / "runs/sweeps/small"
     assert run("sweep", "small.yaml", "--count", "3").code == 0
     old = [trial.params for trial in study_of(folder).trials]
@@ -853,7 +852,7 @@ def test_a_sweep_of_an_older_version_continues(tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_a_sweep_with_a_full_disk_ends_and_can_continue(swept, monkeypatch):
     """SQLite reports a full disk when its file may not grow."""
-    usual = sweeps.storage_at
+    usual = sweep_folder.storage_at
 
     def full(path):
         storage = usual(path)
@@ -867,7 +866,7 @@ def test_a_sweep_with_a_full_disk_ends_and_can_continue(swept, monkeypatch):
         return storage
 
     with monkeypatch.context() as patch:
-        patch.setattr(sweeps, "storage_at", full)
+        patch.setattr(sweep_folder, "storage_at", full)
         outcome = run("sweep", "small.yaml", "--count", "60")
     assert (outcome.code, outcome.err.count("\n")) == (1, 1)
     fix = "Fix this, then run the same command to continue."
@@ -879,15 +878,15 @@ def test_a_sweep_with_a_full_disk_ends_and_can_continue(swept, monkeypatch):
 
 @pytest.mark.thorough
 def test_a_second_sweep_in_one_folder_is_refused(tmp_path, monkeypatch):
-    def start_second_sweep(jobs, *_):
+    def start_second_sweep(jobs, **_):
         second = run("sweep", "digits_fedskc_tau", "--out", tmp_path / "out")
         assert (second.code, second.out) == (2, "")
         holder = f"process {os.getpid()} on {socket.gethostname()}"
         message = f"{tmp_path}/out: {holder} uses this folder. Wait for it, or stop it."
         assert second.err == f"fl-lightning: error: {message}\n"
-        yield from FakeRuns(lambda v: [v["algorithm.tau"]])(jobs, None, 1, None, None)
+        yield from FakeRuns(lambda v: [v["algorithm.tau"]])(jobs, None)
 
-    monkeypatch.setattr(sweeps, "run_jobs", start_second_sweep)
+    monkeypatch.setattr(sweep_command, "run_jobs", start_second_sweep)
     assert run("sweep", "digits_fedskc_tau", "--out", tmp_path / "out").code == 0
 
 

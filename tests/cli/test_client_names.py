@@ -15,7 +15,7 @@ from fl_lightning.callbacks.plots import to_png
 
 from fl_lightning import runs
 from fl_lightning.analysis.figures import plot_runs
-from fl_lightning.analysis.html_report.report import contents
+from fl_lightning.analysis.html_report.contents import contents
 from fl_lightning.analysis.summary_tables import clients_table, last_metrics
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.message import Message

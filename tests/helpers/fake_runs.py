@@ -35,7 +35,7 @@ class FakeRuns:
         if self.steps == self.kill:
             raise Killed
 
-    def __call__(self, jobs, program, workers, threads, should_stop):
+    def __call__(self, jobs, should_stop, **_):
         for job in jobs:
             self.step()
             if (job.folder / "final/summary.json").exists():

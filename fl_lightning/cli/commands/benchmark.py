@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from fl_lightning.analysis.benchmark import (
 )
 from fl_lightning.analysis.benchmark_file import Entry, benchmark_path, parse_overrides, read_benchmark
 from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
-from fl_lightning.analysis.executor import Job, folder_name
-from fl_lightning.analysis.sweep import TrialResult
+from fl_lightning.analysis.executor import Job, folder_name, run_jobs
+from fl_lightning.analysis.sweep_results import TrialResult
 from fl_lightning.cli.jobs import FIT, Environment, Words, in_job_processes, open_experiment, run_missing
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import ConfigError, check_positive
@@ -98,7 +99,7 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
             checked |= places
             ranges = entry.ranges(defaults[entry.table.name, entry.method].search_space)
             try:
-                check_metric(entry_sweep(entry, ranges)[0])
+                check_metric(entry_sweep(entry, ranges))
             except ConfigError as error:
                 raise ConfigError(f"{entry.name}: {error}") from error
 
@@ -115,7 +116,8 @@ def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) ->
         text = f"{entry.name}: trial {result.number + 1} {of} {most}, {values}: {result.describe()}"
         print(text, file=sys.stderr, flush=True)
 
-    return tune(entry, defaults, out, FIT, given.workers, given.threads, is_allowed, show)
+    run = partial(run_jobs, program=FIT, workers=given.workers, threads=given.threads)
+    return tune(entry, defaults, out, run, is_allowed, show)
 
 
 def is_allowed(words: Words) -> bool:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import optuna
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.sweep import (
-    OLD_TRIALS,
-    TRIALS,
-    TrialResult,
-    describe_sweep,
-    run_sweep,
-    sweep_table,
-    write_best,
-    write_trials,
-)
+from fl_lightning.analysis.executor import run_jobs
+from fl_lightning.analysis.sweep import Budget, run_sweep
 from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
+from fl_lightning.analysis.sweep_folder import OLD_TRIALS, TRIALS, describe_sweep
+from fl_lightning.analysis.sweep_results import TrialResult, sweep_table, write_best, write_trials
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.config import read_config
@@ -29,8 +24,7 @@ from fl_lightning.runs.folder import lock_run_dir
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Start or resume a sweep, and print a table of its trials."""
     path = sweep_path(given.sweep or "")
-    content = read_config(path)
-    sweep = parse_sweep(content, path, given.set or [])
+    sweep = parse_sweep(read_config(path), path, given.set or [])
     check_positive("--", count=given.count, workers=given.workers, threads=given.threads)
     check_number("--seed", given.seed, "[0, inf)")
     folder = Path(given.out or Path("runs") / "sweeps" / sweep.name)
@@ -43,8 +37,9 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if not any((folder / name).exists() for name in (TRIALS, OLD_TRIALS)):
         check_metric(sweep)
     with lock_run_dir(folder):
-        describe_sweep(folder, sweep, content, given.seed)
-        results = run_sweep(sweep, folder, FIT, given.seed, given.count, given.workers, given.threads, show)
+        describe_sweep(folder, sweep, given.seed)
+        run = partial(run_jobs, program=FIT, workers=given.workers, threads=given.threads)
+        results = run_sweep(sweep, folder, run, given.seed, Budget(given.count), show)
         write_trials(folder / "trials.csv", sweep, results)
         best = write_best(folder / "best.yaml", sweep, results)
     Console().print(sweep_table(sweep, results))

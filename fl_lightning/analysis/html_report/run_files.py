@@ -1,0 +1,121 @@
+"""Read the files of a run for an HTML report: no links, nothing too large, and images reduced to what a page holds."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from fl_lightning.core.errors import one_line
+from fl_lightning.runs.reader import Run
+
+MOST_FILE_BYTES = {".csv": 2**30, ".png": 20_000_000}
+MOST_PIXELS = 25_000_000
+"""Limits above which a file or an image is not opened."""
+IMAGE_BYTES, IMAGES_BYTES = 150_000, 2_000_000
+"""Maximum size of one image and of all images. Larger images are reduced."""
+SIDES = (1400, 1000, 700)
+"""Lengths in pixels of the longer side, tried in turn to reduce a large image."""
+
+
+def own_file(run: Run, *parts: str) -> Path:
+    """Return the path of a file below a run's folder. Raise an error if it is too large or reached through a link.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: It is a link, not a regular file, or too large.
+    """
+    path = run.run_dir
+    for part in parts:
+        path = path / part
+        about = path.lstat()
+        if stat.S_ISLNK(about.st_mode):
+            raise ValueError("it is a link")
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError("it is not a regular file")
+    if about.st_size > MOST_FILE_BYTES[path.suffix]:
+        raise ValueError("it is too large")
+    return path
+
+
+def read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `read(*arguments)`, or None for a missing or invalid file. Invalid files are added to `left_out`."""
+    try:
+        return read(*arguments)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        left_out.append(f"{name}: {one_line(error)}")
+        return None
+
+
+# --- images ---
+
+
+def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
+    """Return the latest image in each subfolder of the runs' `figures/`, as many as the page may contain."""
+    found, size = [], 0
+    for i, run in enumerate(runs):
+        for name, file in read_or_skip(left_out, f"{names[i]}/figures", image_files, run.run_dir) or []:
+            path = f"{names[i]}/figures/{name}/{file}"
+            image = read_or_skip(left_out, path, embed_image, run, name, file)
+            if image and size + len(image["source"]) > IMAGES_BYTES:
+                left_out.append(f"{path}: earlier images fill the page")
+            elif image:
+                size += len(image["source"])
+                found.append({"run": i, "name": name, "round": int(file[6:-4]), **image})
+    return found
+
+
+def image_files(folder: Path) -> list[tuple[str, str]]:
+    """Return the subfolders of a run's `figures/`, each with the file name of the image of the latest round."""
+    found = []
+    for kind in sorted((folder / "figures").iterdir()):
+        names = [path.name for path in kind.iterdir()] if kind.is_dir() else []
+        if images := [name for name in names if re.fullmatch(r"round-[0-9]{1,9}\.png", name)]:
+            found.append((kind.name, max(images, key=lambda name: int(name[6:-4]))))
+    return found
+
+
+def embed_image(run: Run, name: str, file: str) -> dict[str, Any]:
+    """Return an image of a run as a data URL (`source`), and whether the image had to be made smaller (`reduced`).
+
+    Raises:
+        ValueError: The file is not a PNG image, or too large.
+    """
+    content = own_file(run, "figures", name, file).read_bytes()
+    try:
+        image = Image.open(io.BytesIO(content), formats=["PNG"])
+        if image.width * image.height > MOST_PIXELS:
+            raise Image.DecompressionBombError
+        image.load()
+    except UnidentifiedImageError as error:
+        raise ValueError("it is not a PNG image") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"it has more than {MOST_PIXELS:,} pixels") from error
+    except Exception as error:  # Pillow raises many kinds of errors for damaged images
+        raise ValueError(f"it is damaged: {one_line(error)}") from error
+    small = content if len(content) <= IMAGE_BYTES else reduce_image(image)
+    return {"source": f"data:image/png;base64,{base64.b64encode(small).decode()}", "reduced": small is not content}
+
+
+def reduce_image(image: Image.Image) -> bytes:
+    """Return an image as PNG data, with fewer pixels and 128 colours to save space.
+
+    Raises:
+        ValueError: The reduced image is still too large.
+    """
+    for side in SIDES:
+        image = image.convert("RGB")
+        image.thumbnail((side, side))
+        reduced = image.quantize(128, method=Image.Quantize.FASTOCTREE)  # the default takes seconds
+        reduced.save(content := io.BytesIO(), format="PNG", optimize=True)
+        if content.tell() <= IMAGE_BYTES:
+            return content.getvalue()
+    raise ValueError(f"it takes more than {IMAGE_BYTES:,} bytes even if reduced")

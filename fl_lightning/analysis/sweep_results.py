@@ -1,0 +1,141 @@
+"""The results of a sweep's trials: rank the settings, and write them as a table, a CSV file and a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from fl_lightning.analysis.result_table import mean_and_std, to_csv
+from fl_lightning.analysis.statistics import spread
+from fl_lightning.analysis.sweep_file import Sweep
+from fl_lightning.core.files import write_atomically
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The result of a trial of a sweep: its parameters, state and metric.
+
+    Args:
+        number: The trial's number, in the order in which trials were proposed.
+        folder: The folder of its run, or of its runs if the sweep has seeds.
+        settings: The values of its parameters, as written on the command line.
+        state: One of `complete`, `ended early`, `failed`, `unfinished`.
+        value: The metric, a mean over the sweep's seeds if it has some; for a trial that ended early, its last value.
+            None for other states.
+        rounds: Number of rounds that were run; for a trial that ended early, the round whose value decided.
+        reason: Why the trial failed or is unfinished.
+        values: The metric with each of the sweep's seeds, or that of the only run; empty unless the trial is complete.
+        processor_seconds: Processor time of its rounds, over all of its runs.
+    """
+
+    number: int
+    folder: Path
+    settings: Mapping[str, str]
+    state: str
+    value: float | None
+    rounds: int
+    reason: str
+    values: Sequence[float] = ()
+    processor_seconds: float = 0.0
+
+    def describe(self) -> str:
+        """Return the trial's result as text: its value if it is complete, else its state with the reason."""
+        if self.state == "complete":
+            return f"{self.value:.4f}"
+        if self.state == "ended early":
+            return f"ended early after round {self.rounds}, at {self.value:.4f}"
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
+
+def used_seconds(results: Sequence[TrialResult]) -> float:
+    """Return the processor time of some trials in seconds."""
+    return sum(result.processor_seconds for result in results)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One combination of parameter values in a sweep, with its trials, which differ only in the seed.
+
+    Args:
+        settings: The settings without the seed.
+        results: The results of the trials.
+    """
+
+    settings: Mapping[str, str]
+    results: Sequence[TrialResult]
+
+    @property
+    def complete(self) -> list[TrialResult]:
+        """The results of the setting's complete trials."""
+        return [result for result in self.results if result.state == "complete"]
+
+    @property
+    def values(self) -> list[float]:
+        """The values of the sweep's metric in the setting's complete trials, one per seed."""
+        return [value for result in self.complete for value in result.values]
+
+
+def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
+    """Group trials by setting, and sort the settings by mean metric over seeds, best first, incomplete ones last."""
+    groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
+    for result in results:
+        groups.setdefault(tuple((k, v) for k, v in result.settings.items() if k != "seed"), []).append(result)
+
+    def key(setting: Setting) -> tuple[float, float]:
+        if not setting.values:
+            return 2, 0
+        return len(setting.complete) < len(setting.results), mean(setting.values) * (-1 if maximize else 1)
+
+    return sorted((Setting(dict(settings), group) for settings, group in groups.items()), key=key)
+
+
+def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
+    """Return the table of a sweep's results: settings with their mean metric, best first, and incomplete trials."""
+    keys = [key for key in sweep.parameters if key != "seed"]
+    by_seed, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
+    has_seeds = by_seed or bool(sweep.seeds)
+    columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
+    table = Table(*columns, title=f"{sweep.name}: {len(results)} trials")
+    for setting in rank_settings(results, sweep.maximize):
+        values, figures = setting.values, spread(setting.values)
+        number = mean_and_std(figures.mean, figures.std, ".4f") if figures else ""
+        cells = [*(setting.settings[key] for key in keys), number]
+        if has_seeds:
+            cells.append(f"{len(values)} of {len(setting.results) * max(1, len(sweep.seeds))}")
+        if incomplete:
+            others = (one for one in setting.results if one.state != "complete")
+            cells.append(
+                "; ".join((f"seed {one.settings['seed']} " if by_seed else "") + one.describe() for one in others)
+            )
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
+    """Write the config of the best setting's first complete trial, and return this trial; None if none is complete."""
+    best = rank_settings(results, sweep.maximize)[0].complete
+    if not best:
+        return None
+    settings = " ".join(f"{key}={value}" for key, value in best[0].settings.items())
+    seeds = f", mean over the seeds {', '.join(map(str, sweep.seeds))}" if sweep.seeds else ""
+    config = (next(iter(sweep.runs(best[0].folder))) / "config.yaml").read_text()
+    write_atomically(path, f"# The best of the sweep {sweep.name}: {settings}{seeds}.\n{config}")
+    return best[0]
+
+
+def write_trials(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> None:
+    """Write the parameters and results of all trials to a CSV file, one line per trial."""
+    by_seed = [f"{sweep.metric} seed {seed}" for seed in sweep.seeds]
+    header = ["trial", *sweep.parameters, sweep.metric, *by_seed, "state", "rounds", "reason", "folder"]
+    lines: list[list[Any]] = [header]
+    for one in results:
+        values = one.values if one.values and by_seed else [""] * len(by_seed)
+        end = [one.state, one.rounds, one.reason, one.folder.relative_to(path.parent)]
+        lines.append([one.number, *one.settings.values(), one.value, *values, *end])
+    write_atomically(path, to_csv(lines))
