@@ -12,6 +12,7 @@ import numpy as np
 from fl_lightning.analysis.comparison import compare, format_setting, group_labels
 from fl_lightning.analysis.html_report.run_files import last_images, own_file, read_or_skip
 from fl_lightning.analysis.statistics import spread
+from fl_lightning.core.names import join_names
 from fl_lightning.runs.csv_reader import read_columns
 from fl_lightning.runs.curves import x_values
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
