@@ -128,15 +128,19 @@ def network_of(
         prepare: Whether the network takes samples as they are stored, or raw rows of a table.
 
     Raises:
-        ConfigError: The method has no global model, or the client does not exist.
+        ConfigError: The method has no global model, the client does not exist, or its model is on its own machine.
     """
     run.worker.modules.compile = False
+    method, one_model = type(run.algorithm).__name__, run.algorithm.one_model
+    if run.data.is_remote and (client is not None or not one_model):
+        instead = "Leave out --client to export the global model" if one_model else f"{method} has no global model"
+        raise ConfigError(f"client: the clients' models are on their own machines. {instead}")
     if client is not None:
         module = run.client_module(client)
-    elif run.algorithm.one_model:
+    elif one_model:
         module = run.evaluator.global_module(run.round)
     else:
-        method, last = type(run.algorithm).__name__, len(run.data.shards) - 1
+        last = len(run.data.shards) - 1
         raise ConfigError(f"client: {method} has no global model. Choose a client with --client, 0 to {last}")
     loaded = run.data.data
     backbone, schema = original_of(module.backbone.cpu()), loaded.schema

@@ -87,11 +87,14 @@ class Evaluator:
         """Return metrics after a round: of the global model, and of each client's model on the client's test split.
 
         Raises:
-            ConfigError: The clients' data are elsewhere, and there is no global test set.
+            ConfigError: The clients' data are elsewhere, and there is no global test set or no global model.
         """
         server, data = self.server, self.worker.data
         if data.is_remote:
-            if not (data.has_global_test and server.algorithm.one_model):
+            if not server.algorithm.one_model:
+                name, where = type(server.algorithm).__name__, "The clients' metrics are in metrics.csv and clients.csv"
+                raise ConfigError(f"algorithm: {name} has no global model to test. {where}")
+            if not data.has_global_test:
                 raise ConfigError("scenario.dataset: all test samples are on the clients' machines. See metrics.csv")
             return {"round": round, **self._measure(round, ())}
         downloads = server.downloads(round + 1, self.scored) if server.algorithm.server else repeat(Message())

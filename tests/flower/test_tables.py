@@ -91,3 +91,22 @@ def test_the_schema_does_not_leave_the_server(tmp_path, app):
     start(app, nodes)
     assert len(experiments) == 2
     assert all(yaml.safe_load(text)["scenario"]["dataset"]["init_args"]["schema"] is None for text in experiments)
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "message"),
+    [
+        ("FedAvg", ("export", "run", "--client", "1", "-o", "m.onnx"), "Leave out --client to export the global model"),
+        ("FedRep", ("export", "run", "-o", "m.onnx"), "client: the clients' models are on their own machines. FedRep has"),
+        ("FedRep", ("test", "run"), "algorithm: FedRep has no global model to test. The clients' metrics are in metrics"),
+    ],
+)
+def test_what_only_the_clients_machines_have_is_named(tmp_path, app, method, words, message):
+    config = yaml.safe_load((app / "experiment.yaml").read_text())
+    config["algorithm"] = method
+    config["trainer"]["max_epochs"] = 2
+    (app / "experiment.yaml").write_text(yaml.safe_dump(config))
+    start(app, [node(tmp_path, client, app / "schema.json") for client in range(2)])
+    done = run(*words)
+    assert done.code == 2
+    assert message in done.err
