@@ -97,8 +97,8 @@ def test_the_schema_does_not_leave_the_server(tmp_path, app):
     ("method", "words", "message"),
     [
         ("FedAvg", ("export", "run", "--client", "1", "-o", "m.onnx"), "Leave out --client to export the global model"),
-        ("FedRep", ("export", "run", "-o", "m.onnx"), "client: the clients' models are on their own machines. FedRep has"),
-        ("FedRep", ("test", "run"), "algorithm: FedRep has no global model to test. The clients' metrics are in metrics"),
+        ("FedRep", ("export", "run", "-o", "m.onnx"), "client: the clients' models are on their own machines. FedRep"),
+        ("FedRep", ("test", "run"), "algorithm: FedRep has no global model to test. The clients' metrics are"),
     ],
 )
 def test_what_only_the_clients_machines_have_is_named(tmp_path, app, method, words, message):
