@@ -30,7 +30,10 @@ FILTERED = tuple(
     f"fl_lightning{name}" for name in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".analysis", ".cli")
 )
 """Packages with a reference page that has only the modules with public names, and the modules in `EXTRA_MODULES`."""
-EXTRA_MODULES = {"fl_lightning.core.state_dicts", "fl_lightning.evaluation.summary"}
+EXTRA_MODULES = {
+    *("fl_lightning.core.state_dicts", "fl_lightning.evaluation.summary"),
+    *("fl_lightning.runs.search", "fl_lightning.runs.tables"),
+}
 PACKAGES = (
     *FILTERED,
     "fl_lightning.algorithms",

@@ -14,24 +14,20 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
-from fl_lightning.algorithms.server import Server, participants_per_round
+from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import logged_by_clients
 from fl_lightning.callbacks.progress import describe_end, describe_progress
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.arguments import ArgumentsMixin, describe
-from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.processor_time import processor_seconds
-from fl_lightning.core.state_dicts import State
-from fl_lightning.data import FederatedData, Scenario
-from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
+from fl_lightning.data import Scenario
+from fl_lightning.engines import Engine, EngineName, Result, Worker
 from fl_lightning.engines.base import in_client_order
-from fl_lightning.engines.evaluator import Evaluator
+from fl_lightning.engines.experiment import Experiment
 from fl_lightning.engines.trainer import limited_garbage_collection
 from fl_lightning.evaluation.evaluation import Evaluation, train_metrics
 from fl_lightning.evaluation.summary import Row
@@ -47,7 +43,7 @@ from fl_lightning.runs.record import Keep, Record
 from fl_lightning.runs.signals import RunSignals
 
 
-class FederatedOrchestrator(ArgumentsMixin):
+class FederatedOrchestrator(Experiment, ArgumentsMixin):
     """Run a federated experiment: build the data and the clients, run the rounds, and write everything to a run folder.
 
     Each round samples clients, sends them messages, trains them, aggregates their uploads, evaluates and logs the
@@ -116,18 +112,23 @@ class FederatedOrchestrator(ArgumentsMixin):
         callbacks: list[RoundCallback] | None = None,
         run_dir: str | Path | None = None,
     ) -> None:
-        check_positive(rounds=rounds, min_clients=min_clients)
-        check_number("seed", seed, "[0, inf)")
         refuse_misplaced(callbacks or [], training.client_callbacks or [])
-        self.scenario, self.algorithm, self.rounds, self.seed = scenario, algorithm, rounds, seed
-        self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
-        self._model, self._wanted_per_round, self.round_lr_scheduler = model, clients_per_round, round_lr_scheduler
-        self.on_client_failure, self.min_clients = on_client_failure, min_clients
-        self.client_sampler = client_sampler or UniformSampling()
-        if scenario.clients is not None:  # otherwise the number comes from the data
-            self._set_clients(scenario.training_clients(scenario.clients))
+        super().__init__(
+            scenario,
+            model,
+            algorithm,
+            rounds=rounds,
+            clients_per_round=clients_per_round,
+            client_sampler=client_sampler,
+            training=training,
+            seed=seed,
+            round_lr_scheduler=round_lr_scheduler,
+            engine=engine,
+            evaluation=evaluation,
+            min_clients=min_clients,
+        )
+        self.on_client_failure, self.callbacks = on_client_failure, with_defaults(callbacks or [])
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
-        self.callbacks, self.round = with_defaults(callbacks or []), 0
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._signals = RunSignals(lambda: describe_progress(self, self.record.has_config))
         self.engine.check_interrupt = self._signals.check
@@ -137,10 +138,6 @@ class FederatedOrchestrator(ArgumentsMixin):
         self.record = Record(self, run_dir, self._client_store, self.logger, self._log_clients)
         self.run_dir, self.checkpoints = run_dir, self.record.checkpoints
         self.csv, self.memory = self.record.csv, self.record.memory
-
-    def _set_clients(self, clients: int) -> None:
-        self.clients = clients
-        self.clients_per_round = participants_per_round(self._wanted_per_round, clients, self.min_clients)
 
     def fit(
         self,
@@ -257,11 +254,6 @@ class FederatedOrchestrator(ArgumentsMixin):
             getattr(callback, moment)(self, *args)
 
     @property
-    def state(self) -> State:
-        """The shared state on the server, such as the global weights, after the last finished round."""
-        return self.server.state
-
-    @property
     def is_over(self) -> bool:
         """Whether all rounds are done or a callback has stopped the run."""
         return self.round >= self.rounds or any(callback.stops for callback in self.callbacks)
@@ -270,29 +262,6 @@ class FederatedOrchestrator(ArgumentsMixin):
     def ending(self) -> str:
         """Message that says why the run is over: all rounds are done, or which callback stopped it and why."""
         return describe_end(self, self.record.first_round)
-
-    def starting_module(self, client: int) -> ClientModule:
-        """Return a client's module, on the CPU, as it starts to train in the round after the last finished one."""
-        round = self.round + 1
-        return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
-
-    def client_module(self, client: int) -> ClientModule:
-        """Return a client's module as it is after the last finished round, in train mode.
-
-        With a server it has the weights that the server would send next, otherwise those that the client trained last.
-        Use it in a `Trainer.fit` of your own, or call `eval()` before you predict.
-
-        Raises:
-            ConfigError: No client has this id.
-        """
-        if not 0 <= client < self.clients:
-            raise ConfigError(f"client: client {client} not found. Clients are 0 to {self.clients - 1}.")
-        download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
-        return self.worker.modules.personalize(Task(self.round, client, download, self.memory.get(client, {}))).train()
-
-    def test(self) -> Row:
-        """Evaluate the global model, and each client's `client_module` on its own test split."""
-        return self.evaluator.test(self.round)
 
     def load(self, round: int | None = None, config: dict[str, Any] | None = None) -> None:
         """Build the experiment, and restore a checkpoint or, if the run has none, start at round 0.
@@ -331,40 +300,9 @@ class FederatedOrchestrator(ArgumentsMixin):
         """Return the content of a checkpoint: the shared state, and the states of the callbacks and of the engine."""
         return {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
 
-    def worker_of(self, data: FederatedData) -> Worker:
-        """Return the object that trains and evaluates one client on its own machine, given only its own data.
-
-        Args:
-            data: The client's data. The scenario's dataset is a `RemoteClients`.
-
-        Raises:
-            ConfigError: An option of the experiment does not fit.
-        """
-        self._build()
-        return replace(self.worker, data=data)
-
-    def _build(self) -> None:
-        data = self.scenario.build(self.seed)
-        self._set_clients(len(data.shards))
-        options: dict[str, Any] = {**vars(self.training), "client_callbacks": self.training.client_callbacks or []}
-        options |= {"metrics": self.evaluation.metrics, "positive_class": self.evaluation.positive_class}
-        self._set_up(Worker(self.seed, self.algorithm, self._model, data, **options))
-
     def _set_up(self, worker: Worker) -> None:
-        """Check the worker and its data, and compute the algorithm's initial state."""
-        self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
-        worker.check()
-        if self.round_lr_scheduler:
-            worker.template.require_optimizer("round_lr_scheduler")
-        self.record.set_data(self.data, self.worker.device)
-        self.engine.check(worker)
-        self.algorithm.samples = [worker.client_data.sample_count(client) for client in range(self.clients)]
-        scales = LRScales(self.round_lr_scheduler, self.rounds)
-        sampler, per_round = self.client_sampler, self.clients_per_round
-        sampler.start(self.algorithm, self.seed, self.min_clients)
-        self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
-        self.server.start(worker.template.backbone, self.data.data.num_classes)
-        self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
+        super()._set_up(worker)
+        self.record.set_data(self.data, worker.device)
 
     def _reduce_to_dry_run(self) -> None:
         """Reduce the experiment, which is already built and checked, to a dry run."""

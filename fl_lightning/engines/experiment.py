@@ -1,0 +1,129 @@
+"""A federated experiment without its rounds: the data, the clients and the server, built from the options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.cli import LRSchedulerCallable
+
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
+from fl_lightning.algorithms.server import ClientStates, Server, participants_per_round
+from fl_lightning.client.local_training import LocalTraining
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import LRScales
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.message import Message
+from fl_lightning.core.state_dicts import State
+from fl_lightning.core.task import Task
+from fl_lightning.data import FederatedData, Scenario
+from fl_lightning.engines import Engine, EngineName, Worker, engine_of
+from fl_lightning.engines.evaluator import Evaluator
+from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.evaluation.summary import Row
+from fl_lightning.models import ModelFactory, NetworkFactory
+
+
+class Experiment:
+    """Builds the data, the worker, the server and the evaluator of an experiment, and client modules between rounds.
+
+    `FederatedOrchestrator` derives from it, runs the rounds and has the same arguments.
+
+    Attributes:
+        memory: Each client's state by its id. Subclasses set it before the experiment is built.
+    """
+
+    memory: ClientStates
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: ModelFactory | NetworkFactory,
+        algorithm: Algorithm,
+        *,
+        rounds: int,
+        clients_per_round: int | None,
+        client_sampler: ClientSampler | None,
+        training: LocalTraining,
+        seed: int,
+        round_lr_scheduler: LRSchedulerCallable | None,
+        engine: Engine | EngineName,
+        evaluation: Evaluation,
+        min_clients: int,
+    ) -> None:
+        check_positive(rounds=rounds, min_clients=min_clients)
+        check_number("seed", seed, "[0, inf)")
+        self.scenario, self.algorithm, self.rounds, self.seed = scenario, algorithm, rounds, seed
+        self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
+        self._model, self._wanted_per_round, self.round_lr_scheduler = model, clients_per_round, round_lr_scheduler
+        self.client_sampler, self.min_clients = client_sampler or UniformSampling(), min_clients
+        self.round = 0
+        if scenario.clients is not None:  # otherwise the number comes from the data
+            self._set_clients(scenario.training_clients(scenario.clients))
+
+    def _set_clients(self, clients: int) -> None:
+        self.clients = clients
+        self.clients_per_round = participants_per_round(self._wanted_per_round, clients, self.min_clients)
+
+    def _build(self) -> None:
+        data = self.scenario.build(self.seed)
+        self._set_clients(len(data.shards))
+        options: dict[str, Any] = {**vars(self.training), "client_callbacks": self.training.client_callbacks or []}
+        options |= {"metrics": self.evaluation.metrics, "positive_class": self.evaluation.positive_class}
+        self._set_up(Worker(self.seed, self.algorithm, self._model, data, **options))
+
+    def _set_up(self, worker: Worker) -> None:
+        """Check the worker and its data, and compute the algorithm's initial state."""
+        self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
+        worker.check()
+        if self.round_lr_scheduler:
+            worker.template.require_optimizer("round_lr_scheduler")
+        self.engine.check(worker)
+        self.algorithm.samples = [worker.client_data.sample_count(client) for client in range(self.clients)]
+        scales = LRScales(self.round_lr_scheduler, self.rounds)
+        sampler, per_round = self.client_sampler, self.clients_per_round
+        sampler.start(self.algorithm, self.seed, self.min_clients)
+        self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
+        self.server.start(worker.template.backbone, self.data.data.num_classes)
+        self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
+
+    def worker_of(self, data: FederatedData) -> Worker:
+        """Return the object that trains and evaluates one client on its own machine, given only its own data.
+
+        Args:
+            data: The client's data. The scenario's dataset is a `RemoteClients`.
+
+        Raises:
+            ConfigError: An option of the experiment does not fit.
+        """
+        self._build()
+        return replace(self.worker, data=data)
+
+    @property
+    def state(self) -> State:
+        """The shared state on the server, such as the global weights, after the last finished round."""
+        return self.server.state
+
+    def starting_module(self, client: int) -> ClientModule:
+        """Return a client's module, on the CPU, as it starts to train in the round after the last finished one."""
+        round = self.round + 1
+        return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
+
+    def client_module(self, client: int) -> ClientModule:
+        """Return a client's module as it is after the last finished round, in train mode.
+
+        With a server it has the weights that the server would send next, otherwise those that the client trained last.
+        Use it in a `Trainer.fit` of your own, or call `eval()` before you predict.
+
+        Raises:
+            ConfigError: No client has this id.
+        """
+        if not 0 <= client < self.clients:
+            raise ConfigError(f"client: client {client} not found. Clients are 0 to {self.clients - 1}.")
+        download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
+        return self.worker.modules.personalize(Task(self.round, client, download, self.memory.get(client, {}))).train()
+
+    def test(self) -> Row:
+        """Evaluate the global model, and each client's `client_module` on its own test split."""
+        return self.evaluator.test(self.round)
