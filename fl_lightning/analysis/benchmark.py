@@ -14,8 +14,8 @@ from typing import Any
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings, Tuning
-from fl_lightning.analysis.comparison import transferred_bytes
 from fl_lightning.analysis.executor import Job, RunJobs, earlier_result, is_finished, run_folder
+from fl_lightning.analysis.run_groups import transferred_bytes
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
 from fl_lightning.analysis.sweep import Budget, run_sweep
 from fl_lightning.analysis.sweep_file import Parameter, Sweep, parse_sweep

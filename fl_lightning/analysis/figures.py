@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from fl_lightning.analysis.comparison import Comparison, Group, across_values, compare, group_labels
+from fl_lightning.analysis.comparison import Comparison, across_values, compare
+from fl_lightning.analysis.run_groups import Group, group_labels
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.names import shorten_name
 from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve, scale

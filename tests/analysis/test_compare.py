@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from run_folders import changed, write_run
 from scipy import stats
 
-from fl_lightning.analysis.comparison import comparable_runs, compare, format_setting
+from fl_lightning.analysis.comparison import comparable_runs, compare
 from fl_lightning.analysis.result_table import ResultTable, mean_and_std
+from fl_lightning.analysis.run_settings import format_setting
 from fl_lightning.analysis.statistics import holm, paired_difference, spread
 from fl_lightning.cli.commands.compare import shorten_keys
 from fl_lightning.core.errors import ConfigError

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.analysis.comparison import compare, format_setting, group_labels
+from fl_lightning.analysis.comparison import compare
 from fl_lightning.analysis.html_report.run_files import last_images, own_file, read_or_skip
+from fl_lightning.analysis.run_groups import group_labels
+from fl_lightning.analysis.run_settings import format_setting
 from fl_lightning.analysis.statistics import spread
 from fl_lightning.core.names import join_names
 from fl_lightning.runs.csv_reader import read_columns

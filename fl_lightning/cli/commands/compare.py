@@ -8,15 +8,9 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.comparison import (
-    Comparison,
-    Group,
-    Reach,
-    across_values,
-    comparable_runs,
-    compare,
-)
+from fl_lightning.analysis.comparison import Comparison, across_values, comparable_runs, compare
 from fl_lightning.analysis.result_table import ResultTable, mean_and_std
+from fl_lightning.analysis.run_groups import Group, Reach
 from fl_lightning.analysis.statistics import LEVELS, Difference, Spread
 from fl_lightning.evaluation.summary import human_bytes
 from fl_lightning.runs.search import conditions, open_runs
