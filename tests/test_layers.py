@@ -50,6 +50,12 @@ def test_only_the_orchestrator_is_outside_of_a_folder():
     assert folders | {"orchestrator", "callbacks"} == {*PACKAGES}
 
 
+def test_the_wheel_contains_every_folder():
+    packages = {f"fl_lightning.{name}" for name, path in modules() if path.name == "__init__.py" and name}
+    project = (ROOT / "pyproject.toml").read_text()
+    assert not [name for name in packages if f'"{name}",' not in project]
+
+
 def test_a_folder_imports_only_folders_before_it():
     found = set()
     for name, path in modules():
