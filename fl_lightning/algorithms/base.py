@@ -147,7 +147,7 @@ class Algorithm(ArgumentsMixin, Capable):
 
     @property
     def calibrates(self) -> bool:
-        """Whether the method changes the global model before its evaluation, in `calibrate`."""
+        """Whether the method has a `calibrate`, which changes the global model before it is evaluated."""
         return type(self).calibrate is not Algorithm.calibrate
 
     @property

@@ -119,14 +119,14 @@ def tuning_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: boo
 
 
 def format_trials(one: EntryResult) -> str:
-    """Return the number of an entry's trials, and how many failed, ended early or are unfinished."""
+    """Return the number of tuning trials of a method as text, with the numbers of those that are not complete."""
     states = [trial.state for trial in one.tuned.trials]
     others = [f"{states.count(state)} {state}" for state in dict.fromkeys(states) if state != "complete"]
     return f"{len(states)} ({', '.join(others)})" if others else str(len(states))
 
 
 def format_values(one: EntryResult) -> str:
-    """Return the tuned values of an entry as text. A star marks a value at the edge of its range."""
+    """Return the tuned values of a method's options as text. A star marks a value at the edge of its range."""
     best = one.tuned.best
     if best is None:
         return MISSING

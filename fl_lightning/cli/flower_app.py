@@ -66,7 +66,7 @@ def connected_clients(run: FederatedOrchestrator, config: dict[str, Any], resume
 
 
 def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Grid, resume: bool) -> None:
-    """Ask the clients' machines to describe their data, and connect an experiment's engine to them.
+    """Ask the clients' machines to describe their data, and connect an experiment's engine to these machines.
 
     Args:
         run: The experiment.

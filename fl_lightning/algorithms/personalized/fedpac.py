@@ -182,7 +182,7 @@ class ClassifierCollaboration(Aggregator):
 
 
 def entries_of(model: Tensors, head: bool) -> Tensors:
-    """Return the entries of a model's head if `head` is true, otherwise all other entries."""
+    """Return a model's state dict entries that belong to its head or, if `head` is false, all others."""
     return {name: value for name, value in model.items() if name.startswith(HEAD) == head}
 
 

@@ -169,7 +169,7 @@ def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
 
 
 def parse_configs(configs: Sequence[Any], parser: ArgumentParser, *more: str) -> Namespace:
-    """Parse config files and further command-line words, without showing warnings."""
+    """Parse the command line that consists of config files and `more` options. Warnings are not shown."""
     words = [*(f"--config={path}" for path in configs), *more]
     with readable_errors(parser), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they were shown already

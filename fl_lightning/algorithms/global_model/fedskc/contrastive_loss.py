@@ -17,9 +17,10 @@ Spread = Literal["batch", "none"]
 
 
 def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
-    """Return each sample's similarity to the mean logits of each class: cosine divided by mean distance (Eq. 2).
+    """Return the similarity of each sample's logits to the mean logits of each class (Eq. 2).
 
-    This is `cos(l_i, c̃^j) / U_j`. `U_j` is the batch's mean distance to `c̃^j`, at least 1e-6 and without gradient. In
+    It is `cos(l_i, c̃^j) / U_j`, for logits `l_i` and mean logits `c̃^j`. `U_j` is the mean distance of the batch's
+    logits to `c̃^j`, at least 1e-6 and without gradient. In
     the paper it is the mean over the client's whole data.
 
     Args:
