@@ -79,7 +79,7 @@ def in_fit(module: L.LightningModule) -> Iterator[Any]:
 
 
 def users_batch(value: Any) -> Any:
-    """Return a batch as the user's module expects it: `Inputs` as a dictionary of tensors, everything else unchanged."""
+    """Return a batch as the user's module expects it: `Inputs` as a dictionary of tensors, all else unchanged."""
     if isinstance(value, tuple | list) and value and isinstance(value[0], Inputs):
         return (value[0].tensors, *value[1:])
     return value

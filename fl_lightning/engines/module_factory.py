@@ -111,7 +111,7 @@ class ModuleFactory:
         return module
 
     def intact_slot(self) -> ClientSlot | None:
-        """Return the `ClientSlot` whose module is reset and used for one client after the other; None without a slot."""
+        """Return the `ClientSlot` whose module is reset and used for one client after another; None without one."""
         if self._slot and not self._slot.is_intact:
             del self._slot
         return self._slot

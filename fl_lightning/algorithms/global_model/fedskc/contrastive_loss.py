@@ -20,8 +20,7 @@ def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> T
     """Return the similarity of each sample's logits to the mean logits of each class (Eq. 2).
 
     It is `cos(l_i, c̃^j) / U_j`, for logits `l_i` and mean logits `c̃^j`. `U_j` is the mean distance of the batch's
-    logits to `c̃^j`, at least 1e-6 and without gradient. In
-    the paper it is the mean over the client's whole data.
+    logits to `c̃^j`, at least 1e-6 and without gradient. In the paper it is the mean over the client's whole data.
 
     Args:
         logits: `(B, C)`.
