@@ -10,7 +10,8 @@ How to add an entry:
   Keys below a renamed one are renamed with it.
 - An option that a callback took over: `CALLBACK_OPTIONS["checkpoint_every"] = ("Checkpointing", "every")`.
 - A class: `CLASSES["Given"] = "PredefinedSplit"`. Both are names that `fl_lightning` exports, or exported.
-- A module whose classes recorded configs name: `MODULES["wandb_logger"] = "loggers.wandb"`.
+- A module whose classes recorded configs name: `MODULES["wandb_logger"] = "loggers.wandb"`. If a module was split, an
+  entry for each class: `MODULES["fedskc.FedSKC"] = "fedskc.fedskc"`.
 
 Remove the old name everywhere else: an option that still exists is not refused.
 """
@@ -49,7 +50,17 @@ MODULES = {
     "objectives": "core.objectives",
     "wandb_logger": "loggers.wandb",
 }
-"""The new name of each renamed module that recorded configs contain, by its old name; both below `fl_lightning`."""
+"""The new module of the classes that recorded configs contain, by the old module or class; both below `fl_lightning`."""
+
+_FEDSKC = "algorithms.global_model.fedskc"
+MODULES |= {
+    f"{_FEDSKC}.FedSKC": f"{_FEDSKC}.fedskc",
+    f"{_FEDSKC}.GlobalDiscrepancy": f"{_FEDSKC}.aggregation",
+    f"{_FEDSKC}.GlobalPeriodReview": f"{_FEDSKC}.aggregation",
+    f"{_FEDSKC}.LocalContrastive": f"{_FEDSKC}.contrastive_loss",
+    f"{_FEDSKC}.ReferenceKnowledge": f"{_FEDSKC}.knowledge",
+    f"{_FEDSKC}.StructuralKnowledge": f"{_FEDSKC}.knowledge",
+}
 
 PACKAGE = "fl_lightning."
 ABSENT = object()
@@ -109,7 +120,8 @@ def update_path(path: str) -> str:
     if not path.startswith(PACKAGE):
         return path
     module, _, name = path.removeprefix(PACKAGE).rpartition(".")
-    return PACKAGE + ".".join(filter(None, (MODULES.get(module, module), CLASSES.get(name, name))))
+    module = MODULES.get(f"{module}.{name}") or MODULES.get(module, module)
+    return PACKAGE + ".".join(filter(None, (module, CLASSES.get(name, name))))
 
 
 def _update_paths(value: Any) -> Any:

@@ -1,5 +1,7 @@
 """Old names of options and classes are refused in a user's config, and read in a recorded one."""
 
+from importlib import import_module
+
 import pytest
 
 from fl_lightning.cli.main import main
@@ -92,3 +94,12 @@ def test_a_users_old_name_is_refused_with_the_new_one(words, line, capsys, tmp_p
     config.write_text("goals: [0.9]\n")
     assert main(["fit", "--config", str(config)]) == 2
     assert "goals: renamed to evaluation.target_accuracies. Use the new name." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(renamed.MODULES))
+def test_a_module_or_class_that_moved_is_found_under_its_new_path(path):
+    module, _, name = path.rpartition(".")
+    moved = renamed.update_path(f"fl_lightning.{path}" if name[0].isupper() else f"fl_lightning.{path}.anything")
+    home, _, attribute = moved.rpartition(".")
+    assert moved != f"fl_lightning.{path}"
+    assert hasattr(import_module(home), attribute) or attribute == "anything"
