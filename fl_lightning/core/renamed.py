@@ -50,7 +50,7 @@ MODULES = {
     "objectives": "core.objectives",
     "wandb_logger": "loggers.wandb",
 }
-"""The new module of the classes that recorded configs contain, by the old module or class; both below `fl_lightning`."""
+"""The new module of classes in recorded configs, by the old module or class; both without `fl_lightning`."""
 
 _FEDSKC = "algorithms.global_model.fedskc"
 MODULES |= {

@@ -98,7 +98,7 @@ def test_a_users_old_name_is_refused_with_the_new_one(words, line, capsys, tmp_p
 
 @pytest.mark.parametrize("path", sorted(renamed.MODULES))
 def test_a_module_or_class_that_moved_is_found_under_its_new_path(path):
-    module, _, name = path.rpartition(".")
+    name = path.rpartition(".")[2]
     moved = renamed.update_path(f"fl_lightning.{path}" if name[0].isupper() else f"fl_lightning.{path}.anything")
     home, _, attribute = moved.rpartition(".")
     assert moved != f"fl_lightning.{path}"
