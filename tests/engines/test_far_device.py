@@ -212,7 +212,7 @@ def test_a_step_copies_nothing(tmp_path: Path, engine: str) -> None:
     for epochs in (1, 3):
         options = {"trainer": {"max_epochs": epochs}, "engine": ENGINES[engine], "rounds": 1}
         _, there = transfers(tmp_path / str(epochs), FedDW, **options)
-        losses = there.fetched.pop("loss_record.settle")  # those of a fit at its end
+        losses = there.fetched.pop("losses.settle")  # those of a fit at its end
         assert there.sent.pop("loaders.send")  # the order of an epoch
         counts.append((losses / epochs, there.fetched, there.sent, +there.waits))
     assert counts[0] == counts[1]
