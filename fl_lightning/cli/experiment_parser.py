@@ -20,6 +20,7 @@ def experiment_parser() -> ArgumentParser:
     from jsonargparse import ActionConfigFile, ArgumentParser
     from lightning import Trainer
 
+    import fl_lightning.loggers.files  # noqa: F401 - otherwise `logger: CSVLogger` is Lightning's
     from fl_lightning.client.local_training import LocalTraining
     from fl_lightning.core.strict_yaml import use_strict_yaml
     from fl_lightning.core.trainer_options import TRAINER_KEYS

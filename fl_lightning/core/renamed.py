@@ -54,6 +54,8 @@ MODULES = {
 
 _FEDSKC = "algorithms.global_model.fedskc"
 MODULES |= {
+    **{f"loggers.collection.{name}Logger": "loggers.files" for name in ("CSV", "MLFlow", "TensorBoard")},
+    "loggers.collection.WandbRoundLogger": "loggers.wandb",
     f"{_FEDSKC}.FedSKC": f"{_FEDSKC}.fedskc",
     f"{_FEDSKC}.GlobalDiscrepancy": f"{_FEDSKC}.aggregation",
     f"{_FEDSKC}.GlobalPeriodReview": f"{_FEDSKC}.aggregation",

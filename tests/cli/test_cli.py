@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import struct
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -93,6 +94,13 @@ def test_a_printed_config_has_the_settings_of_the_file(here, capsys):
     evaluation = {"client_model": "received", "target_accuracies": [0.25], "personal_on_global": False, "every": 1}
     assert printed["evaluation"].items() >= evaluation.items()
     assert printed["logger"]["init_args"]["save_dir"] == "logs"
+
+
+@pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger", "MLFlowLogger"])
+def test_a_logger_that_lightning_has_too_is_ours(name, here):
+    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "digits_fedavg", "--logger", name]
+    printed = subprocess.run([*command, "--print_config"], capture_output=True, text=True, check=True).stdout
+    assert yaml.safe_load(printed)["logger"]["class_path"] == f"fl_lightning.{name}"
 
 
 def test_the_shell_overrides_the_config_and_a_later_config_an_earlier_one(here, capsys):
