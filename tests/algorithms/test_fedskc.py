@@ -449,6 +449,14 @@ def test_reference_scales_lcl_by_the_round():
     assert losses[1] == losses[2]
 
 
+def test_the_reference_term_leaves_out_unknown_classes():
+    term, known = LocalContrastive(reference=True), torch.arange(C) < 3
+    step = Step(torch.randn(6, C), torch.arange(6) % C)
+    term.load(torch.eye(C), known)
+    expected = reference_contrastive_loss(step.logits, step.targets, torch.eye(C), known, term.tau)
+    assert torch.equal(term(step), expected)
+
+
 def test_reference_knowledge_is_the_last_epochs_training_logits():
     piece = ReferenceKnowledge()
     batches = [(epoch, torch.randn(4, C), torch.tensor([0, 1, 1, 3])) for epoch in (0, 0, 1, 1)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.models import CNN, MLP, Backbone, ResNet8
-from fl_lightning.models.resnet import GlobalAveragePool
+from fl_lightning.models.layers import GlobalAveragePool
 
 
 def size(model: nn.Module) -> int:
