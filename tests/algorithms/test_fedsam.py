@@ -81,6 +81,15 @@ def test_recorded_losses_are_those_before_the_perturbation(tmp_path):
         assert plain.csv.rows[0][name] == pytest.approx(sharp.csv.rows[0][name])
 
 
+def test_a_parameter_that_the_loss_does_not_depend_on_has_a_zero_gradient():
+    backbone = NoDropout((4,), 3)
+    backbone.unused = torch.nn.Parameter(torch.ones(2))
+    module = FedSAM(0.3).client_module(backbone).train()
+    module.training_step((torch.randn(6, 4), torch.arange(6) % 3), 0).backward()
+    assert backbone.unused.grad.tolist() == [0.0, 0.0]
+    assert all(p.grad.any() for p in backbone.head.parameters())
+
+
 def test_a_gradient_of_zero_has_no_perturbation():
     moves = ascent([torch.zeros(2), torch.zeros(1)], 0.1)
     assert not any(move.any() for move in moves)
