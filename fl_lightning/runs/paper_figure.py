@@ -132,9 +132,18 @@ def plot_run(rows: Sequence[Row], metrics: Sequence[str], x: XAxis, percent: boo
         lines = draw_curves(places, [{name: curve for name, curve in curves.items() if curve}], list(curves), x)
         if len(lines) > 1:
             add_legend(figure, lines)
-        label = axis_label(metrics[0], percent) if len(metrics) == 1 else axis_label("", percent)
-        places[0].set_ylabel(label.strip())
+        places[0].set_ylabel(_common_label(metrics, percent))
     return figure
+
+
+def _common_label(metrics: Sequence[str], percent: bool) -> str:
+    """Return the label of an axis with some metrics: `acc (%)` for `global/acc` and `client/acc_mean`."""
+    if len(metrics) == 1:
+        return axis_label(metrics[0], percent)
+    names = {name.partition("/")[2].removesuffix("_mean") for name in metrics}
+    if len(names) == 1:
+        return axis_label(f"/{names.pop()}", percent).strip()
+    return "percent" if percent else ""
 
 
 def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:

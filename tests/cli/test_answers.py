@@ -230,6 +230,13 @@ def test_help_of_a_class_lists_its_options(words, monkeypatch):
     assert [key.removeprefix("algorithm.") for key in lines_of(out)] == list(options)
 
 
+@pytest.mark.parametrize("words", [["--engine.help", "ray"], ["--engine.help=Ray"], ["--engine.help", "RayEngine"]])
+def test_help_of_an_engine_takes_its_short_name(words):
+    code, out, _ = run("fit", *words)
+    assert (code, out.partition(":")[0]) == (0, "RayEngine")
+    assert "--engine.address" in out
+
+
 def test_help_of_a_class_without_options_says_so():
     assert "It has no options." in run("fit", "--algorithm.graph.help", "Complete").out
 

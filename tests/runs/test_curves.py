@@ -89,7 +89,8 @@ def test_a_run_plots_the_models_accuracies(tmp_path):
         [[1, 50], [2, 50], [3, 50]],
     ]
     assert [text.get_text() for text in figure.legends[0].texts] == ["global acc", "client acc"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("round", "(%)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("round", "acc (%)")
+    assert run.plot("global/acc", "global/loss").axes[0].get_ylabel() == ""
     (axes,) = run.plot("global/loss", x="seconds", width=5).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("time (s)", "global loss")
     assert axes.figure.get_figwidth() == 5
