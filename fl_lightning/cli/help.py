@@ -96,8 +96,8 @@ def class_help(key: str, path: str) -> str | None:
     module, _, name = path.rpartition(".")
     kind = kind_of(key) or ""
     known = classes_of(kind) if kind else {}
-    if key == "engine" and (full := f"{name.capitalize()}Engine") in known:  # an engine's short name, such as `ray`
-        name = full
+    if key == "engine" and not module and f"{name.capitalize()}Engine" in known:  # a short name, such as `ray`
+        name = f"{name.capitalize()}Engine"
     name = name if module else match_case(name, known)
     if name not in known or module not in ("", known[name].module.name, f"fl_lightning.{BASES[kind][1]}"):
         return None
