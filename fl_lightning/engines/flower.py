@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 from uuid import uuid4
@@ -296,9 +297,13 @@ class ClientLink:
         return idle
 
     def _push(self, message: Message) -> str:
-        """Send a message, and return its id."""
-        (sent,) = self._call(self.grid.push_messages, [message])
-        return sent
+        """Send a message, and return its id. It is sent again if the SuperLink is restarted meanwhile."""
+        from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+
+        while True:
+            with suppress(ObjectPushError):
+                (sent,) = self._call(self.grid.push_messages, [message])
+                return sent
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the grid in another thread, because it tries endlessly if the SuperLink is away."""

@@ -156,7 +156,8 @@ def serve_run(grid: Any) -> Iterator[None]:
         ended = PushTaskOutputRequest(sub_status=SubStatus.FAILED, details=one_line(error))
         raise
     finally:
-        grid._retry_invoker.max_tries = 1  # the SuperLink may be away
+        grid._retry_invoker.should_giveup = lambda error: True  # the SuperLink may be away
+        if heartbeat.is_running:  # one after the end would be refused, which Flower answers with SIGINT
+            heartbeat.stop()
         with suppress(HTTPError, RunNotRunningException):
             grid._runtime_client.PushTaskOutput(ended)
-        heartbeat.stop()

@@ -1,5 +1,6 @@
 """Machines that are restarted, away, or send what they should not; servers that are killed and resumed."""
 
+import itertools
 import re
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -44,6 +45,22 @@ def restarted(node):
 
 
 # --- The same bytes --------------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_sent_again_if_the_superlink_is_restarted_while_it_is_sent(tmp_path, alone, monkeypatch):
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+
+    run, grid = remote(tmp_path, alone)
+    push, count = grid.push_messages, itertools.count()
+
+    def interrupted(messages):
+        if next(count) % 3 == 1:
+            raise ObjectPushError("object", 1, "session")
+        return push(messages)
+
+    monkeypatch.setattr(grid, "push_messages", interrupted)
+    run.fit()
+    assert_same(alone, run)
 
 
 def test_a_machine_that_is_restarted_after_every_answer_continues_from_its_state(tmp_path, alone):

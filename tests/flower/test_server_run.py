@@ -1,5 +1,6 @@
 """How `fit` becomes the server of a run on a SuperLink."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -62,7 +63,7 @@ def grid(monkeypatch):
         PushTaskOutput=ends.append,
         SendTaskHeartbeat=lambda request: SendTaskHeartbeatResponse(success=True),
     )
-    invoker = SimpleNamespace(max_tries=None)
+    invoker = SimpleNamespace(should_giveup=None)
     return SimpleNamespace(_runtime_client=client, _retry_invoker=invoker, set_run=lambda run: None, ends=ends)
 
 
@@ -94,4 +95,15 @@ def test_a_run_ends_while_the_superlink_is_away(grid):
     grid._runtime_client.PushTaskOutput = away
     with serve_run(grid):
         pass
-    assert grid._retry_invoker.max_tries == 1
+    assert grid._retry_invoker.should_giveup(ConnectError("refused"))
+
+
+def test_no_heartbeat_follows_the_end_of_a_run(grid):
+    """Flower answers a heartbeat that is refused with SIGINT, which would hide the run's own message."""
+    beating = []
+    grid._runtime_client.PushTaskOutput = lambda request: beating.extend(
+        thread.name for thread in threading.enumerate() if "(_run)" in thread.name
+    )
+    with serve_run(grid):
+        assert [thread.name for thread in threading.enumerate() if "(_run)" in thread.name]
+    assert not beating
