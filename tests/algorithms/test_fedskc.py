@@ -24,8 +24,14 @@ from fl_lightning.algorithms import (
     ServerMomentum,
     StructuralKnowledge,
 )
-from fl_lightning.algorithms.global_model.fedskc.aggregation import aggregation_weights, discrepancy, review_ratio
+from fl_lightning.algorithms.global_model.fedskc.aggregation import (
+    aggregation_weights,
+    discrepancy,
+    known_in_each_round,
+    review_ratio,
+)
 from fl_lightning.algorithms.global_model.fedskc.contrastive_loss import (
+    ReferenceContrast,
     local_contrastive_loss,
     reference_contrastive_loss,
 )
@@ -413,7 +419,7 @@ def test_options_reach_the_parts(preset):
     method = FedSKC(0.3, 2, 0.7, gda_scale="share", spread="none", review="literal", preset=preset)
     (term,) = method.loss_terms
     assert (term.tau, term.structural.similar_clients) == (0.3, 2)
-    assert preset == "reference" or term.spread == "none"
+    assert preset == "reference" or term.contrast.spread == "none"
     assert (method.aggregator.beta, method.aggregator.review) == (0.7, "literal")
     assert preset == "reference" or method.aggregator.inner.gda_scale == "share"
 
@@ -473,10 +479,10 @@ def test_the_reference_preset_uses_the_parts_of_the_authors_code():
     method = FedSKC(preset="reference")
     (term,) = method.loss_terms
     review = method.aggregator
-    assert term.reference
+    assert isinstance(term.contrast, ReferenceContrast)
     assert isinstance(term.structural, ReferenceKnowledge)
     assert isinstance(review, GlobalPeriodReview)
-    assert (review.beta, review.review, review.reference) == (0.99, "literal", True)
+    assert (review.beta, review.review, review.compared) == (0.99, "literal", known_in_each_round)
     assert type(review.inner).__name__ == "WeightedMean"
     assert FedSKC(preset="reference", beta=0.9).aggregator.beta == 0.9
     assert FedSKC().aggregator.beta == 0.95

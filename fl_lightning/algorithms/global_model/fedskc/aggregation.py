@@ -126,6 +126,21 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
     return float((now_var - before_var) / before_var) if before_var > 0 else 0.0
 
 
+def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the classes over which Eq. 5 sums variances: those known in this round and the previous one.
+
+    Args:
+        now: `(C,)` bool, the classes known in this round.
+        before: `(C,)` bool, the classes known in the last round.
+    """
+    return now & before, now & before
+
+
+def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the classes whose variances the authors' code sums: for each of two rounds, all classes known in it."""
+    return now, before
+
+
 class GlobalPeriodReview(Aggregator):
     """GPR: from round 2 on, correct another aggregator's model by the previous round's model.
 
@@ -165,7 +180,7 @@ class GlobalPeriodReview(Aggregator):
             raise ConfigError(f"algorithm.aggregator.inner: {reason}. Use one of them without the other.")
         self.leaves = self.inner.leaves
         self.beta, self.review = beta, review
-        self.reference = reference
+        self.compared = known_in_each_round if reference else known_in_both_rounds
         self.structural = knowledge or knowledge_class(reference)(similar_clients)
 
     @property
@@ -193,10 +208,8 @@ class GlobalPeriodReview(Aggregator):
         last, now = before[self.structural.name], knowledge[self.structural.name]
         if not bool(last["known"].any()):  # round 1
             return inner
-        known_now, known_last = now["known"], last["known"]
-        if not self.reference:
-            known_now = known_last = now["known"] & last["known"]
-        ratio = review_ratio(now["values"][known_now], last["values"][known_last])
+        classes_now, classes_last = self.compared(now["known"], last["known"])
+        ratio = review_ratio(now["values"][classes_now], last["values"][classes_last])
         keep, step = self.beta, (1 - self.beta) * ratio
         if self.review == "interpolation":
             keep, step = 1.0, min(max(step, 0.0), 1.0)

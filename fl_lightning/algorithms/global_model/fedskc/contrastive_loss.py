@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,38 @@ def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tenso
     return (torch.logsumexp(torch.cat([positive[:, None], negatives], dim=1), dim=1) - positive).mean()
 
 
+class PaperContrast(NamedTuple):
+    """The local contrastive loss of the paper, at full weight in every round.
+
+    Attributes:
+        spread: The divisor of the cosines, see `similarity`.
+    """
+
+    spread: Spread
+
+    def scale(self, round: int) -> float:
+        """Return the weight of the contrastive loss in a round: always 1."""
+        return 1.0
+
+    def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
+        """Return the paper's contrastive loss (Eq. 3); for the arguments see `local_contrastive_loss`."""
+        return local_contrastive_loss(logits, targets, knowledge, known, tau, self.spread)
+
+
+class ReferenceContrast(NamedTuple):
+    """The local contrastive loss of the authors' code. Its weight rises to 1 over the first 100 rounds."""
+
+    def scale(self, round: int) -> float:
+        """Return the weight of the contrastive loss in a round, which rises to 1 over 100 rounds."""
+        return min(round / 100, 1.0)
+
+    def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
+        """Return the authors' contrastive loss; for the arguments see `reference_contrastive_loss`."""
+        if known is None:
+            known = torch.ones(len(knowledge), dtype=torch.bool, device=logits.device)
+        return reference_contrastive_loss(logits, targets, knowledge, known, tau)
+
+
 class LocalContrastive(LossTerm):
     """LCL: pulls a sample's logits towards the global mean logits of its class, away from those of other classes.
 
@@ -108,8 +140,7 @@ class LocalContrastive(LossTerm):
         super().__init__()
         check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.08")
         self.tau = tau
-        self.spread: Spread = spread
-        self.reference = reference
+        self.contrast: PaperContrast | ReferenceContrast = ReferenceContrast() if reference else PaperContrast(spread)
         self.structural = knowledge or knowledge_class(reference)(similar_clients)
         self.scale = 1.0
         self.all_known = False
@@ -124,7 +155,7 @@ class LocalContrastive(LossTerm):
         known = self.structural.known
         self.active = known is not None and bool(known.any())
         self.all_known = known is not None and bool(known.all())
-        self.scale = min(module.round / 100, 1.0) if self.reference else 1.0
+        self.scale = self.contrast.scale(module.round)
 
     def forward(self, step: Step) -> Tensor:
         """Return the contrastive loss (Eq. 3) on a batch, or zero without global knowledge."""
@@ -133,7 +164,5 @@ class LocalContrastive(LossTerm):
             return step.logits.new_zeros(())
         with torch.autocast(step.logits.device.type, enabled=False):
             logits, values = at_least_float32(step.logits), at_least_float32(values)
-            if self.reference:
-                return self.scale * reference_contrastive_loss(logits, step.targets, values, known, self.tau)
             mask = None if self.all_known else known
-            return local_contrastive_loss(logits, step.targets, values, mask, self.tau, self.spread)
+            return self.scale * self.contrast.loss(logits, step.targets, values, mask, self.tau)
