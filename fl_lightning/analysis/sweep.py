@@ -30,7 +30,7 @@ STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: 
 
 
 class Budget(NamedTuple):
-    """What a whole sweep may use, over all calls that continue it.
+    """Limits of a whole sweep, over all calls that continue it.
 
     Args:
         trials: Number of trials; None for no other limit than that of the file or its grid.

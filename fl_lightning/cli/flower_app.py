@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from fl_lightning.cli.experiment import build, plain_config, run_keys
 from fl_lightning.cli.experiment_parser import experiment_parser
 from fl_lightning.core.config import parse_config
 from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.interrupt import raise_on_signal
 from fl_lightning.core.trusted_imports import Untrusted, begin
 from fl_lightning.data.remote import RemoteClients
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
@@ -60,7 +62,7 @@ def connected_clients(run: FederatedOrchestrator, config: dict[str, Any], resume
     if run.engine.superlink is None:
         fix = "Name its connection in Flower's config.toml, such as --engine.superlink federation"
         raise ConfigError(f"engine.superlink: which SuperLink reaches the clients? {fix}")
-    with start_run(run.engine.superlink) as grid:
+    with raise_on_signal(signal.SIGTERM), start_run(run.engine.superlink) as grid:  # which tells the SuperLink
         connect_clients(run, config, grid, resume)
         yield
 

@@ -118,6 +118,11 @@ class Dataset(ArgumentsMixin, ABC):
             raise ConfigError(f"{self.error_prefix}: {error}") from error
         return data
 
+    @property
+    def remote_clients(self) -> int | None:
+        """Number of clients whose data are on their own machines; None if the data are here."""
+        return None
+
     def federated(self, objective: Objective | None) -> Any:
         """Return the `FederatedData` of a dataset that defines its clients; None if `scenario.partition` does."""
         return None

@@ -94,6 +94,11 @@ class RemoteClients(Dataset):
         except TypeError as error:
             raise ConfigError(f"scenario.dataset.described: {one_line(error)}. Leave it out") from error
 
+    @property
+    def remote_clients(self) -> int:
+        """Number of clients, all on their own machines."""
+        return self.clients
+
     def load(self) -> LoadedData:
         """Return placeholders of the clients' samples, which take no memory, and the global test set, if any.
 

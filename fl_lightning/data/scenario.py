@@ -68,6 +68,8 @@ class Scenario:
     held_out_clients: int | float | None = None
 
     def __post_init__(self) -> None:
+        if self.dataset.remote_clients is not None:
+            self._refuse_splitting(self.dataset.remote_clients)
         check_number("scenario.clients", self.clients, "[1, inf)")
         share, rho = self.local_test, self.long_tail
         if share is not None and share != "official" and not (_is_number(share) and 0 <= share < 1):
@@ -95,7 +97,6 @@ class Scenario:
                 no training sample.
         """
         if (remote := self.dataset.federated(self.objective)) is not None:
-            self._refuse_splitting(len(remote.shards))
             return remote
         data = self.dataset.checked(self.objective)
         federated = self._split_clients(data, seed)

@@ -304,6 +304,8 @@ class ClientLink:
             with suppress(ObjectPushError):
                 (sent,) = self._call(self.grid.push_messages, [message])
                 return sent
+            self.check_interrupt()
+            time.sleep(POLL)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the grid in another thread, because it tries endlessly if the SuperLink is away."""

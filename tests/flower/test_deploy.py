@@ -143,4 +143,4 @@ def test_options_that_split_data_are_refused(options, message):
     given = {"partition": ByClient(), "clients": 2}
     assert len(Scenario(remote, **given).build(0).shards) == 2
     with pytest.raises(ConfigError, match=f"^{message}"):
-        Scenario(remote, **given | options).build(0)
+        Scenario(remote, **given | options)

@@ -2,7 +2,8 @@
 
 import itertools
 import re
-from contextlib import nullcontext
+import signal
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,9 @@ from experiments import experiment, same_bytes, untimed
 from flower_grid import flower, remote_experiment  # noqa: F401
 
 from fl_lightning.algorithms import FedRep
-from fl_lightning.core.errors import ClientFailure, ConfigError
+from fl_lightning.cli import flower_app
+from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
+from fl_lightning.core.interrupt import Stopped
 from fl_lightning.core.task import Result
 from fl_lightning.core.trusted_imports import Untrusted, untrusted
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
@@ -61,6 +64,39 @@ def test_a_message_is_sent_again_if_the_superlink_is_restarted_while_it_is_sent(
     monkeypatch.setattr(grid, "push_messages", interrupted)
     run.fit()
     assert_same(alone, run)
+
+
+def test_a_run_that_cannot_send_can_be_stopped(tmp_path, alone, monkeypatch):
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+
+    def interrupted(messages):
+        signal.raise_signal(signal.SIGTERM)
+        raise ObjectPushError("object", 1, "session")
+
+    run, grid = remote(tmp_path, alone)
+    monkeypatch.setattr(grid, "push_messages", interrupted)
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        run.fit()
+
+
+def test_a_signal_ends_the_wait_for_machines_and_the_run_on_the_superlink(tmp_path, alone, monkeypatch):
+    ended = []
+
+    @contextmanager
+    def start_run(superlink):
+        try:
+            yield None
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    run, _ = remote(tmp_path, alone)
+    run.engine.superlink = "federation"
+    monkeypatch.setattr(flower_app, "start_run", start_run)
+    monkeypatch.setattr(flower_app, "connect_clients", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Stopped), flower_app.connected_clients(run, {}, resume=False):
+        pass
+    assert isinstance(ended[0], Stopped)
 
 
 def test_a_machine_that_is_restarted_after_every_answer_continues_from_its_state(tmp_path, alone):

@@ -74,7 +74,7 @@ def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) 
 
 
 def image_files(folder: Path) -> list[tuple[str, str]]:
-    """Return the name of the latest image in each subfolder of a run's `figures/`."""
+    """Return the latest image of each subfolder of a run's `figures/`: the names of the subfolder and of the file."""
     found = []
     for kind in sorted((folder / "figures").iterdir()):
         names = [path.name for path in kind.iterdir()] if kind.is_dir() else []

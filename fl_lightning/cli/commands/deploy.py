@@ -48,7 +48,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if encoding := encoding_of(given, parser):
         schema = folder / "schema.json"
         files[schema.name] = encoding.to_json()
-    config = remote_config(config, clients, given.test, schema)
+    config = remote_config(config, clients, test, schema)
     write_new_folder("--out", folder, files | {"experiment.yaml": yaml.safe_dump(config, sort_keys=False)})
     print(commands(folder, clients, config["engine"]["init_args"]["superlink"], schema))
     return 0
@@ -60,7 +60,7 @@ def encoding_of(given: Namespace, parser: ArgumentParser) -> TableSchema | None:
     return dataset.checked().schema if isinstance(dataset, Table) else None
 
 
-def remote_config(config: dict[str, Any], clients: int, test_data: str | None, schema: Path | None) -> dict[str, Any]:
+def remote_config(config: dict[str, Any], clients: int, test_data: Path | None, schema: Path | None) -> dict[str, Any]:
     """Return an experiment's config with the data on the clients' machines.
 
     Args:
@@ -71,7 +71,7 @@ def remote_config(config: dict[str, Any], clients: int, test_data: str | None, s
     """
     test = None
     if test_data is not None:
-        arguments = {"path": str(Path(test_data).resolve())}
+        arguments = {"path": str(test_data.resolve())}
         test = {"class_path": "fl_lightning.data.arrays.Arrays", "init_args": arguments}
     options = {"clients": clients, "test": test, "schema": schema and str(schema.resolve())}
     dataset = {"class_path": "fl_lightning.data.remote.RemoteClients", "init_args": options}
