@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
@@ -184,8 +184,17 @@ class Scenario:
         if self.long_tail is not None:
             raise ConfigError(f"scenario.long_tail: subsamples classes, but {objective.no_classes}. Leave it out")
 
+    def _warn_of_unused_clients(self) -> None:
+        """Warn if the dataset's option `client` is set, and the partition splits by labels alone."""
+        column = getattr(self.dataset, "client", None)
+        if column and type(self.partition).split_dataset is Partition.split_dataset:
+            what = f"{type(self.partition).__name__} does not use the column {one_line(column)}"
+            fix = "To make each of its values a client, set scenario.partition ByClient and scenario.clients null"
+            warnings.warn(f"scenario.dataset.client: {what}. {fix}", stacklevel=2)
+
     def _split(self, data: LoadedData, labels: np.ndarray, rng: np.random.Generator) -> ClientSplits:
         who = self.partition.error_prefix
+        self._warn_of_unused_clients()
         with naming_class(who):
             splits = self.partition.split_dataset(data, labels, self.clients, rng)
         for client, part in enumerate(splits.train):

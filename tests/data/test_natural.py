@@ -1,6 +1,7 @@
 """Natural partitions: clients given by the data or by index lists in a file, compared to plain loops."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -36,6 +37,7 @@ from fl_lightning.data import (
     QuantitySkew,
     Scenario,
     Shards,
+    Table,
 )
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.runs.partition import read_counts, write_counts
@@ -152,6 +154,20 @@ def test_more_clients_than_the_data_have_are_refused(
 def test_data_without_client_ids_are_refused() -> None:
     expected = "scenario.partition: ByClient: the dataset has no client ids (client_train). Use another partition"
     assert refusal(lambda: built(Digits())) == expected
+
+
+def test_a_client_column_that_the_partition_does_not_use_is_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("age,label,clinic\n" + "".join(f"{n},{n % 2},{'ab'[n % 3 == 0]}\n" for n in range(40)))
+    dataset = Table(str(path), "label", client="clinic")
+    message = (
+        "scenario.dataset.client: IID does not use the column clinic. "
+        "To make each of its values a client, set scenario.partition ByClient and scenario.clients null"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        Scenario(dataset, IID(), clients=2).build(0)
+    Scenario(dataset, ByClient()).build(0)  # warnings are errors
+    Scenario(Table(str(path), "label", exclude=["clinic"]), IID(), clients=2).build(0)
 
 
 def test_local_test_is_the_clients_own_a_share_or_official() -> None:
