@@ -73,7 +73,8 @@ class EarlyStopping(Monitor):
         assert self.best is not None
         best = self.best if self.mode == "max" else -self.best
         evaluations = f"{self.waited} evaluations" if self.waited > 1 else "1 evaluation"
-        return f"{self.metric} has not improved for {evaluations} (best {best:.4g})"
+        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return f"{self.metric} has not improved{by} for {evaluations} (best {best:.4g})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value of the watched metric, and the number of evaluations since that value."""

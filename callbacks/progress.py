@@ -66,7 +66,7 @@ class RoundProgress(RoundCallback):
             "global/acc": "global acc",
             "client/acc_mean": "client acc",
             "new_client/acc_mean": "new client acc",
-            "client/train_loss": "loss",
+            "client/train_loss": "train loss",
         }
         note = "  ".join(f"{label} {metrics[name]:.4f}" for name, label in labels.items() if name in metrics)
         left = (time.monotonic() - self._started) / (run.round - self._first_round) * (run.rounds - run.round)

@@ -329,4 +329,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
 
     def _finish(self) -> Figures:
         one = self.evaluator.global_module(self.round).backbone.cpu() if self.algorithm.one_model else None
-        return self.record.finish(self.evaluation.target_accuracies, None if one is None else one.state_dict())
+        finals = self.record.finish(self.evaluation.target_accuracies, None if one is None else one.state_dict())
+        if self.data.is_remote:
+            self.evaluator.deliver_models(self.round)
+        return finals

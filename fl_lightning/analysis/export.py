@@ -24,6 +24,7 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.inputs import Inputs, Shapes, map_inputs
 from fl_lightning.core.objectives import Classification, Objective
+from fl_lightning.data import FederatedData
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.models.wrapped import call_arguments, original_of
 
@@ -142,7 +143,24 @@ def network_of(
     else:
         last = len(run.data.shards) - 1
         raise ConfigError(f"client: {method} has no global model. Choose a client with --client, 0 to {last}")
-    loaded = run.data.data
+    return network_of_module(module, run.data, model, prepare)
+
+
+def network_of_module(
+    module: ClientModule, data: FederatedData, model: Mapping[str, Any] | None = None, prepare: bool = False
+) -> Network:
+    """Return the network of a trained module to export.
+
+    Args:
+        module: The module. Its network is not compiled.
+        data: The data that it was trained on.
+        model: The network in the run's config: its `class_path` and `init_args`. By default its class.
+        prepare: Whether the network takes samples as they are stored, or raw rows of a table.
+
+    Raises:
+        ConfigError: `prepare` is true, and a sample has several inputs.
+    """
+    loaded = data.data
     backbone, schema = original_of(module.backbone.cpu()), loaded.schema
     model = model or {"class_path": f"{type(backbone).__module__}.{type(backbone).__qualname__}"}
     samples = schema.examples(SAMPLES) if schema else loaded.x_test[:SAMPLES]
@@ -153,7 +171,18 @@ def network_of(
         backbone = NetworkWithPreparation(backbone, to_input)
     else:
         samples = to_input(samples)
-    return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, run.data.objective, schema)
+    return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, data.objective, schema)
+
+
+def described_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the network in a run's config as `class_path` and `init_args`."""
+    model = config["model"]
+    return {"class_path": model} if isinstance(model, str) else model
+
+
+def takes_rows(data: FederatedData, path: Path) -> bool:
+    """Return whether an exported network takes the raw rows of a table, which depends on the format of the file."""
+    return data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
 
 
 # --- The formats ---
@@ -265,21 +294,33 @@ def refuse_target(path: Path, prepare: bool = False) -> None:
     Raises:
         ConfigError: The suffix is unknown, the file exists, packages are missing, or the format cannot prepare samples.
     """
-    if path.suffix not in FORMATS:
-        known = ", ".join(f"{suffix} ({form.name})" for suffix, form in FORMATS.items())
-        raise ConfigError(f"-o: {path} does not end in one of {known}")
+    check_format(path)
     for file in (path, schema_path(path)) if path.suffix == ".pt" else (path,):
         if os.path.lexists(file):
             raise ConfigError(f"-o: {file} already exists. Name another file, or remove it")
     if prepare and path.suffix in WEIGHTS_ONLY:
         raise ConfigError(f"--prepare: a {FORMATS[path.suffix].name} holds only weights. Use .onnx or .ts")
-    if path.suffix == ".onnx":
-        for package in NEEDED:
-            try:
-                import_module(package)
-            except ImportError as error:
-                fix = "pip install 'fl-lightning[onnx]'"
-                raise ConfigError(f"-o: an .onnx file needs {package}, which is not installed. {fix}") from error
+
+
+def check_format(path: Path, key: str = "-o") -> None:
+    """Raise an error if the suffix of a file is not that of an export format, or packages are missing for it.
+
+    Args:
+        path: The file.
+        key: The option that names it.
+
+    Raises:
+        ConfigError: The suffix is unknown, or a package is not installed.
+    """
+    if path.suffix not in FORMATS:
+        known = ", ".join(f"{suffix} ({form.name})" for suffix, form in FORMATS.items())
+        raise ConfigError(f"{key}: {path} does not end in one of {known}")
+    for package in NEEDED if path.suffix == ".onnx" else ():
+        try:
+            import_module(package)
+        except ImportError as error:
+            fix = "pip install 'fl-lightning[onnx]'"
+            raise ConfigError(f"{key}: an .onnx file needs {package}, which is not installed. {fix}") from error
 
 
 def schema_path(path: Path) -> Path:
@@ -287,8 +328,13 @@ def schema_path(path: Path) -> Path:
     return path.with_suffix(".schema.json")
 
 
-def write_network(network: Network, path: Path) -> None:
+def write_network(network: Network, path: Path, key: str = "-o") -> None:
     """Write a network in the format of the path's suffix, after checking that the network read back has equal outputs.
+
+    Args:
+        network: The network.
+        path: The file.
+        key: The option that names it, for error messages.
 
     Raises:
         ConfigError: The format cannot hold this network, or the file cannot be written.
@@ -303,15 +349,15 @@ def write_network(network: Network, path: Path) -> None:
             outputs = form.read(content, network)(network.samples)
     except Exception as error:
         reason = f"{type(error).__name__}; --debug shows more"
-        raise ConfigError(f"-o: {model} cannot be written as {form.name} ({reason}). Use one of {others}") from error
+        raise ConfigError(f"{key}: {model} cannot be written as {form.name} ({reason}). Use one of {others}") from error
     if not same_outputs(outputs, network.outputs):
-        raise ConfigError(f"-o: {model} gives other outputs as {form.name}. Use one of {others}")
+        raise ConfigError(f"{key}: {model} gives other outputs as {form.name}. Use one of {others}")
     try:
         if network.schema and path.suffix == ".pt":
             write_atomically(schema_path(path), network.schema.to_json())
         write_atomically(path, content)
     except OSError as error:
-        raise ConfigError(f"-o: {path} cannot be written: {one_line(error)}") from error
+        raise ConfigError(f"{key}: {path} cannot be written: {one_line(error)}") from error
 
 
 def same_outputs(one: Tensor, other: Tensor) -> bool:

@@ -51,7 +51,7 @@ def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | Non
         threads: Number of torch threads of each run; by default the cores are divided among the workers.
     """
     missing = [job for job in jobs if not is_finished(job.folder)]
-    _report(f"{len(missing)} of {len(jobs)} runs are missing; the folder is {out}")
+    _report(f"{len(missing)} of {len(jobs)} runs to do, in {out}")
     with lock_run_dir(out):
         for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
             how = f"failed: {ended.reason}" if ended.code else "done"

@@ -39,6 +39,7 @@ class Task:
         upload: Return an upload and the client's new state.
         evaluate: Evaluate the client's model on the client's own test split.
         evaluate_globally: Evaluate the client's model on the global test set.
+        keep_model: Store the model of the last round on the client's own machine. Nothing else is done.
         new_client: The client is held out of the training. Its task is its first, and changes no later one.
     """
 
@@ -51,6 +52,7 @@ class Task:
     upload: bool = True
     evaluate: bool = False
     evaluate_globally: bool = False
+    keep_model: bool = False
     new_client: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -97,11 +98,24 @@ class Evaluator:
             if not data.has_global_test:
                 raise ConfigError("scenario.dataset: all test samples are on the clients' machines. See metrics.csv")
             return {"round": round, **self._measure(round, ())}
-        downloads = server.downloads(round + 1, self.scored) if server.algorithm.server else repeat(Message())
-        return {
-            "round": round,
-            **self._measure(round, self.without_training(round, self.scored, downloads, evaluate=True)),
-        }
+        clients = self.without_training(round, self.scored, self._final_downloads(round, self.scored), evaluate=True)
+        return {"round": round, **self._measure(round, clients)}
+
+    def deliver_models(self, round: int) -> None:
+        """Send each client's model after the last round to the client's own machine, which stores it.
+
+        If a machine cannot store it, a warning names the client and the reason.
+        """
+        clients = range(self.server.clients)
+        tasks = self._tasks(round, clients, self._final_downloads(round, clients), keep_model=True)
+        for result in in_client_order(self.engine.run(self.worker, tasks), clients):
+            if result.failure:
+                who = self.worker.data.names.client(result.client)
+                warnings.warn(f"{who}: its model was not stored there: {result.failure.reason}", stacklevel=2)
+
+    def _final_downloads(self, round: int, clients: Sequence[int]) -> Iterable[Message]:
+        """Return what each client receives after the last round; empty messages if there is no server."""
+        return self.server.downloads(round + 1, clients) if self.server.algorithm.server else repeat(Message())
 
     def without_training(
         self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any
@@ -114,11 +128,13 @@ class Evaluator:
             downloads: A message for each client, possibly an endless iterator.
             **wanted: Fields of `Task`; by default nothing is uploaded or evaluated.
         """
+        return run_tasks(self.engine, self.worker, self._tasks(round, clients, downloads, **wanted), clients)
+
+    def _tasks(self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any) -> Iterator[Task]:
+        """Yield a task without training for each client, as `without_training` runs it."""
         options = {"fit": False, "upload": False, **wanted}
-        memory = self.server.memory
-        arriving = zip(clients, downloads, strict=False)
-        tasks = (Task(round, client, download, memory.get(client, {}), **options) for client, download in arriving)
-        return run_tasks(self.engine, self.worker, tasks, clients)
+        for client, download in zip(clients, downloads, strict=False):
+            yield Task(round, client, download, self.server.memory.get(client, {}), **options)
 
     def global_module(self, round: int) -> ClientModule:
         """Return the module of the global model after a round, calibrated if the method does that."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
 
 MEGABYTE = 1 << 20
-FLAGS = ("fit", "upload", "evaluate", "evaluate_globally")
+FLAGS = ("fit", "upload", "evaluate", "evaluate_globally", "keep_model")
 """Fields of a `Task` that say what to do."""
 
 

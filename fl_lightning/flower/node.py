@@ -7,10 +7,11 @@ import hashlib
 import re
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result
@@ -52,6 +53,8 @@ class Site:
             `model`. By default everything.
         allow: SHA-256 digests of experiments that may name classes outside of this package. Others may name only its
             classes.
+        export: File to which this client's model is written at the end of each run, in the format of its ending:
+            `.onnx`, `.ts`, `.pt` or `.ckpt`. By default it is not written.
     """
 
     client: int
@@ -60,6 +63,7 @@ class Site:
     max_megabytes: float = 1024
     sends: list[str] | None = None
     allow: list[str] = field(default_factory=list)
+    export: str | None = None
 
     def __post_init__(self) -> None:
         if self.client < 0:
@@ -80,12 +84,21 @@ class Node:
         build: Builds an experiment from the text of its config. The second argument is whether the config may name
             classes outside of this package.
 
+        write: Writes the client's model at the end of a run, to the file that the site names. Its arguments are the
+            module, the client's data and the text of the experiment's config.
+
     Raises:
         ConfigError: The data cannot be loaded.
     """
 
-    def __init__(self, site: Site, folder: Path, build: Callable[[str, bool], FederatedOrchestrator]) -> None:
-        self.site, self.folder, self._build = site, folder, build
+    def __init__(
+        self,
+        site: Site,
+        folder: Path,
+        build: Callable[[str, bool], FederatedOrchestrator],
+        write: Callable[[ClientModule, FederatedData, str], None] = lambda *_: None,
+    ) -> None:
+        self.site, self.folder, self._build, self._write = site, folder, build, write
         self.data: FederatedData = load_own(site.dataset, site.client, site.local_test)
         shard, loaded = self.data.shards[site.client], self.data.data
         digest = sha256([loaded.x_train, loaded.y_train, shard.train, shard.test])  # type: ignore[list-item]
@@ -118,6 +131,10 @@ class Node:
             raise BadMessage(f"the task has no valid {wrong[0]}")
         worker, states = self._open(values["experiment"], values["run"])
         task = unpack_task(contents, states.read(values["state_round"]))
+        if task.keep_model:
+            uncompiled = replace(worker, compile=False)
+            self._write(self._context.run(uncompiled.modules.personalize, task), self.data, values["experiment"])
+            return pack_result(Result(client, task.download.nbytes), worker.algorithm.public)
         result = self._context.run(worker.run, task)
         self._check_sent(worker, sent_kinds(result, worker.algorithm.public))
         if task.upload and not result.failure:

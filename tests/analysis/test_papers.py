@@ -388,6 +388,8 @@ def test_a_cell_runs(stem, column, row, tmp_path, monkeypatch):
     small = reduced(TABLES[stem]["columns"][column]["config"], tmp_path, monkeypatch)
     if "algorithm.n_com" not in config_of(words(stem, column, row)):
         small = [word for word in small if not word.startswith("--algorithm.n_com")]
+    if row == "IFCA":
+        small.append("--algorithm.clusters=2")
     outcome = run("fit", *words(stem, column, row), *small, "--run_dir", tmp_path / "run")
     assert outcome.code == 0, outcome.err
     assert read_table(stem).figure(column, row) in summary(tmp_path / "run")

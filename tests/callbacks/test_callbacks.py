@@ -149,7 +149,7 @@ def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width, monkey
     bars, clients, *note, below = [line.rstrip("\r") for line in drawn]
     assert re.fullmatch(r"rounds  [━╸╺ ]{8,}1234/2000 .*", bars)
     assert re.fullmatch(r"clients [━╸╺ ]{8,}1/12 +.*", clients)
-    assert " ".join(" ".join(note).split()) == "global acc 0.5000 client acc 0.2500 loss 0.1250"
+    assert " ".join(" ".join(note).split()) == "global acc 0.5000 client acc 0.2500 train loss 0.1250"
     assert len(note) == (2 if width == 40 else 1)
     assert below == ""
     assert max(map(len, drawn)) <= width

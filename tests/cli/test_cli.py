@@ -279,7 +279,7 @@ def test_fit_shows_a_summary_and_one_line_per_round_and_nothing_of_lightning(fin
     assert out.splitlines()[5] == f"folder: {run_dir}"
     for round, line in enumerate(lines[:3], 1):
         assert re.fullmatch(
-            rf"round {round}/3  global acc 0\.\d{{4}}  client acc 0\.\d{{4}}  loss \d\.\d{{4}}  left \d+ s", line
+            rf"round {round}/3  global acc 0\.\d{{4}}  client acc 0\.\d{{4}}  train loss \d\.\d{{4}}  left \d+ s", line
         )
     assert lines[3].split() == ["3", "rounds"]
 

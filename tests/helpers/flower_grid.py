@@ -43,7 +43,8 @@ class LocalGrid:
         lost: Machines that lose the next message.
         unreachable: Machines whose next task Flower answers with an error.
         reason: The text of that error.
-        change: Called with each answer's records; returns those that arrive.
+        change: Called with the records of each answer but the last; returns those that arrive.
+        kinds: The kinds of the messages: `query`, `train`, or `model` for those with the final models.
     """
 
     def __init__(self, nodes):
@@ -63,7 +64,7 @@ class LocalGrid:
         for message in messages:
             self.count += 1
             message.metadata.__dict__["_message_id"] = f"m{self.count}"
-            self.kinds.append(message.metadata.message_type)
+            self.kinds.append("model" if is_last(message) else message.metadata.message_type)
             names.append(f"m{self.count}")
             machine = message.metadata.dst_node_id
             if machine in self.lost and message.metadata.message_type == "train":
@@ -90,8 +91,14 @@ class LocalGrid:
                     answers.append(Message(Error(code=3, reason=self.reason), reply_to=message))
                     continue
                 records = self.nodes[machine].answer(message.content)
-                answers.append(Message(self.change(machine, records), reply_to=message))
+                records = records if is_last(message) else self.change(machine, records)
+                answers.append(Message(records, reply_to=message))
         return answers
+
+
+def is_last(message):
+    """Return whether a message has the client's final model."""
+    return dict(message.content["values"]).get("keep_model", False)
 
 
 def nodes_of(data, folder, build):

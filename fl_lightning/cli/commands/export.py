@@ -7,7 +7,15 @@ from pathlib import Path
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.export import FORMATS, WEIGHTS_ONLY, network_of, refuse_target, schema_path, write_network
+from fl_lightning.analysis.export import (
+    FORMATS,
+    described_model,
+    network_of,
+    refuse_target,
+    schema_path,
+    takes_rows,
+    write_network,
+)
 from fl_lightning.cli.experiment import load_run
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import describe_inputs
@@ -22,9 +30,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     path = Path(given.out)
     refuse_target(path, given.prepare)
     run = load_run(Path(given.run), given.checkpoint, given.trust)
-    model = read_config(Path(given.run))["model"]
-    described = {"class_path": model} if isinstance(model, str) else model
-    has_rows = run.data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
+    described, has_rows = described_model(read_config(Path(given.run))), takes_rows(run.data, path)
     network = network_of(run, described, given.client, given.prepare or has_rows)
     write_network(network, path)
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
