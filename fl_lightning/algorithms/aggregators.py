@@ -63,7 +63,7 @@ class Aggregator(ArgumentsMixin, Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield, for each client, a state from which `model_for` returns the client's model; by default `state` itself.
+        """Yield the state to pass to `model_for` for each client; by default `state` itself.
 
         An aggregator that can compute the models of several clients together overrides this: it adds them to the
         yielded state, where `model_for` finds them. A client's model must not depend on the other ids in `clients`.

@@ -115,7 +115,10 @@ class Algorithm(ArgumentsMixin, Capable):
         self._refuse_parts_of_others()
 
     def _refuse_parts_of_others(self) -> None:
-        """Raise an error if a part works only in another method. A user's own method may send what the part reads."""
+        """Raise an error if a loss term or the aggregator works only in another built-in method.
+
+        A user's own method may use any of them, because it may send what they read.
+        """
         methods = {kind.__name__ for kind in type(self).__mro__}
         parts: list[tuple[str, LossTerm | Aggregator]] = [("loss_terms", term) for term in self.loss_terms]
         aggregator: Aggregator | None = self.aggregator
@@ -211,7 +214,7 @@ class Algorithm(ArgumentsMixin, Capable):
         return not self.one_model
 
     def add_client(self, state: State, memory: State) -> State:
-        """Server: return the shared state with one more client, which has not taken part yet. Its id is the last.
+        """Server: return the shared state with one more client, which has the highest id and has not taken part yet.
 
         `download` gets this state to make the first message to a client that was held out of the training. Methods
         whose state has entries for each client override it.

@@ -115,7 +115,7 @@ class WeightedSampling(ClientSampler):
         self.weights = weights
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Check the number of weights, and warn if the number of samples also weights uploads in the aggregation."""
+        """Check that each client has a weight. Warn if the aggregation also weights clients by their samples."""
         super().start(algorithm, seed, min_clients)
         if self.weights != "samples":
             check_length("weights", self.weights, self.clients)
@@ -142,7 +142,7 @@ class RoundRobin(ClientSampler):
     """
 
     def sample(self, round: int, size: int) -> list[int]:
-        """Return the round's `size` clients in the fixed random order, which starts again after the last client."""
+        """Return the next `size` clients of the fixed random order, which repeats after its last client."""
         order = self.rng(0).permutation(self.clients)
         return sorted(order[np.arange((round - 1) * size, round * size) % self.clients].tolist())
 
@@ -218,7 +218,7 @@ class MarkovAvailability(ClientSampler):
         self.available, self.correlation = available, correlation
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Check the number of probabilities, and that at least `min_clients` clients are available on average."""
+        """Check that each client has a probability, and that on average `min_clients` or more are available."""
         super().start(algorithm, seed, min_clients)
         if isinstance(self.available, list):
             check_length("available", self.available, self.clients)
@@ -248,7 +248,7 @@ class MarkovAvailability(ClientSampler):
 
 
 def choose(rng: np.random.Generator, among: int | np.ndarray, size: int) -> list[int]:
-    """Return distinct clients, drawn uniformly from the first n ids or from an array of ids, in ascending order."""
+    """Return `size` distinct ids in ascending order, drawn uniformly from an array or from all ids below a number."""
     return sorted(rng.choice(among, size, replace=False).tolist())
 
 

@@ -30,7 +30,7 @@ class ClientStates(Protocol):
         """Make the client states that were stored during the round available to `get` and `with_peers`."""
 
     def with_peers(self, state: State, section: str | None) -> State:
-        """Return the shared state plus the given section of every client's state, as `peer_<client id>`."""
+        """Return the shared state plus one named part of each client's state, under `peer_<client id>`."""
 
 
 class Server:
@@ -79,7 +79,7 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The state from which downloads are built: the shared state, plus each client's public section, if any."""
+        """The shared state, plus the part of each client's state that peers can read. Downloads are built from it."""
         return self.memory.with_peers(self.state, self.algorithm.public)
 
     def participants(self, round: int) -> list[int]:

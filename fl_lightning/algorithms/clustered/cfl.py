@@ -140,7 +140,7 @@ class Splits(Aggregator):
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
     def should_split(self, mean: float, largest: float) -> bool:
-        """Return whether a cluster is split: the norm of its mean update is below ε1, and its largest norm above ε2."""
+        """Return whether to split a cluster: its mean update's norm is below ε1, its largest update's above ε2."""
         return mean < self.eps1 and largest > self.eps2
 
 
@@ -219,7 +219,7 @@ class CFL(Algorithm):
         return state | {section(0): state["model"], "assignment": assignment}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with a new client in a new cluster. The cluster's model is the mean of all uploads."""
+        """Return the state with a new client in a new cluster, whose model is the mean of the last round's uploads."""
         cluster = state["assignment"]["cluster"]
         own = cluster.max()[None] + 1
         return state | {
@@ -233,6 +233,6 @@ class CFL(Algorithm):
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state, with the client's latest update, which decides its cluster if it misses a split."""
+        """Return the client state with the client's latest update, for splits of its cluster while it is absent."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

@@ -33,7 +33,7 @@ def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
 
 
 def best_cluster(losses: Tensor) -> int:
-    """Return the index of the cluster with the smallest loss, given all losses `(k,)`. NaN is never chosen (line 9)."""
+    """Return the index of the cluster with the smallest loss, from losses `(k,)`. NaN counts as the largest loss."""
     return int(losses.nan_to_num(nan=torch.inf).argmin())
 
 
@@ -129,7 +129,7 @@ class IFCA(Algorithm):
         super().__init__(loss_terms, self.means, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial server state with one model per cluster; the first is the initial model.
+        """Return the initial server state. Each cluster's model has different random initial weights.
 
         Raises:
             ConfigError: No entry begins with the name of a shared layer, or there are more clusters than clients.

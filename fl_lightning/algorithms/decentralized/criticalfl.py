@@ -40,7 +40,7 @@ PEER_NORMS = "peer_norms"
 
 
 class PeerCriticalFL(PeerAlgorithm):
-    """CriticalFL without a server: while gradients grow, a client collects only the most changed weights of more peers.
+    """CriticalFL without a server: while gradients grow, clients use more peers, but only their most changed weights.
 
     Each client has its own detector. It receives the mean of the client's gradient norm and the last norms of the peers
     that the client collected from. From a peer in a critical period, a client collects only the entries that changed
@@ -87,7 +87,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return int(own.numbers["peers"])
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return the peers' messages for a client: whole models or their largest changes, and gradient norms."""
+        """Return what a client collects: each peer's whole model or most changed entries, and gradient norm."""
         return {j: collected_part(message) for j, message in peers.items()}
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
@@ -110,7 +110,7 @@ class PeerCriticalFL(PeerAlgorithm):
         module.received = {name: value.clone() for name, value in self._shared(module.backbone).items()}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the message to publish: model, mask of its largest changes, gradient norm and next number of peers."""
+        """Return the message to publish: model, mask of its most changed entries, gradient norm, next peer count."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         if not module.round:
@@ -134,7 +134,7 @@ class PeerCriticalFL(PeerAlgorithm):
 
 
 def collected_part(publication: Message) -> Message:
-    """Return the part of a published model that peers collect: all or, in a critical period, its largest changes."""
+    """Return the message with what peers collect of a model: all or, in a critical period, the most changed entries."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
     changed = publication.section(CHANGED)
     if not changed:

@@ -181,7 +181,7 @@ class DisPFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the mean of the client's and its peers' models, inside its new mask. Before round 1, draw a mask.
+        """Load the mean of the client's and its peers' models, inside the client's mask. Draw a mask if it has none.
 
         These are lines 5-6 of Algorithm 1. If nothing was collected, the trained weights stay unmasked until the next
         fit begins.
@@ -235,7 +235,10 @@ class DisPFL(PeerAlgorithm):
         return super().remember(module, upload) | {NEXT: masks}
 
     def search_mask(self, module: MaskedModule, batches: Batches) -> Tensors:
-        """Return the masks of the client's next round. Before round 1, the masks do not change."""
+        """Return the masks of the client's next round: the current ones, with some entries replaced.
+
+        They do not change before round 1, at a rate of 0, or if `regrow` is `none`.
+        """
         rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
         if not module.round or not rate or self.regrow == "none":
             return module.masks

@@ -112,7 +112,10 @@ class PeerAlgorithm(Algorithm):
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Average the client's and the collected models, and merge shared knowledge. Before round 1 do nothing."""
+        """Load the mean of the client's and the collected models, and merge the shared knowledge of these clients.
+
+        If the client has not published a model yet, as before round 1, do nothing.
+        """
         if LAID_OUT not in memory:
             return
         untrained = to_cpu({"model": self._shared(module.backbone)})

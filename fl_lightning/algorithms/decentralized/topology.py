@@ -100,7 +100,7 @@ class ErdosRenyi(Graph):
 
 
 class Adjacency(Graph):
-    """A graph from a file with one line per client: 0 or 1 for each peer that it can collect from.
+    """A graph from a matrix in a file: a 1 in row i and column j means that client i can collect from client j.
 
     Args:
         path: A text file with numbers separated by spaces or commas, or a `.npy` file with a matrix.

@@ -71,7 +71,7 @@ class ClientMomentum(LossTerm):
 
 
 class PathMeans(NamedTuple):
-    """Means of a round's uploaded models.
+    """Means of a round's uploaded models: unweighted, and weighted by `1 / (K η)`, the inverse path length.
 
     Attributes:
         models: The plain mean.
@@ -105,7 +105,7 @@ class DirectionServer(ServerStep):
         return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
 
     def fold(self, uploads: Iterable[Upload]) -> PathMeans:  # type: ignore[override]
-        """Return means of the uploaded models. Clients without steps do not count in the next descent direction."""
+        """Return two means of the uploads: unweighted, and weighted by `1 / (K η)`, or 0 for clients without steps."""
         plain, by_path, inverses = RunningMean(), RunningMean(), 0.0
         for upload in uploads:
             model, length = upload.message.section("model"), upload.message.numbers[LENGTH]

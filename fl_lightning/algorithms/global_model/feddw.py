@@ -181,7 +181,7 @@ class DistillingWeights(LossTerm):
         self.soft_labels.load({"values": values})
 
     def begin(self, module: ClientModule) -> None:
-        """Check that the classification layer has no bias, and set μ and the linearisation for this round."""
+        """Check that the classification layer has no bias, set this round's weight μ, and reset the step count."""
         if classification_layer(module.backbone).bias is not None and not self.allow_bias:
             raise ConfigError(
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
@@ -259,7 +259,7 @@ class FedDW(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Build a client's module whose classification layer has no bias, unless the preset keeps the bias.
+        """Build a client's module. Remove the classification layer's bias, unless `preset` is `reference`.
 
         Raises:
             ConfigError: The layer has a bias, and `drop_bias` does not allow its removal.

@@ -300,7 +300,7 @@ class FedGen(Algorithm):
         self.generator_batch_size, self.noise_dim, self.hidden_dim = generator_batch_size, noise_dim, hidden_dim
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights, and the seed of the generator.
+        """Return the initial weights, and a random seed for the feature generator's weights and training.
 
         Raises:
             ConfigError: The model has no separate encoder and head.

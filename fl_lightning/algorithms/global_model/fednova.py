@@ -72,7 +72,7 @@ class NormalizedAveraging(Aggregator):
     only_in = "FedNova"
 
     def fold(self, uploads: Iterable[Upload]) -> NormalizedMeans:
-        """Average the uploaded models as they arrive: parameters per effective step, other entries as in FedAvg."""
+        """Average the uploads: parameters by samples divided by effective steps, other entries by samples."""
         parameters, others, samples, steps, inverse = RunningMean(), RunningMean(), 0.0, 0.0, 0.0
         for upload in uploads:
             model, n, length = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]

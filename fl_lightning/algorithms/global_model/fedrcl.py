@@ -55,10 +55,10 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 
 
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
-    """Return the penalty PEN on too similar samples of a class, the mean over i of `log(1 + exp((q - 1)/τ))`.
+    """Return the penalty PEN on samples of a class that are more similar than λ, the threshold.
 
-    `q` is the least similarity of i to another sample of its class if it is at least λ. Otherwise, and without another
-    sample, `q` is -1.
+    It is the mean over i of `log(1 + exp((q - 1)/τ))`. `q` is the least similarity of i to another sample of its class
+    if it is at least λ. Otherwise, and without another sample, `q` is -1.
 
     Args:
         similar: `s_ij`, `(B, B)`.

@@ -170,7 +170,7 @@ class HistoryContrast(LossTerm):
 
 
 def dual_weights(models: Tensor) -> Tensor:
-    """Return each client's aggregation weight `ξ_k = cos(w_k, w0) / Σ cos` (Eq. 13-15), `(K,)`, in float64.
+    """Return the clients' weights `ξ_k = cos(w_k, w0) / Σ cos`, `(K,)`, with `w0` the mean of their models (Eq. 13-15).
 
     `w0` is the unweighted mean. If a cosine is not positive, all clients get the same weight, with a warning.
 

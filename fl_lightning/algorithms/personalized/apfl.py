@@ -29,7 +29,7 @@ MIXING = "mixing"
 
 
 class MixedModels(ClientModule):
-    """A client's module that trains the shared model `w`, and its own model `v` for the mixture `α v + (1 - α) w`.
+    """A client's module that trains the shared model `w`, and a personal model `v` for the mixture `α v + (1 - α) w`.
 
     Both take a step on each batch. The step of `v` follows the gradient of the mixture's loss, and does not affect `w`.
     Its optimizer, scheduler and gradient clipping are like those of the shared model.
@@ -132,7 +132,7 @@ class APFL(Algorithm):
         self.module_class = partial(MixedModels, alpha=alpha, adaptive=adaptive)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the shared model, the client's own model, which starts as the initial model, and its α."""
+        """Load the shared model, the client's own model and its share α in the mixture of both."""
         super().receive(module, download, memory)
         if OWN_MODEL in memory:
             mixed = mixed_models(module)
@@ -140,7 +140,7 @@ class APFL(Algorithm):
             mixed.alpha.copy_(memory[MIXING]["alpha"])
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state, with the client's own model and its α.
+        """Return the client state, with the client's own model and its share α in the mixture.
 
         Raises:
             NonFiniteError: The own model contains NaN or Inf.

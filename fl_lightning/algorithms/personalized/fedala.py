@@ -55,7 +55,7 @@ def has_converged(losses: Sequence[float], threshold: float) -> bool:
 
 
 def top_names(backbone: nn.Module, layers: int) -> list[str]:
-    """Return the names of the last `layers` parameter tensors of a backbone, excluding a siamese predictor."""
+    """Return the names of the last `layers` parameter tensors of a backbone, without those of its `predictor`."""
     names = [name for name, _ in backbone.named_parameters() if not name.startswith("predictor.")]
     return names[max(0, len(names) - layers) :]
 

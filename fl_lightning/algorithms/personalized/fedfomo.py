@@ -86,7 +86,7 @@ class Affinities(Aggregator):
     only_in = "FedFomo"
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
-        """Return each uploading client's benefits from the models it received: loss reduction per distance (Eq. 3)."""
+        """Return each client's benefits from the models it received: loss reduction over distance of models (Eq. 3)."""
         return [(client, message.section(AFFINITY)) for client, message in uploads]
 
     def finish(self, folded: list[tuple[int, Tensors]], before: State, knowledge: State) -> State:
@@ -198,7 +198,7 @@ class FedFomo(Algorithm):
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
-        """Return each model's benefit: its reduction of the client's loss per distance (Eq. 3), `(M,)`.
+        """Return each model's benefit (Eq. 3): loss of `previous` minus its own loss, over their distance, `(M,)`.
 
         This overwrites the module's weights.
         """

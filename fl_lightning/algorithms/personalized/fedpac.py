@@ -70,7 +70,7 @@ class FeatureAlignment(PrototypeAlignment):
 
 
 def feature_statistics(sums: Tensor, squares: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a client's weighted class means `h_k = p_k μ_k`, `(C, d)`, and the variance `V / n` of their estimate.
+    """Return a client's class means times class shares, `h_k = p_k μ_k`, `(C, d)`, and the variance `V / n` of `h`.
 
     `V` is `Σ_k p_k E_k||f||² - Σ_k p_k² ||μ_k||²`, with the client's class shares `p_k` and class means `μ_k`.
 

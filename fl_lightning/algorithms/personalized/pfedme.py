@@ -29,7 +29,7 @@ PERSONAL_MODEL = "personal_model"
 
 
 class MoreauEnvelope(ClientModule):
-    """A client's module with a local model `w`, the backbone, and a personalised model `θ` near it.
+    """A client's module with a local model `w` (the backbone) and a personalised model `θ` near it.
 
     On each batch, `θ` takes steps on `f(θ) + λ/2 ||θ - w||²`. Then `w` takes a step of the fit's optimizer on
     `λ/2 ||w - θ||²`. Loss terms, recorded losses and BatchNorm's statistics are those of `θ`.
@@ -47,7 +47,7 @@ class MoreauEnvelope(ClientModule):
         self.own = copy.deepcopy(self.backbone)
 
     def on_fit_start(self) -> None:
-        """Start the personalised model from the received one."""
+        """Set the personalised model to the received weights."""
         self.own.load_state_dict(self.backbone.state_dict())
         super().on_fit_start()
 
@@ -125,7 +125,7 @@ class PFedMe(Algorithm):
         self.module_class = partial(MoreauEnvelope, lam=lam, inner_steps=inner_steps, personal_lr=personal_lr)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the server's model, and the client's last personalised model, which starts as the initial model."""
+        """Load the server's model, and the client's personalised model from its last round, if any."""
         super().receive(module, download, memory)
         if PERSONAL_MODEL in memory:
             load_weights(own_model(module), memory[PERSONAL_MODEL])

@@ -26,7 +26,7 @@ Review = Literal["interpolation", "literal"]
 
 
 def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale = "count") -> Tensor:
-    """Return each client's distance to the global knowledge, `d_k = Σ_j ||c_k^j - c̃^j||_2`, `(K,)` (Section III-B).
+    """Return the distance of each client's class-wise mean logits to the global ones, `d_k = Σ_j ||c_k^j - c̃^j||_2`.
 
     Args:
         local: `(K, C, C)` knowledge of the participants.
@@ -86,7 +86,7 @@ class GlobalDiscrepancy(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The structural knowledge, from which the aggregation weights are computed."""
+        """The structural knowledge (mean logits per class), from which the aggregation weights are computed."""
         return (self.structural,)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
@@ -109,7 +109,7 @@ class GlobalDiscrepancy(Aggregator):
 
 
 def review_ratio(now: Tensor, before: Tensor) -> float:
-    """Return the relative growth of the variance of the global knowledge since the previous round (Eq. 5).
+    """Return the relative growth of the variance of the global mean logits since the previous round (Eq. 5).
 
     That is `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`.
 
@@ -127,7 +127,7 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
 
 
 def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes over which Eq. 5 sums variances: those known in this round and the previous one.
+    """Return the masks of the classes to compare, for this round and the last: those known in both (Eq. 5).
 
     Args:
         now: `(C,)` bool, the classes known in this round.
@@ -137,12 +137,12 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes whose variances the authors' code sums: for each of two rounds, all classes known in it."""
+    """Return the masks of the classes to compare, for this round and the last: those known in each (authors' code)."""
     return now, before
 
 
 class GlobalPeriodReview(Aggregator):
-    """GPR: from round 2 on, correct another aggregator's model by the previous round's model.
+    """GPR: from round 2 on, correct the model of another aggregator with the previous round's global model.
 
     Eq. 5 as printed, `review="literal"`, is `β w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Its first term shrinks every
     weight by `1 - β` per round, including BatchNorm's statistics. This explains its whole loss of accuracy compared
@@ -185,7 +185,7 @@ class GlobalPeriodReview(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The structural knowledge, and the shared knowledge that the inner aggregator reads."""
+        """The structural knowledge (mean logits per class), and the shared knowledge of the inner aggregator."""
         return (self.structural, *self.inner.knowledge)
 
     def initial(self, model: Tensors, num_classes: int) -> State:

@@ -1,4 +1,4 @@
-"""FedSKC's local contrastive learning (LCL): a loss term between logits and structural knowledge (Eq. 2 and 3)."""
+"""FedSKC's local contrastive learning (LCL): a loss between logits and global mean logits per class (Eq. 2, 3)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> T
 
 
 def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
-    """Return the cosine of every sample's logits with every class's knowledge, `(B, J)`; zero where a norm is zero."""
+    """Return the cosines of samples' logits with the mean logits of classes, `(B, J)`; zero where a norm is zero."""
     return F.normalize(logits, dim=1) @ F.normalize(knowledge, dim=1).T
 
 
@@ -65,9 +65,10 @@ def local_contrastive_loss(
 
 
 def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
-    """Return the contrastive loss of the authors' code: Eq. 3 without `U_j`, and with the positive counted twice.
+    """Return the contrastive loss of the authors' code, whose denominator counts the sample's own class twice.
 
-    For a sample of an unknown class, the positive is its own detached logits.
+    The similarities are not divided by `U_j`. For a sample of an unknown class, the positive is its own detached
+    logits.
     """
     scores = cosine(logits, knowledge) / tau
     own = F.cosine_similarity(logits, logits.detach(), dim=1) / tau
@@ -146,19 +147,19 @@ class LocalContrastive(LossTerm):
         self.all_known = False
 
     def load(self, values: Tensor, known: Tensor) -> None:
-        """Store the received global knowledge: `values` `(C, C)` and `known` `(C,)` bool."""
+        """Store the received global mean logits per class, `(C, C)`, and the mask of known classes, `(C,)`."""
         self.structural.load({"values": values, "known": known})
         self.all_known = bool(known.all())
 
     def begin(self, module: ClientModule) -> None:
-        """Switch the loss term off for this fit if no class has global knowledge yet."""
+        """Set the weight of the loss term for this fit. Switch it off if no class has global mean logits yet."""
         known = self.structural.known
         self.active = known is not None and bool(known.any())
         self.all_known = known is not None and bool(known.all())
         self.scale = self.contrast.scale(module.round)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the contrastive loss (Eq. 3) on a batch, or zero without global knowledge."""
+        """Return the contrastive loss (Eq. 3) on a batch, or zero if no global mean logits were received."""
         values, known = self.structural.values, self.structural.known
         if values is None or known is None:
             return step.logits.new_zeros(())

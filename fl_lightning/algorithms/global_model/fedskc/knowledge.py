@@ -80,12 +80,12 @@ class StructuralKnowledge(SharedKnowledge):
         }
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's class-wise knowledge `c_k`, and the mask of the classes that it has samples of."""
+        """Return the client's mean logits per class times their sigmoid, `c_k`, and the mask of the classes it has."""
         sums, counts = class_sums_over(batches, module, num_classes)
         return {"values": local_knowledge(sums, counts), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the global knowledge (Eq. 1); a class without samples in this round keeps its last values."""
+        """Return the clients' merged mean logits (Eq. 1); a class without samples in the round keeps its values."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         values = torch.where(known[:, None], values, previous["values"])
         return {"values": values, "known": known | previous["known"]}
@@ -119,7 +119,7 @@ class ReferenceKnowledge(StructuralKnowledge):
         return {"values": local_knowledge(sums, counts, silu=False), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the global knowledge (Eq. 1); a class without samples in this round becomes unknown."""
+        """Return the clients' merged mean logits (Eq. 1); a class without samples in the round becomes unknown."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         return {"values": values, "known": known}
 
@@ -130,6 +130,6 @@ def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
 
 
 def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
-    """Return the knowledge that the clients uploaded, `(K, C, C)`, and its masks of known classes, `(K, C)`."""
+    """Stack the mean logits per class that K clients uploaded, `(K, C, C)`, and masks of known classes, `(K, C)`."""
     sections = [upload.message.section(StructuralKnowledge.name) for upload in uploads]
     return torch.stack([s["values"] for s in sections]), torch.stack([s["known"] for s in sections])
