@@ -1,1 +1,1 @@
-"""Tools for many runs: comparison, figures, HTML report, sweeps, papers' tables; for one run: `watch` and `export`."""
+"""Tools to run, tune and compare many experiments, to draw and report their results, and to watch or export one run."""

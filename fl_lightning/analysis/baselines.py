@@ -62,7 +62,7 @@ def expand_baseline(words: Sequence[str]) -> list[str]:
 
 
 def warn_of_dropped_options(configs: Sequence[str], resolved: Mapping[str, Any]) -> None:
-    """Warn of each shared option that the config files set, but that the chosen algorithm does not have.
+    """Warn of each option shared by most algorithms that the config files set, but that the chosen algorithm lacks.
 
     Args:
         configs: The paths of the config files.

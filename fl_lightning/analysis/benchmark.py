@@ -49,7 +49,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class TunedEntry:
-    """An entry of a benchmark with the results of its trials.
+    """A benchmark entry (a method in a scenario) with the results of its tuning trials.
 
     Args:
         entry: The entry.
@@ -67,7 +67,11 @@ class TunedEntry:
         return best_trial(self.trials, self.entry.table.maximize)
 
     def jobs(self, folder: Path) -> dict[int, Job]:
-        """Return the runs with the tuned values by seed, given the folder of the benchmark; empty if no trial ended."""
+        """Return the jobs that train with the best trial's values, by seed; empty if no trial is complete.
+
+        Args:
+            folder: The folder of the benchmark.
+        """
         if self.best is None:
             return {}
         values = tuple(f"--{key}={value}" for key, value in self.best.settings.items())
@@ -75,7 +79,7 @@ class TunedEntry:
 
 
 def entry_jobs(entry: Entry, parent: Path, values: Sequence[str] = ()) -> dict[int, Job]:
-    """Return the runs of an entry by seed.
+    """Return the jobs that run a benchmark entry (a method in a scenario), by seed.
 
     Args:
         entry: The entry.
@@ -94,7 +98,7 @@ def entry_jobs(entry: Entry, parent: Path, values: Sequence[str] = ()) -> dict[i
 
 
 def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None) -> Sweep:
-    """Return the sweep over some ranges for an entry.
+    """Return the sweep that tunes a benchmark entry (a method in a scenario) over ranges of its options.
 
     Args:
         entry: The entry.
@@ -123,7 +127,7 @@ def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None
 
 
 def start_value(parameter: Parameter, default: Any) -> Any:
-    """Return the default of a key as a value of its range: the nearest bound if it is outside, or the middle if unset.
+    """Return an option's value in the first trial: the default, clipped to the range, or the middle without a default.
 
     Args:
         parameter: The range.
@@ -198,7 +202,7 @@ def tune(
 
 
 def first_half(results: Sequence[TrialResult], tuning: Tuning) -> list[TrialResult]:
-    """Return the trials that began in the first half of the budget, which limits their number and processor time."""
+    """Return the trials that began in the first half of the tuning budget (number of trials and processor time)."""
     used = accumulate((result.processor_seconds for result in results), initial=0.0)
     return [
         result
@@ -214,7 +218,7 @@ def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | 
 
 
 def edge_keys(sweep: Sweep, best: TrialResult | None) -> dict[str, bool]:
-    """Return the keys whose best value is at the edge of a numeric range: whether it is the upper edge."""
+    """Return the options whose best value is near an end of their range, mapped to True for the upper end."""
     found: dict[str, bool] = {}
     if best is None:
         return found
@@ -236,9 +240,10 @@ def moved_ranges(
     best: TrialResult,
     allows: Callable[[Sequence[str]], bool],
 ) -> dict[str, Any]:
-    """Return the logarithmic ranges that are to move by half their length, so that the edge is in the middle.
+    """Return a new range for each option whose best value is near an end of its logarithmic range, centred on this end.
 
-    Other ranges are all that there is: a fraction, or a list of choices.
+    Ranges of other types stay as they are, because they contain all possible values: a fraction, or a list of choices.
+    A range also stays if `allows` refuses the new values.
     """
     found = {}
     for key, upwards in edges.items():
@@ -257,7 +262,7 @@ def moved_ranges(
 
 @dataclass(frozen=True)
 class EntryResult:
-    """The results of an entry's runs with fresh seeds.
+    """The results of a benchmark entry (a method in a scenario), run with seeds that the tuning did not use.
 
     Args:
         tuned: The entry with its trials.
@@ -273,28 +278,28 @@ class EntryResult:
 
     @property
     def entry(self) -> Entry:
-        """The entry."""
+        """The benchmark entry: a method in a scenario, with the metric that it is tuned for."""
         return self.tuned.entry
 
     def values(self, what: str = "last", untuned: bool = False) -> dict[int, float]:
-        """Return the metric of each seed: `last`, `best` or `last10` as `best_and_last` has them."""
+        """Return the metric of each seed: the `last` or the `best` value, or the mean of the last ten (`last10`)."""
         table, runs = self.entry.table, self.untuned if untuned else self.runs
         figures = {seed: best_and_last(run.rounds, table.metric, not table.maximize) for seed, run in runs.items()}
         return {seed: figure[what] for seed, figure in figures.items() if figure}
 
     def spread(self, what: str = "last", untuned: bool = False) -> Spread | None:
-        """Return the mean and the standard deviation over the seeds; None without a finished run."""
+        """Return the metric's mean and standard deviation over the seeds; None without a finished run."""
         return spread(self.values(what, untuned).values())
 
     def difference(self, reference: EntryResult) -> Difference | None:
-        """Return the difference of the last value from a reference with the same seeds; None without a common seed."""
+        """Return the metric's mean difference from a reference over their common seeds; None without a common seed."""
         ours, theirs = self.values(), reference.values()
         seeds = [seed for seed in ours if seed in theirs]
         return paired_difference([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
 
     @cached_property
     def bytes(self) -> float | None:
-        """Mean bytes of a run, up and down; None without a finished run."""
+        """Mean communication cost of a run in bytes, uploads plus downloads; None without a finished run."""
         counts = [count for run in self.runs.values() if (count := transferred_bytes(run.rounds)) is not None]
         return fmean(counts) if counts else None
 
@@ -314,7 +319,7 @@ class EntryResult:
 
 
 class BenchmarkResult:
-    """The results of a benchmark: of every method in every scenario of every table.
+    """The results of a benchmark: one for each combination of table, scenario and method.
 
     Args:
         benchmark: The benchmark.
@@ -326,7 +331,7 @@ class BenchmarkResult:
         self._results = {(r.entry.table.name, r.entry.scenario, r.entry.method): r for r in results}
 
     def result(self, table: str, scenario: str, method: str) -> EntryResult:
-        """Return the results of a method in a scenario of a table."""
+        """Return the results for a combination of table, scenario and method."""
         return self._results[table, scenario, method]
 
     def of_table(self, table: str) -> list[EntryResult]:
@@ -371,7 +376,7 @@ def read_results(benchmark: Benchmark, tuned: Sequence[TunedEntry], out: Path) -
 
 
 def _finished(jobs: Mapping[int, Job]) -> tuple[dict[int, Run], list[str]]:
-    """Return the finished runs by seed, and the reasons of the failed ones."""
+    """Return the finished runs of some jobs by seed, and the error messages of the failed jobs."""
     runs, failures = {}, []
     for seed, job in jobs.items():
         if is_finished(job.folder):

@@ -33,7 +33,7 @@ TUNING_SETTINGS = {"scenario.validation_share": 0.2, "logger": False}
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """How a method of a benchmark differs from the class of its name.
+    """The `fit` options and the search ranges that a benchmark file gives for one method.
 
     Args:
         settings: Options of `fit`. The class is that of the method's name, unless they have `algorithm`.
@@ -66,7 +66,7 @@ class BenchmarkTable:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How each method is tuned.
+    """The tuning of a benchmark, equal for all methods: trials, seeds, settings, early stopping and processor time.
 
     Args:
         trials: Number of trials of each method in each scenario of each table.
@@ -116,7 +116,7 @@ class Benchmark:
     overrides: Settings = field(default_factory=dict)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every method in every scenario of every table."""
+        """Yield an entry for each combination of table, scenario and method."""
         for table in self.tables:
             for scenario in self.scenarios:
                 for method in table.methods:
@@ -125,7 +125,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Entry:
-    """A method in a scenario of a table. It is tuned for this scenario and this table's metric alone.
+    """A combination of table, scenario and method in a benchmark. Each combination is tuned separately.
 
     Args:
         benchmark: The benchmark.
@@ -146,7 +146,7 @@ class Entry:
 
     @property
     def folder(self) -> Path:
-        """The folder of the entry below those of all trials and all runs."""
+        """The relative path of the entry's folder, such as `global/Dirichlet-0.1/FedAvg`."""
         return Path(*map(folder_name, filter(None, (self.table.name, self.scenario, self.method))))
 
     @property
@@ -175,7 +175,7 @@ class Entry:
 
 
 def setting_words(settings: Settings) -> list[str]:
-    """Return settings as words of a command line."""
+    """Convert settings to command-line options `--KEY=VALUE`."""
     return [f"--{key}={to_word(value)}" for key, value in settings.items()]
 
 
@@ -254,7 +254,7 @@ def _benchmark(name: str, content: Any) -> Benchmark:
 
 
 def parse_overrides(words: Sequence[str]) -> Settings:
-    """Return the settings of words KEY=VALUE.
+    """Parse the words KEY=VALUE after `--set`, and return the settings by key.
 
     Raises:
         ConfigError: A word has another form, or the key cannot be set.
@@ -285,7 +285,10 @@ def _settings(where: str, content: Any) -> Settings:
 
 
 def _search(where: str, content: Any) -> Settings:
-    """Check a mapping of ranges. The ranges themselves are checked with those of the method's class, as a sweep."""
+    """Return the search ranges of a benchmark file. Raise an error if they are not a mapping.
+
+    Each range is checked later, together with those of the method's class, when the sweep is built.
+    """
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where}: it needs lines `KEY: {{min: ..., max: ...}}` as in a sweep file ({content!r})")
     return content

@@ -19,7 +19,7 @@ CSV_HEADER += ["bytes", "seconds", "processor_seconds", "tuning_processor_second
 
 
 def tables(result: BenchmarkResult, in_percent: bool = False) -> Iterable[tuple[str, list[ResultTable]]]:
-    """Yield, for each table of a benchmark, its title, and the tables of results, of differences and of the tuning.
+    """Yield a title and up to three formatted tables (results, differences, tuning) for each table of a benchmark.
 
     Args:
         result: The results.
@@ -74,7 +74,7 @@ def score_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool
 
 
 def difference_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool) -> ResultTable:
-    """Return the table of differences from the tuned reference method; without rows if that is not in the table."""
+    """Return the table of differences from the tuned reference method; without rows if `table` lacks this method."""
     scenarios, reference = list(result.benchmark.scenarios), result.benchmark.reference
     rows = []
     for method in table.methods if reference in table.methods else ():
@@ -89,7 +89,7 @@ def difference_table(result: BenchmarkResult, table: BenchmarkTable, in_percent:
 
 
 def tuning_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool) -> ResultTable:
-    """Return the table of trials, tuned values, other readings of the metric, bytes and seconds, a row per entry."""
+    """Return a table of trials, tuned values, metrics, bytes and seconds: one row per scenario and method."""
     header = ["scenario", "method", "trials", "tuned values", "validation", "untuned", "last 10", "best"]
     rows, edges = [], False
     for one in result.of_table(table.name):
@@ -174,7 +174,7 @@ def as_markdown(result: BenchmarkResult, in_percent: bool = False) -> str:
 
 
 def as_csv(result: BenchmarkResult) -> str:
-    """Return the results of all runs as CSV, a line per entry and seed, with all digits."""
+    """Return a benchmark's results as CSV with all digits: one line per table, scenario, method and seed."""
     lines: list[Sequence[object]] = [CSV_HEADER]
     for table in result.benchmark.tables:
         for one in result.of_table(table.name):

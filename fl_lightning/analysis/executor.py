@@ -83,7 +83,7 @@ class JobResult(NamedTuple):
 
 
 class RunJobs(Protocol):
-    """Run jobs as `run_jobs` does, with a given program and number of workers: `partial(run_jobs, program=...)`."""
+    """Type of a function that runs jobs: `run_jobs` with its program and workers set by `functools.partial`."""
 
     def __call__(self, jobs: Iterable[Job], *, should_stop: Callable[[Job], bool] | None = None) -> Iterator[JobResult]:
         """Yield the result of each job when it ends."""

@@ -110,7 +110,7 @@ class NetworkWithPreparation(nn.Module):
         self.backbone, self.prepare = backbone, prepare
 
     def forward(self, x: Tensor) -> Tensor:
-        """Preprocess a batch of stored samples, and return the network's outputs."""
+        """Preprocess a batch of unprocessed samples or table rows, and return the network's outputs."""
         return self.backbone(self.prepare(x))
 
 
@@ -329,7 +329,7 @@ def schema_path(path: Path) -> Path:
 
 
 def write_network(network: Network, path: Path, key: str = "-o") -> None:
-    """Write a network in the format of the path's suffix, after checking that the network read back has equal outputs.
+    """Write a network to a file in the format of its suffix. First check that the converted network has equal outputs.
 
     Args:
         network: The network.

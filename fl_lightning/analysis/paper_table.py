@@ -52,7 +52,7 @@ class PaperValue(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A paper's claim that one row is better than another.
+    """A paper's claim that one row (method) of its table is better than another row.
 
     Args:
         better: The better row: a higher percentage, or fewer rounds.

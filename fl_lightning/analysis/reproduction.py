@@ -108,7 +108,7 @@ class Verdict:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """The claim's margin in our runs: its mean over seeds with a paired t-test; None if all are missing."""
+        """The claim's mean margin over the seeds of our runs, with a paired t-test; None if no seed has a margin."""
         return paired_difference(list(self.margins.values()), [0.0] * len(self.margins))
 
     @cached_property

@@ -152,7 +152,7 @@ def reference_difference(group: Group, base: Group | None, grouping: Grouping) -
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:
-        """Return the metric's mean last value by pairing key: the seed and the values of the settings in `inner`."""
+        """Return the metric's mean last value over the runs with equal seed and equal settings in `inner`."""
         values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
             if figures := best_and_last(run.rounds, grouping.metric):
@@ -169,7 +169,7 @@ def reference_difference(group: Group, base: Group | None, grouping: Grouping) -
 
 
 def column_keys(keys: Sequence[str], across: str) -> list[str]:
-    """Return the keys without nested ones, such as `algorithm.mu` if `algorithm` is a key. Always keep `across`."""
+    """Return the keys without those below another key, as `algorithm.mu` is below `algorithm`. Always keep `across`."""
     return [key for key in keys if key == across or not is_below(key, keys)]
 
 

@@ -24,13 +24,14 @@ def is_uncompared(key: str) -> bool:
 
 
 def varied_settings(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
-    """Return the settings in which runs with the same classes differ. Settings of the algorithm come first.
+    """Return the settings in which runs differ. An option of a class is compared only between runs with this class.
 
     A nested setting is compared only among runs with the same class above it: `tau` is returned only if two FedSKC
     runs differ in it, not because a FedAvg run has no `tau`.
 
     Returns:
-        For each key, the values of the keys above it (such as the class) with which it differs.
+        For each key, the values of the keys above it (such as the class) with which it differs. Keys of the algorithm
+        come first.
     """
     varied = {}
     for key in dict.fromkeys(key for each in texts.values() for key in each):

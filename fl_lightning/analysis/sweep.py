@@ -30,7 +30,7 @@ STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: 
 
 
 class Budget(NamedTuple):
-    """Limits of a whole sweep, over all calls that continue it.
+    """The limits of a sweep's number of trials and processor time, including the trials of earlier calls.
 
     Args:
         trials: Number of trials; None for no other limit than that of the file or its grid.
@@ -155,7 +155,7 @@ class Study:
         return self._result(self._trials()[trial.user_attrs["number"]])
 
     def _record_value(self, trial: FrozenTrial) -> None:
-        """Store the metric of a trial if all of its runs have finished, or that the trial failed if one lacks it."""
+        """Store a trial's mean metric once all of its runs have finished. The trial fails if a run lacks the metric."""
         runs = self._runs(trial)
         try:
             values = [self._value(run) for run in runs if is_finished(run)]
@@ -227,7 +227,7 @@ class Study:
         return False
 
     def _means(self, trial: FrozenTrial) -> dict[int, float]:
-        """Return the mean of the metric over the runs of a trial, for each round in which all of them have it."""
+        """Return the metric's mean over a trial's runs for each round in which every run has logged the metric."""
         name = self.sweep.metric
         first, *others = [
             {int(row["round"]): row[name] for row in self._rows(run) if name in row} for run in self._runs(trial)

@@ -16,7 +16,7 @@ NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 
 
 def correct_case(words: Sequence[str]) -> list[str]:
-    """Correct the case of class names on a command line, and write nested null values so that they stay null.
+    """Correct the case of class names on a command line, and rewrite nested nulls that jsonargparse would read as text.
 
     In `--model.head.prediction null`, jsonargparse turns null into the text `None`. It reads the mapping in
     `--model.head {prediction: null}` correctly.

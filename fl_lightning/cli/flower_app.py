@@ -164,7 +164,9 @@ def client_config(config: Mapping[str, Any]) -> str:
 
 
 def client_experiment(text: str, trusted: bool) -> FederatedOrchestrator:
-    """Build an experiment on a client's machine. From here on, the calling context is restricted by its config.
+    """Build an experiment on a client's machine. Unless `trusted`, restrict imports from now on to an allowlist.
+
+    The restriction lasts until the caller's `contextvars` context ends.
 
     Args:
         text: The config that the server sent.
@@ -187,6 +189,6 @@ def client_experiment(text: str, trusted: bool) -> FederatedOrchestrator:
 
 
 def parse_text(config: Mapping[str, Any], parser: ArgumentParser) -> Namespace:
-    """Parse an experiment's config that is not in a file."""
+    """Parse an experiment's config, given as a mapping instead of a file."""
     with readable_errors(parser):
         return parser.parse_args(["--config", NO_PATH + yaml.safe_dump(dict(config), sort_keys=False)])

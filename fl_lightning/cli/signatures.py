@@ -164,13 +164,13 @@ class Class:
 
     @property
     def summary(self) -> str:
-        """The first line of the class's docstring. If the class works only in one method, the method is named, too."""
+        """The first line of the class's docstring, and the name of the only algorithm that can use it, if any."""
         line = self.docstring.partition("\n")[0]
         return f"{line} Only in {self.only_in}." if self.only_in else line
 
     @property
     def only_in(self) -> str | None:
-        """The class attribute `only_in`, its own or an inherited one: the only method in which a part works."""
+        """The only algorithm in which the class works (its class attribute `only_in`); None if it works in all."""
         statements = (one for each in self.ancestors for one in each.node.body if isinstance(one, ast.Assign))
         values = (one.value for one in statements if ast.unparse(one.targets[0]) == "only_in")
         return next((ast.literal_eval(value) for value in values), None)

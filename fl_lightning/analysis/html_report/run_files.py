@@ -1,4 +1,4 @@
-"""Read the files of a run for an HTML report: no links, nothing too large, and images reduced to what a page holds."""
+"""Read a run's files for an HTML report. Links and large files are refused, and large images are reduced."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def defaults_of(words: Words, environment: Environment) -> tuple[dict[str, Any],
 
 
 def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], Defaults]) -> None:
-    """Check the search ranges and the metric, at least once for each method of a table and for each scenario.
+    """Check the search ranges and the metric of enough entries to include each method of each table and each scenario.
 
     Raises:
         ConfigError: A trial could not run or would not have the metric.
@@ -130,7 +130,7 @@ def is_allowed(words: Words) -> bool:
 
 
 def run_all(tuned: Sequence[TunedEntry], out: Path, given: Namespace) -> bool:
-    """Execute all unfinished runs, with tuned and, if asked for, with default values. Return whether one failed."""
+    """Execute all unfinished runs with tuned values and, if configured, default values. Return whether a run failed."""
     jobs: list[Job] = [job for one in tuned for job in one.jobs(out).values()]
     failed = [ended for ended in run_missing(jobs, out / RUNS, given.workers, given.threads) if ended.code]
     if tuned[0].entry.benchmark.untuned:

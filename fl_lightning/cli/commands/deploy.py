@@ -55,13 +55,13 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def encoding_of(given: Namespace, parser: ArgumentParser) -> TableSchema | None:
-    """Return the encoding of the config's table, which the clients' tables get; None for other data."""
+    """Return the column encoding of a tabular dataset, for use on the clients' tables; None for other datasets."""
     dataset = instantiate(given, parser).scenario.dataset
     return dataset.checked().schema if isinstance(dataset, Table) else None
 
 
 def remote_config(config: dict[str, Any], clients: int, test_data: Path | None, schema: Path | None) -> dict[str, Any]:
-    """Return an experiment's config with the data on the clients' machines.
+    """Return a copy of an experiment's config that trains with Flower on data stored on the clients' machines.
 
     Args:
         config: The resolved config.

@@ -155,7 +155,7 @@ def config_name(given: Namespace, parser: ArgumentParser) -> str:
 
 
 def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
-    """Return the config files that define the experiment: the fewest first files that together are complete.
+    """Return the config files that define the experiment: the first ones given, up to the one that makes them complete.
 
     Later files change the experiment. If the config is complete only with all files, or not even then, all files are
     returned.

@@ -38,7 +38,7 @@ CONFLICTS = {
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Split a command line: move the options for several runs to the front, before `--` and the words of each run.
+    """Move the options for several runs (such as `--seeds`) to the front of a command line, then `--`, then all others.
 
     In the words of each run, `PLACE` marks the position of `--multirun`.
 
@@ -81,7 +81,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def combine(given: Namespace) -> list[Combination]:
-    """Return the combinations of values that a command line asks for, and check their names.
+    """Return the combinations of settings that a command line asks for, after checking their keys and class names.
 
     Raises:
         ConfigError: A value is missing, repeated or not allowed, or a key or class is unknown.

@@ -1,4 +1,4 @@
-"""Tests of MyMethod: the formulas, the identity with FedAvg, the bytes that are sent, and the config."""
+"""Tests of MyMethod: the formulas, the special case that equals FedAvg, the bytes that are sent, and the config."""
 
 from functools import partial
 from pathlib import Path
