@@ -34,7 +34,7 @@ logger: null
 """
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "FedRep", "UAPDFL"])
+@pytest.mark.parametrize("name", ["FedRep", "PerFedAvg", "UAPDFL"])
 def test_each_machine_gets_the_model_that_the_simulation_gives_its_client(tmp_path, name):
     method, own = METHODS[name]
     alone = experiment(tmp_path / "alone", method(), rounds=2, **own)
