@@ -13,12 +13,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
+from fl_lightning.evaluation.summary import label_of
+
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
     from fl_lightning.callbacks.notebook_view import NotebookView
 
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.summary import Row
+
+
+SHOWN = {
+    name: label_of(name)
+    for metric in ("acc", "mae")
+    for name in (f"global/{metric}", f"client/{metric}_mean", f"new_client/{metric}_mean")
+} | {"client/train_loss": "train loss"}
+"""The metrics that the line of a round shows if the run has them, and their labels."""
 
 
 class RoundProgress(RoundCallback):
@@ -62,13 +72,7 @@ class RoundProgress(RoundCallback):
         """
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
-        labels = {
-            "global/acc": "global acc",
-            "client/acc_mean": "client acc",
-            "new_client/acc_mean": "new client acc",
-            "client/train_loss": "train loss",
-        }
-        note = "  ".join(f"{label} {metrics[name]:.4f}" for name, label in labels.items() if name in metrics)
+        note = "  ".join(f"{label} {metrics[name]:.4f}" for name, label in SHOWN.items() if name in metrics)
         left = (time.monotonic() - self._started) / (run.round - self._first_round) * (run.rounds - run.round)
         if self._live:
             self._live.end_round(note, left)

@@ -182,7 +182,15 @@ def _name(key: str, run: Run, grouping: Grouping) -> str:
         if is_below(each, [key]) and each in settings and parent_values(each, texts) in varied.get(each, ())
         if each != grouping.across
     ]
-    return " ".join([format_setting(settings[key]) if key in settings else "", *inner]).strip()
+    value = format_setting(settings[key]) if key in settings else ""
+    return " ".join([_method_name(value, grouping) if key == "algorithm" else value, *inner]).strip()
+
+
+def _method_name(path: str, grouping: Grouping) -> str:
+    """Return a method's class without its module, or the whole path if runs have two classes of this name."""
+    name = path.rpartition(".")[2]
+    paths = {str(run.settings.get("algorithm")) for run in grouping.texts}
+    return name if [each.rpartition(".")[2] for each in paths].count(name) == 1 else path
 
 
 def group_labels(groups: Sequence[Group]) -> list[str]:

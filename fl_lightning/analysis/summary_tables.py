@@ -124,11 +124,11 @@ def partition_table(counts: np.ndarray, test_counts: np.ndarray, names: Names = 
     """Return the table of a partition: training samples by client and class, shaded relative to the largest cell.
 
     With more than 20 classes it shows only shades; with more than 100 clients only the first and the last 20. A line
-    ends with the client's name if the data have one.
+    ends with the client's name if the data have one. Without classes (one column), only the totals are shown.
     """
-    wide = counts.shape[1] > 20
+    wide, by_class = counts.shape[1] > 20, counts.shape[1] > 1
     table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0))
-    for label in labels(names.classes, range(counts.shape[1])):
+    for label in labels(names.classes, range(counts.shape[1])) if by_class else ():
         table.add_column(Text("" if wide else shorten_name(label, HEADER_LETTERS)), justify="right", no_wrap=True)
     table.add_column(" train", justify="right", no_wrap=True)
     table.add_column(" test", justify="right", no_wrap=True)
@@ -144,5 +144,5 @@ def partition_table(counts: np.ndarray, test_counts: np.ndarray, names: Names = 
         shades = (SHADES[level] for level in darkness[client])
         cells = shades if wide else (f"{n or ''}{shade}" for n, shade in zip(row, shades, strict=True))
         name = [Text(f" {name}") for name in names.clients[client : client + 1]]
-        table.add_row(str(client), *cells, str(row.sum()), str(test_counts[client].sum()), *name)
+        table.add_row(str(client), *(cells if by_class else ()), str(row.sum()), str(test_counts[client].sum()), *name)
     return table

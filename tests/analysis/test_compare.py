@@ -181,6 +181,20 @@ def test_default_groups(tmp_path):
     assert comparison.remarks == []
 
 
+@pytest.mark.parametrize(
+    ("algorithms", "names"),
+    [
+        (["FedAvg", "mine.Method"], ["FedAvg", "Method"]),
+        (["a.Method", "b.Method", "b.Other"], ["a.Method", "b.Method", "Other"]),
+        (["FedAvg", "mine.FedAvg"], ["FedAvg", "mine.FedAvg"]),
+    ],
+)
+def test_a_method_of_your_own_is_named_by_its_class_if_that_is_unique(algorithms, names, tmp_path):
+    for number, algorithm in enumerate(algorithms):
+        write_run(tmp_path / f"{number}", changed(algorithm=algorithm, seed=0, arguments={}), rounds_of([0.5]))
+    assert group_names(compare_folder(tmp_path)) == names
+
+
 def test_runs_with_equal_settings_are_one_group(tmp_path):
     write(tmp_path, seed=0)
     write(tmp_path, seed=1)

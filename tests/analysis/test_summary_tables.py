@@ -115,6 +115,12 @@ def test_only_the_first_and_last_of_many_clients_are_shown(clients: int) -> None
     assert [row[-1] for row in shown[21:]] == [str(row.sum()) for row in counts[-20:]]
 
 
+def test_without_classes_only_the_totals_are_shown() -> None:
+    table = tables.partition_table(np.array([[8], [3]]), np.array([[2], [1]]), Names(["north", "south"]))
+    assert [str(column.header) for column in table.columns] == ["client", " train", " test", " name"]
+    assert [row[:3] for row in cells(table)] == [["0", "8", "2"], ["1", "3", "1"]]
+
+
 def test_clients_without_samples_are_blank() -> None:
     assert cells(tables.partition_table(np.zeros((1, 2), int), np.zeros((1, 2), int))) == [["0", " ", " ", "0", "0"]]
 

@@ -130,6 +130,15 @@ def test_progress_is_one_line_per_round_without_a_terminal(tmp_path):
     assert lines[-1].endswith("left 0 s")
 
 
+def test_the_line_of_a_round_of_a_regression_has_the_error() -> None:
+    screen = io.StringIO()
+    run = SimpleNamespace(round=1, rounds=2, engine=SimpleNamespace(note=""))
+    metrics = {"client/mae_mean": 0.5, "global/mae": 0.25, "global/loss": 9.0, "client/train_loss": 0.125}
+    RoundProgress(Console(file=screen, width=40)).on_round_end(run, metrics)
+    expected = "round 1/2  global mae 0.2500  client mae 0.5000  train loss 0.1250  left "
+    assert screen.getvalue().startswith(expected)
+
+
 @pytest.mark.parametrize("width", [40, 200])
 def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width, monkeypatch):
     """Ctrl-C prints `^C` in the last line. After a full line it would wrap, and a bar would remain."""

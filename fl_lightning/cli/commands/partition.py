@@ -37,7 +37,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     console = Console()
     if not console.is_terminal:  # do not wrap lines in a file
         console = Console(width=1000)
-    print("training samples by client and class")
+    print("training samples by client" + " and class" * data.objective.classes)
     console.print(partition_table(counts, test_counts, names), no_wrap=True)
     if given.out:
         out = Path(given.out)
