@@ -105,12 +105,11 @@ def serve(address: Address, answer: Callable[[RecordDict], RecordDict], report: 
         Refused: The SuperLink does not accept this machine.
     """
     certificate, keys = address.read_certificate(), address.read_key()
-    end, reported = time.monotonic() + REFUSED, ""
+    end, report = time.monotonic() + REFUSED, without_repetitions(report)
     while True:
         try:
             with open_connection(address.superlink, certificate is None, certificate, keys) as connection:
                 report(f"connected to {address.superlink} as machine {connection[0]}")
-                reported = ""
                 while True:
                     answer_next(connection, answer, report)
                     end = time.monotonic() + REFUSED
@@ -119,10 +118,21 @@ def serve(address: Address, answer: Callable[[RecordDict], RecordDict], report: 
             if time.monotonic() > end:
                 raise
             reason = str(refused)
-        if reason != reported:
-            report(f"{reason}; trying again")
-        reported = reason
+        report(f"{reason}; trying again")
         time.sleep(RETRY)
+
+
+def without_repetitions(report: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that prints a line for the user with `report`, unless it is equal to the line before."""
+    last = ""
+
+    def report_new(line: str) -> None:
+        nonlocal last
+        if line != last:
+            report(line)
+        last = line
+
+    return report_new
 
 
 def open_connection(*args: Any) -> AbstractContextManager[Any]:
@@ -196,12 +206,13 @@ def answer_message(connection: Any, answer: Callable[[RecordDict], RecordDict], 
         wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)
         parts = ((each, objects[each].deflate()) for each in wanted)
         push_object_contents_from_iterable(parts, lambda each, content: push_object(run, session, each, content))
-    kind = message.metadata.message_type
-    report(describe_answer(kind, content, time.monotonic() - started))
+    round = dict(message.content.get("values", {})).get("round")
+    question = message.metadata.message_type if round is None else f"round {one_line(str(round))}"
+    report(describe_answer(question, content, time.monotonic() - started))
     return True
 
 
-def describe_answer(kind: str, content: RecordDict, seconds: float) -> str:
+def describe_answer(question: str, content: RecordDict, seconds: float) -> str:
     """Return the line that reports an answer to the user, with the reason if the answer is a failure."""
     failure = unpack(content, math.inf).values.get("failure")
-    return f"failed: {kind}: {failure}" if failure else f"answered: {kind}, in {seconds:.2f} s"
+    return f"failed: {question}: {failure}" if failure else f"answered: {question}, in {seconds:.2f} s"

@@ -375,6 +375,14 @@ def test_a_repeated_refusal_is_reported_once(monkeypatch):
     assert lines == [refused, *connected, refused]
 
 
+def test_a_line_is_reported_again_only_after_another_one():
+    lines = []
+    report = connection.without_repetitions(lines.append)
+    for line in "aabba":
+        report(line)
+    assert "".join(lines) == "aba"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_only_its_context(number):
     before = signal.signal(number, signal.SIG_DFL)
