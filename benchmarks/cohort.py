@@ -241,6 +241,12 @@ def without_logger(work: Workload, data: Path, rounds: int, folder: Path) -> Ite
     return command_line(work, data, rounds, folder, logger=False)
 
 
+def without_checkpoints(work: Workload, data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
+    """The same, with no checkpoint before the last round: the other simulators write none."""
+    callbacks = ["cohort_parts.RoundEnds", {"class_path": "Checkpointing", "init_args": {"every": rounds}}]
+    return command_line(work, data, rounds, folder, logger=False, callbacks=callbacks)
+
+
 def stacked(work: Workload, data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
     """fl-lightning's stacked engine."""
     return command_line(work, data, rounds, folder, logger=False, engine="stacked")
@@ -395,6 +401,7 @@ Contestant = Callable[[Workload, Path, int, Path], Iterable[Tensor]]
 CONTESTANTS: dict[str, tuple[str, Contestant]] = {
     "loop": ("torch", loop),
     "ours": ("fl_lightning", without_logger),
+    "ours, no checkpoints": ("fl_lightning", without_checkpoints),
     "ours, W&B": ("fl_lightning", command_line),
     "ours, stacked": ("fl_lightning", stacked),
     "ours, processes": ("fl_lightning", processes),
@@ -542,14 +549,14 @@ def compare(args: argparse.Namespace, key: str, pythons: dict[str, str]) -> None
     head = (
         f"{'ms a round':>11}{'to the loop':>13}{'least':>8}{'most':>8}{'cpu ms':>10}{'faults':>9}{'MiB':>7}{'loss':>8}"
     )
-    print(f"{'':18}{head}")
+    print(f"{'':22}{head}")
     for name, own in runs.items():
         ratios = [run["seconds"] / beside["seconds"] for run, beside in zip(own, runs["loop"], strict=True)]
         seconds, cpu, faults, peak, loss = (
             statistics.median(run[what] for run in own) for what in ("seconds", "cpu", "faults", "peak", "loss")
         )
         spread = f"{statistics.median(ratios):13.3f}{min(ratios):8.3f}{max(ratios):8.3f}"
-        print(f"{name:18}{seconds * 1e3:11.2f}{spread}{cpu * 1e3:10.2f}{faults:9.0f}{peak:7.0f}{loss:8.3f}", flush=True)
+        print(f"{name:22}{seconds * 1e3:11.2f}{spread}{cpu * 1e3:10.2f}{faults:9.0f}{peak:7.0f}{loss:8.3f}", flush=True)
 
 
 if __name__ == "__main__":
