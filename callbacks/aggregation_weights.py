@@ -45,7 +45,7 @@ class AggregationWeights(RoundFigure):
         return ["client_<id>/weight"]
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the ids of the aggregated clients, `(K,)`, and their weights, `(K,)` or, if by class, `(K, C)`."""
+        """Return the ids of the aggregated clients, `(K,)`, and their weights: `(K,)`, or `(K, C)` if by class."""
         self._require_weights(run)
         clients, weights = (run.state["weights"][name].numpy() for name in ("client", "value"))
         return {"clients": clients[clients >= 0], "weights": weights[clients >= 0]}

@@ -72,7 +72,7 @@ class KnowledgeMap(RoundFigure):
             raise ConfigError(f"callbacks: KnowledgeMap.client: no client {self.client}. {fix}")
 
     def observe(self, run: FederatedRun, result: Result) -> None:
-        """Store the trained model of the configured client or, if it is absent, of the first participant."""
+        """Store the trained model of the chosen client or, if it does not participate, of the first participant."""
         if self._chosen is None or result.client == self.client:
             self._chosen = result.client, trained_model(run, result)
 

@@ -148,7 +148,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
 
 
 def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> Row:
-    """Return the metrics that the Lightning callbacks of clients' fits logged in a round.
+    """Return the metrics that clients' Lightning callbacks logged during the fits of a round.
 
     Raises:
         ConfigError: A logged metric has the name of a metric of the run. The message has the first such name.

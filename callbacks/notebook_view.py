@@ -1,4 +1,4 @@
-"""Live view of a run in a Jupyter notebook. Imported only there, because pandas takes a second."""
+"""Live view of a run in a Jupyter notebook. Imported only in notebooks, because pandas takes a second."""
 
 from __future__ import annotations
 

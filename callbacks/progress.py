@@ -56,7 +56,7 @@ class RoundProgress(RoundCallback):
             self._live = Bars(run, self.console)
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
-        """Reset the number of the round's trained clients."""
+        """Reset the count of clients that have finished their fit in the round."""
         if self._live:
             self._live.begin_round(len(participants))
 
@@ -124,7 +124,7 @@ class Bars(Progress):
         self.stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Return the bars, the notes and the empty line."""
+        """Return what the terminal shows: the bars, the notes below them, and an empty line."""
         notes = [Text(task.fields["note"]) for task in self.tasks if task.fields["note"]]
         return self.make_tasks_table(self.tasks), *notes, ""
 

@@ -67,7 +67,7 @@ class RowNorms(RoundFigure):
         self._trained[result.client] = row_norms(trained_model(run, result))
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return sample counts and row norms by client and class, `(K, C)`, and row norms of class models, `(C, C)`."""
+        """Return sample counts and row norms by client and class, `(K, C)`, and row norms of class-wise averages."""
         clients = sorted(self._trained)
         arrays = {
             "clients": np.array(clients),

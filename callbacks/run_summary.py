@@ -31,7 +31,7 @@ def summarize_run(run: FederatedRun) -> list[str]:
 
 
 def describe_method(algorithm: Algorithm) -> str:
-    """Return the name of a method, with its loss terms and with its aggregator if this is not FedAvg's."""
+    """Return the name of a method with its loss terms, and with its aggregator unless that is the weighted mean."""
     aggregator = algorithm.aggregator
     parts = [*algorithm.loss_terms, *([] if type(aggregator) is WeightedMean else [aggregator])]
     names = ", ".join(type(part).__name__ for part in parts)
@@ -39,7 +39,7 @@ def describe_method(algorithm: Algorithm) -> str:
 
 
 def sent_sections(run: FederatedRun) -> list[str]:
-    """Return the names of what a round's messages contain: model, shared knowledge, and additions by the server.
+    """Return the names of the parts of a round's messages: model, shared knowledge, and additions by the server.
 
     Additions by a method's own `upload` are not included, because they are not known before round 1.
     """

@@ -125,7 +125,7 @@ class Arrays(Dataset):
 
 
 def required_names(present: Collection[str]) -> Sequence[str]:
-    """Return the names of the arrays that a dataset must have, for one input per sample or for several.
+    """Return the names of the arrays that a dataset must have, which depend on the number of inputs per sample.
 
     Args:
         present: The names of the arrays that it has.

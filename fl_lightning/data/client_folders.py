@@ -1,4 +1,4 @@
-"""Write each client's samples to a folder of its own, as its machine would have them."""
+"""Write each client's samples to a separate folder, for clients that run on separate machines."""
 
 from __future__ import annotations
 

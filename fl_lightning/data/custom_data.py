@@ -124,7 +124,7 @@ class Labels(NamedTuple):
 
 
 def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> Labels:
-    """Convert a table's label columns to a tensor, and return it with the classes of these labels.
+    """Convert a table's label columns to a tensor; return the tensor, the number of outputs and the classes.
 
     One column holds classes; several columns of 0 and 1 are multi-label targets. Labels are numbers to predict if
     `regression` is true, or if it is None and a column is floating-point.
@@ -241,7 +241,7 @@ def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.nd
 
 @dataclass
 class Samples:
-    """The labels of all samples of a custom dataset, their clients, and which of them are test samples.
+    """The labels and clients of all samples of a custom dataset, and a mask of the test samples.
 
     Attributes:
         source: The argument for `_inputs`, which reads the inputs later.
@@ -281,7 +281,7 @@ class CustomDataset(Dataset):
         """
 
     def load(self) -> LoadedData:
-        """Read the data and split them into training and test samples, which are views of the same tensors."""
+        """Read the data and split them into training and test samples. The tensors are views, not copies."""
         samples = self._samples()
         (y, outputs, classes), client, test = samples.labels, samples.client, samples.test
         if test is None:

@@ -72,7 +72,7 @@ class LoadedData:
 
     @property
     def in_shape(self) -> tuple[int, ...] | Shapes:
-        """Return the shape of a sample's input, such as `(3, 32, 32)`; of several inputs, a dict or tuple of shapes."""
+        """Return the shape of a sample's input, such as `(3, 32, 32)`; a dict or tuple of shapes for several inputs."""
         return self.x_train.shapes if isinstance(self.x_train, Inputs) else tuple(self.x_train.shape[1:])
 
 
@@ -90,7 +90,7 @@ class Dataset(ArgumentsMixin, ABC):
     fitted: np.ndarray | None = None
 
     def fitted_rows(self, train: int) -> np.ndarray:
-        """Return the indices of the samples from which statistics are computed, out of `train` training samples."""
+        """Return the indices of the training samples that statistics are computed from; by default 0 to `train - 1`."""
         return np.arange(train) if self.fitted is None else self.fitted
 
     @abstractmethod
@@ -120,11 +120,11 @@ class Dataset(ArgumentsMixin, ABC):
 
     @property
     def remote_clients(self) -> int | None:
-        """Number of clients whose data are on their own machines; None if the data are here."""
+        """Number of clients whose data are on their own machines; None if the data are on this machine."""
         return None
 
     def federated(self, objective: Objective | None) -> Any:
-        """Return the `FederatedData` of a dataset that defines its clients; None if `scenario.partition` does."""
+        """Return the `FederatedData` if the dataset defines its clients; None if `scenario.partition` defines them."""
         return None
 
     @property
@@ -249,7 +249,7 @@ def _check_transforms(data: LoadedData) -> None:
 
 
 def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
-    """Check the shape, dtype and values of an input. More are allowed if samples have several inputs (not `alone`)."""
+    """Check the shape, dtype and values of an input. Rules are looser if samples have several inputs (not `alone`)."""
     if x.ndim < 1 + alone or 0 in x.shape[1:]:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs one row per sample: (n, ...)")
     kinds = (torch.uint8, torch.float32) if alone else (torch.uint8, torch.float32, torch.int64, torch.bool)

@@ -110,7 +110,7 @@ class FC100(CIFAR100):
         self.evaluate_on, self.few_shot = evaluate_on, few_shot
 
     def load(self) -> LoadedData:
-        """Read CIFAR-100, and select FC100's training classes and the classes of the test episodes (`evaluate_on`)."""
+        """Read CIFAR-100; return FC100's training split and, as the test set, the split that `evaluate_on` names."""
         (x_train, y_train), (x_test, y_test) = self._read_both()
         x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
         train, test = (self._part(x, y, part) for part in ("train", self.evaluate_on))

@@ -180,7 +180,7 @@ class PathPattern:
         return pd.DataFrame([{"path": root / name, **fields} for name, fields in matches.items()])
 
     def select_splits(self, frame: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
-        """Return the table's rows of training and test images, and a mask of the test images (`test`, or else `val`).
+        """Return the rows of training and test images, and a mask of the test rows: `test` or, without it, `val`.
 
         Raises:
             ConfigError: A split is not one of these, there are no training or test images, or a class has only test
@@ -218,7 +218,7 @@ def paths_below(folder: Path, depth: int, prefix: str = "") -> Iterator[str]:
 
 
 def warn_of_missing_classes(client: np.ndarray, classes: np.ndarray) -> None:
-    """Warn if a client has no sample of some class, naming the first of these clients."""
+    """Warn if clients lack samples of a class. The warning names the first of these clients."""
     known = set(classes.tolist())
     missing = {name: known - set(classes[client == name].tolist()) for name in np.unique(client).tolist()}
     lacking = {name: sorted(absent) for name, absent in missing.items() if absent}

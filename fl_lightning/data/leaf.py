@@ -191,7 +191,7 @@ def users_in(content: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
 
 
 def encode_characters(text: str, first: int, other: int) -> np.ndarray:
-    """Return an id for each character: its index in `LETTERS` plus `first`, or `other` for all other characters."""
+    """Return an id for each character: its index in `LETTERS` plus `first`, or `other` if it is not in `LETTERS`."""
     ids = np.full(128, other, dtype=np.int64)
     ids[[ord(letter) for letter in LETTERS]] = np.arange(first, first + len(LETTERS))
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -164,7 +164,7 @@ class Dirichlet(Partition):
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw sample counts for a group of clients, `(C, members)`; each client gets at least half an equal share."""
+        """Draw the sample counts of a group of clients, `(C, members)`. Each size is at least half the mean size."""
         sizes = np.unique(labels, return_counts=True)[1]
         share = len(labels) / members
         for _ in range(self.max_draws):

@@ -60,12 +60,12 @@ class DataDescription:
 
     @property
     def form(self) -> dict[str, Any]:
-        """Return the part of the description that all clients of a federation share."""
+        """Return the fields of the description that must be equal for all clients, such as shape and dtype."""
         return {key: value for key, value in asdict(self).items() if key not in ("train", "test", "digest")}
 
 
 class RemoteClients(Dataset):
-    """Data of clients on their own machines, for `FlowerEngine`. The server only has a description of each.
+    """Data of clients on their own machines, for `FlowerEngine`. The server only has descriptions of the data.
 
     Args:
         clients: Number of clients.
@@ -127,7 +127,7 @@ class RemoteClients(Dataset):
         return LoadedData(x, y, data.x_test, data.y_test, first.outputs, data.prepare, **known)
 
     def federated(self, objective: Objective | None) -> FederatedData:
-        """Return the placeholders of all clients, as a run's data."""
+        """Return a run's data on the server: placeholders of all clients' samples, and the global test set, if any."""
         data = self.checked(objective)
         assert self.described
         parts: dict[str, list[np.ndarray]] = {"train": [], "test": []}
@@ -163,28 +163,28 @@ class RemoteData(FederatedData):
         return self.concatenate(part)[1].numpy()[:, None]
 
     def digest(self) -> dict[str, str]:
-        """Return the digests of the global test set and of the clients' descriptions, which contain theirs."""
+        """Return digests of the global test set and of the clients' descriptions, which contain digests of the data."""
         described = hashlib.sha256(repr([asdict(each) for each in self.described]).encode()).hexdigest()
         test = {key: value for key, value in super().digest().items() if key in ("x_test", "y_test")}
         return {"clients": f"sha256:{described}"} | (test if self.has_test else {})
 
 
 class OwnData(Partition):
-    """All samples of a dataset for one client, which is tested on the dataset's test samples."""
+    """Partition with a single client, which has all training and test samples of the dataset."""
 
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return all training and test samples as those of one client."""
+        """Return the indices of all training and test samples, assigned to a single client."""
         return ClientSplits([np.arange(len(data.y_train))], [np.arange(len(data.y_test))])
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return all samples as those of one client."""
+        """Return the indices of all samples, assigned to a single client."""
         return [np.arange(len(labels))]
 
 
 def load_own(dataset: Dataset, client: int, local_test: float | None) -> FederatedData:
-    """Load a client's data on its own machine. No other client has samples in it.
+    """Load a client's data on the client's machine, as federated data in which no other client has samples.
 
     Args:
         dataset: The client's dataset.
@@ -214,7 +214,7 @@ def describe(data: LoadedData, shard: Shard, digest: str) -> DataDescription:
 
 
 def different(form: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return a text that names the differences between the forms of two clients' data; empty if there are none."""
+    """Return a text on how the forms of two clients' data, `DataDescription.form`, differ; empty if they are equal."""
     return ", ".join(
         OTHER_SCHEMA if key == "schema" else f"{key} {form[key]} instead of {other[key]}"
         for key in form

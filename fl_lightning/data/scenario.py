@@ -117,7 +117,7 @@ class Scenario:
         return federated
 
     def _refuse_splitting(self, clients: int) -> None:
-        """Raise an error if an option splits the data, which is of no effect on those on the clients' machines."""
+        """Raise an error if an option would split or reduce data that are on the clients' machines."""
         keys = ("local_test", "long_tail", "train_samples", "validation_share", "held_out_clients")
         given = [key for key in keys if getattr(self, key) is not None]
         given += ["partition"] * (not isinstance(self.partition, ByClient)) + ["clients"] * (self.clients != clients)

@@ -126,7 +126,7 @@ class Table(FileTable):
 
     @cached_property
     def _known_schema(self) -> TableSchema | None:
-        """The schema in the file that `schema` names, if any."""
+        """The schema in the file that the option `schema` names; None if the option is not set."""
         if self.schema is None:
             return None
         schema = read_schema(self.schema)
@@ -151,7 +151,7 @@ class Table(FileTable):
         return features
 
     def _warn_of_ids(self, frame: pd.DataFrame) -> None:
-        """Warn of feature columns that look like ids, with the option that leaves them out."""
+        """Warn about feature columns that look like ids. The warning names the option that leaves them out."""
         if ids := [name for name in frame.columns if name not in self.categorical and looks_like_id(frame[name])]:
             shown = one_line(", ".join(ids[:FEW])) + (", ..." if len(ids) > FEW else "")
             fix = one_line(shlex.quote(json.dumps([*self.exclude, *ids], ensure_ascii=False)))

@@ -51,7 +51,7 @@ class TorchDataset(Dataset):
 
 
 def suggest_torch_dataset(path: str) -> str | None:
-    """Return the hint to use `TorchDataset` for a PyTorch dataset class, for error messages; None for other classes."""
+    """Return a hint for error messages: wrap this PyTorch dataset class in `TorchDataset`. None for other classes."""
     cls = find_object(path)
     if not inspect.isclass(cls) or not issubclass(cls, MapStyle):
         return None

@@ -111,7 +111,7 @@ def model_metrics(rows: Sequence[Row]) -> list[str]:
 
 
 def main_metrics(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of a run's main metric, such as accuracy: of the global model, and the mean over clients."""
+    """Return the columns of a run's main metric, such as accuracy, for the global model and the mean over clients."""
     recorded = {name for row in rows for name in row}
     columns = [form.format(metric) for metric in model_metrics(rows)[:1] for form in MODEL_COLUMNS[:2]]
     return [name for name in columns if name in recorded]
@@ -127,7 +127,7 @@ def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lowe
 
 
 def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
-    """Return the summary of a run: best, last and mean of the last ten values of each metric, R_acc, and total bytes.
+    """Return the summary of a run: best and latest values of each metric, rounds to target accuracies, and total bytes.
 
     R_acc is the first round that reaches a target accuracy: of the global model or, without one, of the clients' mean.
     """

@@ -91,7 +91,7 @@ class _AppendingWriter(ExperimentWriter):
 
 
 def _truncate_csv(path: Path, round: int) -> None:
-    """Remove the rows of a CSV file that are incomplete or have a `step` after a round."""
+    """Remove the rows of a CSV file that are incomplete, or whose `step` is greater than `round`."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8", errors="replace")

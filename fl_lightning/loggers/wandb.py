@@ -1,4 +1,4 @@
-"""Weights & Biases logger: a step per round, config keys to filter runs by, and one group for runs of all seeds."""
+"""Weights & Biases logger: a step per round, a config to filter by, and a group for runs that differ only in seed."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
 
 
 def options_with_head(module: nn.Module | None) -> str:
-    """Return the command-line options that use a network as the model and name its last linear layer as the head."""
+    """Return the command-line options that make a network the model, and its last linear layer the head."""
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)] if module else []
     head = linear[-1] if linear else "NAME_OF_ITS_LAST_LAYER"
     return (
@@ -155,7 +155,7 @@ def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Modu
 
 
 class NetworkFactory(Protocol):
-    """A callable that builds any network. Its result has no `encoder` and `head` unless it is a `Backbone`."""
+    """A callable that builds a network, not necessarily a `Backbone`, for an input shape and a number of classes."""
 
     def __call__(self, *, in_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Build the network for inputs of `in_shape` (without the batch) and `num_classes` classes."""

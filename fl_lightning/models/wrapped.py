@@ -106,7 +106,7 @@ class FromModule(Backbone):
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """Context with the user's module as it was built, with its head."""
+        """Context manager: yield the user's module, including its head, as it was built."""
         if "module" in self._modules:
             yield self.module
             return
@@ -192,12 +192,12 @@ def probe(module: nn.Module, in_shape: tuple[int, ...] | Shapes, path: str) -> T
 
 
 def has_several_inputs(in_shape: Sequence[Any] | Shapes) -> bool:
-    """Return whether a shape is that of several inputs, a dict or a tuple of shapes."""
+    """Return whether `in_shape` describes several inputs, which is the case for a dict or tuple of shapes."""
     return isinstance(in_shape, dict) or any(isinstance(size, Sequence) for size in in_shape)
 
 
 def accept_inputs(network: nn.Module, in_shape: tuple[int, ...] | Shapes) -> None:
-    """If samples have several inputs, let a network be called with one `Inputs` object, whose tensors `forward` gets.
+    """If samples have several inputs, add a hook that unpacks an `Inputs` object into the arguments of `forward`.
 
     Raises:
         ConfigError: `forward` does not take these tensors.
@@ -261,14 +261,14 @@ def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_cl
 
 
 def constructor_of(factory: Any) -> Any:
-    """Return the class or function that a network's factory calls, also if a config has set some of its arguments."""
+    """Return the class or function that a network's factory calls. The factory may be a `partial` from a config."""
     if isinstance(factory, partial):  # in that of jsonargparse, the class is the first argument
         return next(filter(inspect.isclass, factory.args), factory)
     return factory
 
 
 def outputs_option(factory: Any) -> str | None:
-    """Return the config key that probably sets the number of outputs of a network; None if no name suggests it."""
+    """Return the config key for a network's number of outputs, guessed from parameter names; None if not found."""
     key, called, from_data = "model", constructor_of(factory), {"in_shape", "num_classes"}
     if isinstance(factory, partial) and "module" in factory.keywords:  # of a `FromModule`
         key, called = "model.module_args", find_object(factory.keywords["module"])

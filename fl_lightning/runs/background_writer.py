@@ -38,7 +38,7 @@ class Writer:
             self._jobs.popleft().result()
 
     def close(self) -> None:
-        """Wait for all submitted jobs, ignore their exceptions, and end the thread. A later `submit` starts another."""
+        """Wait for all submitted jobs, ignore exceptions, and end the thread. A later `submit` starts a new thread."""
         if self._thread:
             self._thread.shutdown()
         self._thread = None

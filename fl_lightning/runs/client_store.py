@@ -94,7 +94,7 @@ class ClientStore(Mapping[int, State]):
         self._pending = {}
 
     def with_peers(self, state: State, section: str | None) -> State:
-        """Return the shared state, extended by keys `peer_<k>` that load one section of client k's state on access.
+        """Return the shared state with extra keys `peer_<k>`, which load the `section` of client k's state on access.
 
         Other sections are not accessible. Without a section name, return the shared state itself.
         """
@@ -165,7 +165,7 @@ class ClientStore(Mapping[int, State]):
 
 
 class WithPeers(dict[str, Tensors]):
-    """A shared state with additional keys `peer_<k>`, which load one section of client k's state on access."""
+    """A shared state with extra keys `peer_<k>`, which on access load the public part of client k's state."""
 
     def __init__(self, state: State, read_public: Callable[[int], Tensors]) -> None:
         super().__init__(state)

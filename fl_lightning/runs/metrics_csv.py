@@ -46,7 +46,7 @@ class MetricsCsv:
         return {self.path.name: str(self._digest), self.clients.path.name: str(self.clients.digest)}
 
     def check(self, round: int, digests: Mapping[str, str]) -> None:
-        """Check by digests that both files still contain the rows up to a round unchanged.
+        """Check by digests that the rows up to a round in `metrics.csv` and `clients.csv` are unchanged.
 
         Args:
             round: The round.
@@ -67,7 +67,7 @@ class MetricsCsv:
                 raise Damaged(f"{self.path.with_name(name)} is not as it was after round {round}")
 
     def rewind(self, round: int) -> None:
-        """Remove the rows after a round from both files. A resumed run computes these rounds again.
+        """Remove rows after a round from `metrics.csv` and `clients.csv`. A resumed run computes these rounds again.
 
         Raises:
             Damaged: A round up to this one is missing in `metrics.csv`.
@@ -103,7 +103,7 @@ class MetricsCsv:
         self._digest.add(shared)
 
     def flush(self) -> None:
-        """Flush all rows of both files to disk, so that they survive a power failure.
+        """Flush all rows of `metrics.csv` and `clients.csv` to disk, so that they survive a power failure.
 
         Raises:
             CheckpointError: Writing fails.

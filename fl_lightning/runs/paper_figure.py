@@ -121,7 +121,7 @@ def paper_figure(width: float | str, panels: int = 1, height: float = 0) -> tupl
 
 
 def plot_run(rows: Sequence[Row], metrics: Sequence[str], x: XAxis, percent: bool, width: float | str) -> PaperFigure:
-    """Return a figure of the curves of metrics of one run.
+    """Plot metrics of one run as curves over rounds, bytes or seconds, and return the figure.
 
     Raises:
         ConfigError: A metric has no value, the x axis was not recorded, or the width is unknown.
@@ -161,7 +161,7 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
 
 
 def pick(options: Sequence[str], number: int) -> str:
-    """Return the colour, line style, marker or hatch for a group number. Options repeat if there are more groups."""
+    """Return the option (colour, line style, marker or hatch) of a group. Options repeat if there are too few."""
     return options[number % len(options)]
 
 
@@ -256,7 +256,7 @@ def heat_map(axes: Axes, matrix: np.ndarray, title: str, rows: Sequence[str] = (
 
 
 def set_ticks(axis: Axis, size: int, names: Sequence[str] = (), number: int = 20) -> None:
-    """Set about `number` ticks on an axis of clients or classes. Their labels are the names if there are `size` names.
+    """Set about `number` ticks on an axis of `size` clients or classes, labelled by name if all of them have a name.
 
     Without names, the labels are the indices. Many names below an x axis are rotated.
     """

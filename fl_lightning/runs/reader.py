@@ -54,7 +54,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config with dotted keys, as on the command line. Your own classes are import paths, others are names."""
+        """The config by dotted key, as on the command line. Classes are given by name, your own by import path."""
         return flatten(self.config, name=class_name)
 
     @property
@@ -198,7 +198,7 @@ def read_clients(folder: Path) -> dict[str, np.ndarray]:
 
 
 def complete_rounds(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of a metrics file without empty ones, which stand for lines that a killed run left incomplete.
+    """Return a metrics file's rows without empty rows, which stand for lines that a killed run left incomplete.
 
     Raises:
         ValueError: The rows are not rounds 1 to n in order.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Tables(NamedTuple):
-    """Several runs as tables of settings, rounds and clients. The column `run` of each is the path of the run folder.
+    """Several runs as tables of settings, rounds and clients. Each table has a column `run`: the run folder's path.
 
     Attributes:
         runs: A row per run: `run`, `finished`, the settings by full key (lists as JSON) and the summary figures,
