@@ -121,7 +121,7 @@ class RemoteClients(Dataset):
             return LoadedData(x, y, x[:1], y[:1], first.outputs, Normalize(), **common)
         data = self.test.checked()
         form = describe(data, Shard(torch.empty(0), torch.empty(0)), digest="").form
-        if differences := different(form | {"schema": first.schema}, first.form):
+        if differences := describe_differences(form | {"schema": first.schema}, first.form):
             raise ConfigError(f"scenario.dataset.test: its samples are unlike the clients': {differences}")
         known = {name: getattr(data, name) for name in ("evaluate", "schema", "class_names")} | common
         return LoadedData(x, y, data.x_test, data.y_test, first.outputs, data.prepare, **known)
@@ -213,7 +213,7 @@ def describe(data: LoadedData, shard: Shard, digest: str) -> DataDescription:
     return DataDescription(*counts, [*data.x_train.shape[1:]], inputs, data.num_classes, labels, digest, schema)
 
 
-def different(form: dict[str, Any], other: dict[str, Any]) -> str:
+def describe_differences(form: dict[str, Any], other: dict[str, Any]) -> str:
     """Return a text on how the forms of two clients' data, `DataDescription.form`, differ; empty if they are equal."""
     return ", ".join(
         OTHER_SCHEMA if key == "schema" else f"{key} {form[key]} instead of {other[key]}"

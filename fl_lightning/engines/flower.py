@@ -15,7 +15,7 @@ from fl_lightning.core.errors import ConfigError, FLError, check_number, one_lin
 from fl_lightning.core.names import join_names
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.core.trusted_imports import require_trust
-from fl_lightning.data.remote import INPUTS, DataDescription, Labels, RemoteData, different
+from fl_lightning.data.remote import INPUTS, DataDescription, Labels, RemoteData, describe_differences
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
@@ -257,7 +257,7 @@ class ClientLink:
             time.sleep(POLL)
         descriptions = [self.found[client] for client in range(clients)]
         for client, each in enumerate(descriptions):
-            if differences := different(each.form, descriptions[0].form):
+            if differences := describe_differences(each.form, descriptions[0].form):
                 raise ConfigError(f"client {client}: its data are unlike those of client 0: {differences}")
         return descriptions
 

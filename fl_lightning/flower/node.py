@@ -17,7 +17,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result
 from fl_lightning.data import Dataset, FederatedData
 from fl_lightning.data.federated_data import sha256
-from fl_lightning.data.remote import describe, different, load_own
+from fl_lightning.data.remote import describe, describe_differences, load_own
 from fl_lightning.engines.flower import describe_client
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
@@ -160,7 +160,7 @@ class Node:
         described = getattr(orchestrator.scenario.dataset, "described", None)
         if not described or self.site.client >= len(described):
             raise BadMessage(f"the experiment has no client {self.site.client}")
-        if differences := different(self.description.form, described[self.site.client].form):
+        if differences := describe_differences(self.description.form, described[self.site.client].form):
             raise BadMessage(f"the data of client {self.site.client} are unlike the federation's: {differences}")
         if objective := orchestrator.scenario.objective:
             self.data.objective = objective

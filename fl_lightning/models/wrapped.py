@@ -241,6 +241,7 @@ def build_network(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes:
         fix = "Give its class, or a function that builds it, so that the initial weights come from the run's seed."
         raise ConfigError(f"model: got an object of the class {type(factory).__name__}. {fix}")
     called = constructor_of(factory)
+    called = called.func if isinstance(called, partial) else called
     if has_several_inputs(in_shape) and called is not FromModule and called.__module__.startswith(OURS):
         what = f"{called.__name__} takes one tensor, and a sample of this dataset has {len(in_shape)} inputs"
         raise ConfigError(f"model: {what}. Name a network of your own whose forward takes them.")
@@ -261,7 +262,7 @@ def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_cl
 
 
 def constructor_of(factory: Any) -> Any:
-    """Return the class or function that a network's factory calls. The factory may be a `partial` from a config."""
+    """Return the class or function that a network's factory calls. It unpacks the `partial` of a config, no others."""
     if isinstance(factory, partial):  # in that of jsonargparse, the class is the first argument
         return next(filter(inspect.isclass, factory.args), factory)
     return factory

@@ -255,6 +255,7 @@ FIX = "Give a function that takes and returns Inputs"
     [
         ({"engine": "stacked"}, r"engine: StackedEngine cannot stack several inputs \(its batches are one tensor\)"),
         ({"model": MLP}, r"model: MLP takes one tensor, and a sample of this dataset has 3 inputs\. Name a network"),
+        ({"model": partial(MLP, hidden=[4])}, r"model: MLP takes one tensor, and a sample of this dataset has 3"),
         (
             {"model": OtherNames},
             r"model: OtherNames\.forward takes \(image, age, ids\), and the inputs of a sample are image, age, w",
