@@ -1,37 +1,18 @@
 """At the end of a run, each client's model is written on the client's own machine, if its site names a file."""
 
-from functools import partial
-
 import pytest
 import torch
 import yaml
-from commands import run
 from experiments import experiment, same_bytes
-from flower_grid import LocalGrid, flower, nodes_of, remote_experiment  # noqa: F401
-from layouts import table, write_csv
+from flower_grid import flower, remote_experiment  # noqa: F401
+from flower_tables import start, table_node, use_method
 from methods import METHODS
 
-from fl_lightning import ClientModule
-from fl_lightning.cli.commands.node import read_site, write_model
-from fl_lightning.cli.flower_app import client_experiment, run_experiment
+from fl_lightning import ClientModule, TableSchema
+from fl_lightning.cli.commands.node import read_site
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data import Table
-from fl_lightning.flower.node import Node, Site
 
 pytestmark = [pytest.mark.usefixtures("flower", "one_thread"), pytest.mark.filterwarnings("ignore:scenario.dataset.f")]
-
-CONFIG = """
-rounds: 2
-scenario:
-  dataset: {class_path: Table, init_args: {path: artificial.csv, label: label, features: [age, income, town]}}
-  partition: IID
-  clients: 2
-model: {class_path: MLP, init_args: {hidden: [5]}}
-algorithm: FedRep
-optimizer: {class_path: SGD, init_args: {lr: 0.05}}
-trainer: {accelerator: cpu, max_epochs: 2}
-logger: null
-"""
 
 
 @pytest.mark.parametrize("name", ["FedRep", "PerFedAvg", "UAPDFL"])
@@ -51,51 +32,31 @@ def test_each_machine_gets_the_model_that_the_simulation_gives_its_client(tmp_pa
         assert text == "the experiment"
 
 
-@pytest.fixture
-def app(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate(("artificial", "client-0", "client-1")):
-        write_csv(tmp_path / f"{name}.csv", table(seed=seed))
-    (tmp_path / "tables.yaml").write_text(CONFIG)
-    assert run("deploy", "--config", "tables.yaml").code == 0
-    return tmp_path / "app"
-
-
-def nodes(app, *exports):
-    for client, export in enumerate(exports):
-        site = Site(client, Table(f"client-{client}.csv", "label", schema=str(app / "schema.json")), export=export)
-        yield Node(site, app.parent / f"state-{client}", client_experiment, partial(write_model, export))
-
-
-def start(app, *exports, **options):
-    grid = LocalGrid([*nodes(app, *exports)])
-    run_experiment(app / "experiment.yaml", grid, {"run-dir": str(app.parent / "run"), **options})
-
-
 def test_a_site_names_a_file_in_any_format(tmp_path, app, capsys):
-    start(app, "model.ts", "model.ckpt")
-    assert "wrote model.ts: this client's model after round 2" in capsys.readouterr().out
+    use_method(app, "FedRep")
+    start(app, [table_node(app, 0, export="model.ts"), table_node(app, 1, export="model.ckpt")])
+    assert "wrote model.ts: this client's model after round 1" in capsys.readouterr().out
     assert not (tmp_path / "run" / "final" / "model.pt").exists()  # FedRep has no global model
     module = ClientModule.load_from_checkpoint(tmp_path / "model.ckpt")
     assert module.backbone.state_dict()["encoder.1.weight"].shape == (5, 5)
-    rows = Table("client-0.csv", "label", schema=str(app / "schema.json")).checked().schema.examples(4)
+    rows = TableSchema.from_json((app / "schema.json").read_text()).examples(4)
     assert torch.jit.load(tmp_path / "model.ts")(rows).shape == (4, 2)  # raw rows
 
 
 def test_a_resumed_run_that_had_ended_writes_the_model_again(tmp_path, app):
-    start(app, "model.pt", None)
+    nodes = [table_node(app, 0, export="model.pt"), table_node(app, 1)]
+    start(app, nodes)
     before = torch.load(tmp_path / "model.pt")
     (tmp_path / "model.pt").unlink()
-    start(app, "model.pt", None, resume=True)
+    start(app, nodes, resume=True)
     assert same_bytes(before, torch.load(tmp_path / "model.pt"))
     assert (tmp_path / "model.schema.json").read_bytes() == (app / "schema.json").read_bytes()
 
 
 def test_a_model_that_cannot_be_written_does_not_end_the_run(tmp_path, app):
-    with pytest.warns(
-        UserWarning, match=r"^client 1: its model was not stored there: export: client-0\.csv/model\.pt cannot be"
-    ):
-        start(app, None, "client-0.csv/model.pt")
+    message = r"^client 1: its model was not stored there: export: client-0\.csv/model\.pt cannot be"
+    with pytest.warns(UserWarning, match=message):
+        start(app, [table_node(app, 0), table_node(app, 1, export="client-0.csv/model.pt")])
     assert (tmp_path / "run" / "final" / "summary.json").exists()
 
 

@@ -4,49 +4,15 @@ import pytest
 import torch
 import yaml
 from commands import run
-from flower_grid import LocalGrid, flower  # noqa: F401
-from layouts import table, write_csv
+from flower_grid import flower  # noqa: F401
+from flower_tables import start, table_node, use_method
 
 from fl_lightning import open_run
-from fl_lightning.cli.flower_app import client_experiment, run_experiment
+from fl_lightning.cli.flower_app import client_experiment
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data import Table, TableSchema
-from fl_lightning.flower.node import Node, Site
+from fl_lightning.data import TableSchema
 
 pytestmark = [pytest.mark.usefixtures("flower"), pytest.mark.filterwarnings("ignore:scenario.dataset.features")]
-
-CONFIG = """
-rounds: 1
-scenario:
-  dataset: {class_path: Table, init_args: {path: artificial.csv, label: label, features: [age, income, town]}}
-  partition: IID
-  clients: 2
-model: MLP
-algorithm: FedAvg
-optimizer: {class_path: SGD, init_args: {lr: 0.05}}
-trainer: {accelerator: cpu}
-logger: null
-"""
-
-
-@pytest.fixture
-def app(tmp_path, monkeypatch):
-    """The app of an experiment on tables, beside the tables of the server and of two clients."""
-    monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate(("artificial", "client-0", "client-1")):
-        write_csv(tmp_path / f"{name}.csv", table(seed=seed))
-    (tmp_path / "tables.yaml").write_text(CONFIG)
-    assert run("deploy", "--config", "tables.yaml").code == 0
-    return tmp_path / "app"
-
-
-def node(folder, client, schema):
-    site = Site(client, Table(f"client-{client}.csv", "label", schema=str(schema)))
-    return Node(site, folder / f"state-{client}", client_experiment)
-
-
-def start(app, nodes):
-    run_experiment(app / "experiment.yaml", LocalGrid(nodes), {"run-dir": str(app.parent / "run")})
 
 
 def test_deploy_writes_the_schema_of_the_simulation(tmp_path, app):
@@ -59,7 +25,7 @@ def test_deploy_writes_the_schema_of_the_simulation(tmp_path, app):
 
 
 def test_a_run_has_the_schema_and_its_model_takes_raw_rows(tmp_path, app):
-    start(app, [node(tmp_path, client, app / "schema.json") for client in range(2)])
+    start(app, [table_node(app, client) for client in range(2)])
     schema = TableSchema.from_json((tmp_path / "run" / "schema.json").read_text())
     assert schema.digest == TableSchema.from_json((app / "schema.json").read_text()).digest
     assert "schema" in (tmp_path / "run" / "config.yaml").read_text()
@@ -79,12 +45,12 @@ def test_another_encoding_is_refused(tmp_path, app, wrong):
         "client 1: its data are unlike those of client 0: " if wrong else "scenario.dataset.schema: the clients' tables"
     )
     with pytest.raises(ConfigError, match=f"^{who}.*another schema. Give the server and all clients the same schema"):
-        start(app, [node(tmp_path, client, schema) for client, schema in enumerate(schemas)])
+        start(app, [table_node(app, client, schema) for client, schema in enumerate(schemas)])
     assert not (tmp_path / "run").exists()
 
 
 def test_the_schema_does_not_leave_the_server(tmp_path, app):
-    nodes = [node(tmp_path, client, app / "schema.json") for client in range(2)]
+    nodes = [table_node(app, client) for client in range(2)]
     experiments = []
     for each in nodes:
         each._build = lambda text, trusted: experiments.append(text) or client_experiment(text, trusted)
@@ -102,11 +68,8 @@ def test_the_schema_does_not_leave_the_server(tmp_path, app):
     ],
 )
 def test_what_only_the_clients_machines_have_is_named(tmp_path, app, method, words, message):
-    config = yaml.safe_load((app / "experiment.yaml").read_text())
-    config["algorithm"] = method
-    config["trainer"]["max_epochs"] = 2
-    (app / "experiment.yaml").write_text(yaml.safe_dump(config))
-    start(app, [node(tmp_path, client, app / "schema.json") for client in range(2)])
+    use_method(app, method)
+    start(app, [table_node(app, client) for client in range(2)])
     done = run(*words)
     assert done.code == 2
     assert message in done.err
