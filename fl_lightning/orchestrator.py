@@ -305,7 +305,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         self.record.set_data(self.data, worker.device)
 
     def _reduce_to_dry_run(self) -> None:
-        """Reduce the experiment, which is already built and checked, to a dry run."""
+        """Limit the built and checked experiment to a dry run: few rounds, clients, samples and training steps."""
         self.rounds, self.clients_per_round = dry_run.ROUNDS, min(dry_run.CLIENTS, self.clients_per_round)
         self.min_clients, self.on_client_failure = 1, "raise"
         self.logger.mute()

@@ -140,7 +140,7 @@ class ClassMeans(SharedKnowledge):
         return self.seen != "after"
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Add a training step's outputs to the sums of each class. With `seen="last_epoch"`, epochs reset the sums."""
+        """Add a training step's outputs to the sums of each class. With `seen="last_epoch"`, each epoch resets them."""
         sums, counts = class_sums(self.outputs(step).detach(), step.targets, step.logits.shape[1])
         if self.tracked and (self.seen == "round" or self._epoch == epoch):
             sums, counts = sums + self.tracked[0].to(sums.device), counts + self.tracked[1].to(sums.device)

@@ -43,7 +43,7 @@ class LossRecord:
         self._pending += values.unbind()
 
     def end_epoch(self) -> None:
-        """Read and check the losses of an epoch. Losses on a GPU are left there until they are read."""
+        """At the end of an epoch, read and check its losses if they are on the CPU. Losses on a GPU are read later."""
         if self._pending and self._pending[0].device.type == "cpu":
             self.settle()
 
@@ -81,7 +81,7 @@ class LossRecord:
         return (len(self._read) + len(self._pending)) // max(1, len(self._names))
 
     def means(self, values: list[float] | None = None) -> dict[str, float]:
-        """Return the mean over the fit's steps of each loss, and of their sum as `loss`; empty before any step.
+        """Return the mean of each loss over the fit's steps, and the sum of the means as `loss`; empty before any step.
 
         Args:
             values: The values of `pending`, if they have already been transferred.

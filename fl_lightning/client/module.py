@@ -390,7 +390,7 @@ class ClientModule(L.LightningModule):
         return self._losses
 
     def train_losses(self) -> dict[str, float]:
-        """Return the mean of each training loss over the steps of the fit, and of their sum as `loss`."""
+        """Return the mean of each training loss over the steps of the fit, and the sum of these means as `loss`."""
         return self._losses.means()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -437,7 +437,7 @@ class ClientModule(L.LightningModule):
         return optimizer
 
     def require_optimizer(self, key: str) -> None:
-        """Raise an error if the fit uses the optimizer of the backbone, a LightningModule, and `key` needs another one.
+        """Raise an error for the option `key` if the fit uses the optimizer of the backbone, a LightningModule.
 
         Args:
             key: The config key that needs another optimizer.

@@ -102,7 +102,7 @@ class Objective(Capable, ABC):
         return weighted
 
     def _weigh(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return outputs and class weights in one dtype and on one device; without weights, unchanged outputs."""
+        """Return outputs and class weights in one dtype and on one device; outputs and None without class weights."""
         if self.weights is None:
             return outputs, None
         outputs = at_least_float32(outputs)
@@ -158,7 +158,7 @@ class Classification(Objective):
         return F.cross_entropy(outputs, targets, weights, reduction=reduction, label_smoothing=self.label_smoothing)
 
     def balanced_weights(self, labels: Tensor, outputs: int) -> Tensor:
-        """Return `n / (C' n_j)` for each of the `C'` classes that occur, as scikit-learn does, and 1 for the others."""
+        """Return scikit-learn's class weights: `n / (C' n_j)` for the `C'` classes that occur, and 1 for the others."""
         counts = torch.bincount(labels, minlength=outputs)
         weights = len(labels) / (counts * (counts > 0).sum())
         return weights.where(counts > 0, 1.0)

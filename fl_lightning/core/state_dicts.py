@@ -255,7 +255,7 @@ def read_numbers(lists: Sequence[Sequence[Tensor]]) -> list[list[float]]:
 
 
 def sums_of(tensors: Tensors) -> list[Tensor]:
-    """Return sums over a state dict's elements, in all or per tensor. They are finite only if all elements are."""
+    """Return sums of a state dict's elements, one sum or one per tensor. NaN or Inf elements make a sum non-finite."""
     flat = as_flat(tensors)
     return [value.sum() for value in (tensors.values() if flat is None else [flat.flat]) if value.is_floating_point()]
 

@@ -1,4 +1,4 @@
-"""Engines carry out the clients' fits of a round. They change the speed, never the results."""
+"""Engines, which run the clients' fits of a round. They differ in speed; their results differ only by rounding."""
 
 from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.auto import AutoEngine, EngineName, engine_of

@@ -89,7 +89,7 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
 
 
 def check_class_weights(weights: ClassWeights, objective: Objective, outputs: int, module: ClientModule) -> None:
-    """Raise an error if the training loss cannot have class weights, or if a list does not have one for each class."""
+    """Raise an error if the training loss cannot have class weights, or if the number of weights is wrong."""
     if module.trains_itself:
         what, fix = f"{class_name(module.backbone)}.training_step computes the loss", "Weight the classes there"
         raise ConfigError(f"class_weights: {what}. {fix}, or leave class_weights out.")

@@ -55,7 +55,7 @@ class ClientData:
 
     @cached_property
     def min_batch(self) -> int:
-        """Minimum size of a last training batch: a full batch if the method needs that, 2 for BatchNorm, else 1."""
+        """Minimum size of an epoch's last batch: full if the method needs full batches, 2 with BatchNorm, else 1."""
         if self.algorithm.drop_last:
             return self.batch_size
         return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
@@ -102,7 +102,7 @@ class ClientData:
         return weights.to(self.device, torch.float32)
 
     def _frequencies(self, index: Tensor) -> Tensor:
-        """Return sampling weights of a client's samples, `(n,)`, by which its classes are drawn equally often."""
+        """Return a sampling weight for each sample of a client, `(n,)`, so that each class is drawn equally often."""
         strata = self.data.objective.strata(self.data.data.y_train[index])
         return 1 / torch.bincount(strata)[strata].double()
 

@@ -96,7 +96,7 @@ class ClientSlot:
         return self._placed.flat
 
     def check_weights(self) -> None:
-        """Unset the module's `shared_weights` if training replaced a weight. Weights are then uploaded one by one."""
+        """Set the module's `shared_weights` to None if training replaced a weight. Each is then uploaded separately."""
         if not self.is_intact:
             self.module.shared_weights = None
 
@@ -150,7 +150,7 @@ def weights_of(entries: dict[str, Tensor], names: Iterable[str]) -> dict[str, Te
 
 
 def owner(network: nn.Module, entry: str) -> tuple[dict[str, Any], str, str]:
-    """Return the dict that holds a state-dict entry in its module, the name of this dict, and the key in it."""
+    """Locate a state-dict entry: return its module's `vars`, `_parameters` or `_buffers`, and the entry's key there."""
     path, _, name = entry.rpartition(".")
     attributes = vars(network.get_submodule(path))
     return attributes, "_parameters" if name in attributes["_parameters"] else "_buffers", name

@@ -67,7 +67,7 @@ class DeviceCopies:
 
 
 def times_written(value: Tensor) -> object:
-    """Return how often a tensor was changed in place; a unique object for inference tensors, which do not count it."""
+    """Return a tensor's number of in-place changes, or a unique object for inference tensors, which have no count."""
     return object() if value.is_inference() else value._version
 
 

@@ -177,7 +177,7 @@ class Evaluator:
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
-        """The initial state of each held-out client: empty, or without a server what the client publishes to peers."""
+        """Initial state of each held-out client: empty if there is a server, else the tensors that peers may read."""
         if self.server.algorithm.server:
             return {client: {} for client in self.new_clients}
         published = self.without_training(0, self.new_clients, repeat(Message()), upload=True)

@@ -89,7 +89,7 @@ class Experiment:
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
     def worker_of(self, data: FederatedData) -> Worker:
-        """Return the object that trains and evaluates one client on its own machine, given only its own data.
+        """Return the `Worker` for a client's own machine. It trains and evaluates this client, given only its data.
 
         Args:
             data: The client's data. The scenario's dataset is a `RemoteClients`.

@@ -49,7 +49,7 @@ class NoAnswer(FLError):
 
 @dataclass
 class Waiting:
-    """A task whose answer is expected.
+    """A client's task that is not answered yet, with its deadline and the ids of the messages that contain it.
 
     Args:
         task: The task.
@@ -103,7 +103,7 @@ class FlowerEngine(Engine):
         self._trained: dict[int, list[int]] = {}  # the last two rounds after which each client stored its state
 
     def connect(self, link: ClientLink, experiment: str) -> None:
-        """Use a connection to the clients' machines.
+        """Set the connection to the clients' machines, and the config that these machines receive.
 
         Args:
             link: The connection. It knows the machine of each client.
@@ -112,10 +112,10 @@ class FlowerEngine(Engine):
         self._link, self._experiment = link, experiment
 
     def check(self, worker: Worker) -> None:
-        """Check that the data are on the clients' machines, and that the method does not need them here.
+        """Check that the data are on the clients' machines, and that the method needs no client data on the server.
 
         Raises:
-            ConfigError: They are here, or the method computes with them on the server.
+            ConfigError: The data are on the server, or the method needs them there.
         """
         if not worker.data.is_remote:
             fix = "`fl-lightning deploy` writes the config of a run on the clients' machines"
@@ -172,7 +172,7 @@ class FlowerEngine(Engine):
         return {"run": self._run, **rounds}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Restore the run's id and the clients' rounds, so that clients continue from the state of the right round."""
+        """Restore the run's id, and the rounds after which each client stored its state."""
         if "run" in state:
             self._run = state["run"]
             self._trained = {
@@ -292,7 +292,7 @@ class ClientLink:
         return arrived
 
     def idle_clients(self) -> set[int]:
-        """Return the clients whose machines have answered a question, and so have no task, since the last call."""
+        """Return the clients whose machines have described their data since the last call, as only idle machines do."""
         idle, self._idle = self._idle, set()
         return idle
 
@@ -308,14 +308,14 @@ class ClientLink:
             time.sleep(POLL)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the grid in another thread, because it tries endlessly if the SuperLink is away."""
+        """Call a function of Flower's grid in another thread, so that a signal can interrupt its endless retries."""
         future = self._threads.submit(function, *args)
         while not wait([future], timeout=PATIENCE).done:
             self.check_interrupt()
         return future.result()
 
     def _learn(self, machine: int, answer: Message) -> None:
-        """Note which client has a machine, from the machine's description of its data."""
+        """Record which client a machine belongs to, from the answer in which the machine describes its data."""
         if answer.has_error():
             return
         try:
@@ -338,12 +338,12 @@ class ClientLink:
 
 
 def describe_client(client: int, described: DataDescription) -> RecordDict:
-    """Return a client's answer to the question for its data, as records."""
+    """Return the records with which a client's machine answers the server's request to describe its data."""
     return pack({}, {}, {"kind": "description", "client": client, **asdict(described)})
 
 
 def read_description(values: dict[str, Any]) -> tuple[int, DataDescription]:
-    """Return the client and the description of its data that a machine sent.
+    """Return the client's id, and the description of the client's data, from the values that a machine sent.
 
     Raises:
         BadMessage: A value is missing or of another type.

@@ -105,7 +105,7 @@ def describe_excess(size: float, most_bytes: float) -> str:
 
 
 def limit_answers(client: Any, most_bytes: float) -> None:
-    """Stop receiving a client's message once it is too large, before it fills the memory.
+    """Make Flower stop receiving a message once it exceeds `most_bytes`, before it fills the memory.
 
     Flower then returns an error with the text of `describe_excess` in place of the message.
 
@@ -221,7 +221,7 @@ def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
 
 
 class Sections:
-    """The entries of a mapping by the beginning of their names."""
+    """View of a mapping by name prefix: `sections["upload"]` returns the entries whose names begin with `upload/`."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.entries = entries

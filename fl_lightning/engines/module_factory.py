@@ -64,7 +64,7 @@ class ModuleFactory:
         return module
 
     def build_shared(self, weights: Tensors) -> ClientModule:
-        """Build a client module with shared weights; other entries keep their initial values."""
+        """Build a client module with the run's initial weights, and load these shared weights into it."""
         module = self.build()
         load_weights(module.backbone, weights)
         return module
@@ -111,7 +111,7 @@ class ModuleFactory:
         return module
 
     def intact_slot(self) -> ClientSlot | None:
-        """Return the `ClientSlot` whose module is reset and used for one client after another; None without one."""
+        """Return the reusable `ClientSlot`, or a new one if it is no longer intact; None if modules cannot be reset."""
         if self._slot and not self._slot.is_intact:
             del self._slot
         return self._slot

@@ -93,7 +93,7 @@ class PoolEngine(Engine):
 
     @abstractmethod
     def _new_storage(self) -> Callable[[SerializedValue], Any]:
-        """Return a function that stores a value where all workers can read it until the returned handle is deleted."""
+        """Return a function that stores a value for all workers to read, and returns a handle that keeps it stored."""
 
     @abstractmethod
     def _wait(self) -> Sequence[PoolWorker]:
@@ -179,7 +179,7 @@ class PoolEngine(Engine):
         pool_worker.end()
 
     def _assign(self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int]) -> None:
-        """Fill the workers' queues with waiting tasks, largest first, each for the worker with the fewest samples."""
+        """Assign waiting tasks, largest first, each to the worker whose queued tasks have the fewest samples."""
 
         def load(pool_worker: PoolWorker) -> int:
             return sum(work(task) for task in pool_worker.tasks)
@@ -227,7 +227,7 @@ class PoolEngine(Engine):
         return answer.result
 
     def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count a lost worker. Return a failed result if the client's task has lost three workers, else None."""
+        """Count a lost worker. Return a failed result if its client's tasks have lost three workers, else None."""
         task = pool_worker.tasks[0] if pool_worker.tasks else None
         if task or not pool_worker.ready:
             self._lost[task.client if task else None] += 1

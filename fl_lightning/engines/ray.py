@@ -198,7 +198,7 @@ def import_ray() -> ModuleType:
 
 @contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """Context that restores the signal handlers at its end, because Ray's would end a run before a safe point."""
+    """Context that restores the signal handlers at its end, because Ray's handlers would end a run within a round."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -15,7 +15,7 @@ from fl_lightning.evaluation.extra_metrics import measures_of
 
 
 class Scorer:
-    """Evaluates client modules on the global test set or on clients' test splits, in the context `inference`.
+    """Evaluates client modules on the global test set or on clients' test splits. Callers enter `inference` first.
 
     Args:
         clients: The samples of each client.

@@ -175,7 +175,7 @@ class SharedFit(L.LightningModule):
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Context in which code of a client may change torch's and Python's settings without affecting later clients."""
+    """Context for one client's code that restores torch's gradient mode and Python's warning filters at its end."""
     with torch.enable_grad(), warnings.catch_warnings():
         yield
 

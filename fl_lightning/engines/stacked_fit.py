@@ -74,7 +74,7 @@ class Client:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Context with the client's own random states. An error in it becomes the client's failure."""
+        """Context that uses the client's own random states, and stores an error instead of raising it."""
         with self.catch_failure(), self.drawing():
             yield
 
@@ -84,7 +84,7 @@ class Client:
 
     @contextmanager
     def catch_failure(self) -> Iterator[None]:
-        """Context in which an error becomes the client's failure."""
+        """Context that stores an error as the client's failure instead of raising it."""
         try:
             yield
         except BaseException as error:
@@ -134,7 +134,10 @@ class StackedFit:
         self.alike = slots is not None and differ_in_weights_only(worker)
 
     def start(self, task: Task) -> None:
-        """Build a client's module and start its fit, in the next row of the stacks. An error leaves the row free."""
+        """Build a client's module, start its fit, and give the client the next row of the stacked weights.
+
+        If this fails, the row is for the next client.
+        """
         slot = self.slots.slot(len(self.clients)) if self.slots else None
         module = self.worker.modules.receive(task, slot=slot)
         if slot is None:  # newly built
@@ -331,7 +334,7 @@ class StackedFit:
     def _forward(
         self, step_of_all: StackedStep, numbers: dict[int, int], batch: StackedBatch
     ) -> tuple[list[int], Tensors, Tensor]:
-        """Compute the losses of some clients, and return their rows, tensors and losses."""
+        """Compute the losses of the clients in a batch; return their rows, their weights and buffers, and losses."""
         rows, tensors = batch.rows, self._of(batch.rows)
         if self.checks_each_step:
             step_of_all.watch()
@@ -344,7 +347,7 @@ class StackedFit:
         return rows, tensors, output.loss
 
     def _of(self, rows: list[int]) -> Tensors:
-        """Return the stacked weights of some clients, as views if the rows are consecutive, and copies of buffers."""
+        """Return the stacked weights of the clients in these rows, views if possible, and copies of their buffers."""
         own, first = as_rows(rows, self.device), self.clients[rows[0]].tensors
         return {
             name: value[own].detach().requires_grad_() if first[name].requires_grad else value[own].clone()
@@ -368,7 +371,7 @@ class StackedFit:
             self.clients[row].module.record(names, own)
 
     def _observe(self, output: StepOutput, batch: StackedBatch) -> None:
-        """Pass the step's outputs to `observe` of the clients' shared knowledge. Group clients again if it changed."""
+        """Pass a step's outputs to the clients' shared knowledge, and group clients again if the knowledge changed."""
         changed = False
         for i, row in enumerate(batch.rows):
             module = self.clients[row].module

@@ -99,7 +99,7 @@ class BlockOptimizer:
         return tensors
 
     def _divide(self, rows: Sequence[int]) -> None:
-        """Split blocks so that each lies within these rows or outside of them."""
+        """Split blocks of rows so that each block lies entirely inside or entirely outside of `rows`."""
         chosen, count = set(rows), self._cuts[-1]
         cuts = {row for row in range(1, count) if (row in chosen) != (row - 1 in chosen)}
         if cuts - set(self._cuts):
@@ -114,7 +114,7 @@ class BlockOptimizer:
         ]
 
     def _arrange(self) -> None:
-        """Make each block of rows a parameter of the optimizer. A part of an earlier block keeps its state."""
+        """Make each block of rows a parameter of the optimizer. Parts of a split block keep the state of their rows."""
         before, self._parameters = self._parameters, {}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = []

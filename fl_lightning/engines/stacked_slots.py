@@ -46,7 +46,7 @@ class StackedSlots:
         return self._slots[row]
 
     def step(self) -> StackedStep:
-        """Return the step that trains all stacked clients together; only their backbones' weights differ."""
+        """Return the batched training step of all clients, which differ only in the weights of their backbones."""
         if self._step is None:
             steps = [StepContents(ClientStep(slot.module)) for slot in self._slots]
             self._step = StackedStep(steps, self._flat.device)
@@ -57,7 +57,7 @@ class StackedSlots:
         return self._slots[row].is_intact and all(value.data_ptr() == place for value, place in self._unsent[row])
 
     def _add(self, slot: ClientSlot) -> None:
-        """Add a slot, and move its tensors to the next row."""
+        """Add a slot (a reusable client module), and move its tensors to the next row of the stacked tensors."""
         row = len(self._slots)
         slot.place(self._flat[row])
         sent = dict(slot.layout.shapes)

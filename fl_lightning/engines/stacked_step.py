@@ -171,7 +171,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
-    """Return an attribute's value with the tensors in it replaced, in new containers of the same kind."""
+    """Return an attribute's value with its tensors replaced by those of `alias` or `free`. Containers are copied."""
     if isinstance(value, Tensor):
         other = alias(value)
         return free.get(path, value) if other is None else other
@@ -285,10 +285,10 @@ class StackedStep:
 
     @contextmanager
     def _holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
-        """Context in which the first client's module holds other tensors and a trainer that all clients share.
+        """Context that puts these tensors and a `SharedTrainer` into the client module that computes the batched step.
 
         Raises:
-            ConfigError: The step replaces one of them.
+            ConfigError: The step replaces a tensor or the trainer.
         """
 
         def other(leaf: Any) -> Tensor | None:

@@ -73,7 +73,7 @@ def unread_result(task: Task, result: Result, losses: LossRecord | None = None) 
 
 
 def read_results(results: Iterable[UnreadResult], device: torch.device) -> Iterator[Result]:
-    """Read the losses of results from the device, on a GPU those of several results together, and yield the results.
+    """Yield results after reading their losses from the device. On a GPU, several results are read in one transfer.
 
     Results wait until they take `HELD` bytes, because after each transfer the GPU has no work until the next client's
     first step.

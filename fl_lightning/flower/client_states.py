@@ -23,7 +23,7 @@ class StateMissing(FLError):
 
 
 class ClientStates:
-    """The state of one client in one run, after each of the three rounds whose state was used last.
+    """Stored states of one client in one run: those after the three rounds whose states were used most recently.
 
     The server may name an older state than the newest, for example in a task that is delivered again. Such a task uses
     this state, so the state is kept, too.
@@ -54,7 +54,7 @@ class ClientStates:
             self._rounds = {int(round): files for round, files in saved["rounds"].items()}
 
     def read(self, round: int) -> State:
-        """Return the client's state after a round; empty for -1, before the client took part.
+        """Return the client's state after a round; an empty state for round -1, which means before its first round.
 
         Raises:
             StateMissing: The round's state is not on disk any more, or is damaged.
@@ -73,7 +73,7 @@ class ClientStates:
         return dict(self._store.get(self.client, {}))
 
     def write(self, round: int, state: State) -> None:
-        """Write the client's state after a round, and remove the states that have not been used for longest."""
+        """Write the client's state after a round. Keep only the three states that were used most recently."""
         self._store.put(self.client, round, state)
         self._store.end_round()
         files = self._store.write(self._store.snapshot())

@@ -37,7 +37,7 @@ class Refused(FLError):
 
 @dataclass(frozen=True)
 class Address:
-    """How a client's machine reaches the SuperLink.
+    """The SuperLink's address, and the certificate and key files that a client's machine needs to connect to it.
 
     Args:
         superlink: `HOST:PORT`.
@@ -59,11 +59,11 @@ class Address:
             raise ConfigError(f"--superlink: {self.superlink} is another machine, and needs encryption. {fix}")
 
     def read_certificate(self) -> bytes | None:
-        """Return the authority's certificate."""
+        """Return the certificate of the authority that signed the SuperLink's certificate; None without encryption."""
         return None if self.certificate is None else read("--certificate", self.certificate)
 
     def read_key(self) -> tuple[Any, Any] | None:
-        """Return this machine's private and public key."""
+        """Return this machine's private and public key; None without authentication."""
         if self.key is None:
             return None
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -93,7 +93,7 @@ def read(option: str, path: Path) -> bytes:
 
 
 def serve(address: Address, answer: Callable[[RecordDict], RecordDict], report: Callable[[str], None]) -> None:
-    """Answer the server's messages, endlessly. A lost connection is opened again, also if the SuperLink was away.
+    """Answer the server's messages, endlessly. Open the connection to the SuperLink again whenever it is lost.
 
     Args:
         address: The address of the SuperLink.
@@ -136,7 +136,7 @@ def without_repetitions(report: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def open_connection(*args: Any) -> AbstractContextManager[Any]:
-    """Return Flower's connection of a SuperNode, which raises `Refused` where it would end the process."""
+    """Return the connection of Flower's SuperNode, changed to raise `Refused` where Flower would end the process."""
     from flwr.supernode import fleet_http_connection
 
     def refuse(code: int, message: str) -> None:
@@ -159,7 +159,7 @@ def refusal(message: str) -> Refused:
 
 
 def answer_next(connection: Any, answer: Callable[[RecordDict], RecordDict], report: Callable[[str], None]) -> None:
-    """Answer one message of the server, or wait a moment if there is none or its run is over."""
+    """Answer one message of the server, or report that its run has ended. If there is no message, wait a moment."""
     from flwr.supercore.run import RunNotRunningException
 
     try:

@@ -41,7 +41,7 @@ RUN = re.compile(r"[0-9a-f]{32}")
 
 @dataclass
 class Site:
-    """A client of the federation as its own machine knows it: the file that `fl-lightning node` takes.
+    """The settings of a client on its own machine, as in the file that `fl-lightning node` reads.
 
     Args:
         client: The client's id, from 0. Each machine has another.
@@ -171,7 +171,9 @@ class Node:
         return worker
 
     def _check_sent(self, worker: Worker, kinds: set[str]) -> None:
-        """Raise an error if a method sends what may not leave this machine. What it adds is known after its training.
+        """Raise an error if a method sends any of `kinds` that this machine does not permit.
+
+        It is called before the training, and again afterwards, when everything that the method sends is known.
 
         Raises:
             BadMessage: Names the method and what it sends.

@@ -67,7 +67,7 @@ class RunStopped(FLError):
 
 @contextmanager
 def start_run(superlink: str) -> Iterator[Grid]:
-    """Start a run on a SuperLink, and yield the grid that reaches the clients' machines.
+    """Start a run on a SuperLink, and yield Flower's `Grid`, which exchanges messages with the clients' machines.
 
     Args:
         superlink: Name of the connection in Flower's `config.toml`.
@@ -95,7 +95,7 @@ def start_run(superlink: str) -> Iterator[Grid]:
 
 
 def acquire_run(control: Any, address: tuple[str, bool, bytes | None]) -> str:
-    """Start a run, and return the token with which this process is its server.
+    """Start a run on a SuperLink, and return the token that lets this process act as the run's server.
 
     Args:
         control: A client of the SuperLink's Control API.
@@ -129,7 +129,7 @@ def acquire_run(control: Any, address: tuple[str, bool, bytes | None]) -> str:
 
 @contextmanager
 def serve_run(grid: Any) -> Iterator[None]:
-    """Context in which this process is the server of the grid's run. At its end, the SuperLink ends the run."""
+    """Context in which this process acts as the server of a Flower run. On exit, the SuperLink ends the run."""
     from flwr.common.constant import SubStatus
     from flwr.common.serde import run_from_proto
     from flwr.proto.runtime_pb2 import PullTaskInputRequest, PushTaskOutputRequest
