@@ -23,12 +23,15 @@ HEADER_LETTERS = 12
 """Maximum number of characters of a class name in the header of a table."""
 
 
-def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
+def summary_table(
+    summary: dict[str, Any], clients: Literal["trained", "received"] = "trained", validation: bool = False
+) -> Table:
     """Return the table printed after a run: last and best metrics, rounds to target accuracies (R_acc), bytes sent.
 
     Args:
         summary: The run's summary, as `summarize` returns it.
         clients: The evaluated model of a client, as in `Evaluation`.
+        validation: Whether validation samples replaced the test samples (`scenario.validation_share`).
     """
     table = Table("", "last", "best", "best round", title=f"{summary['rounds']} rounds", caption_justify="left")
     for name in (key.removesuffix("_last") for key in summary if key.endswith("_last")):
@@ -43,23 +46,24 @@ def summary_table(summary: dict[str, Any], clients: Literal["trained", "received
     table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))
     table.add_row("bytes down", human_bytes(summary["comm/total_down_bytes"]))
     model = "as trained in the round" if clients == "trained" else "as received after the round"
-    table.caption = _caption({name.partition("/")[0] for name in summary}, model)
+    table.caption = _caption({name.partition("/")[0] for name in summary}, model, validation)
     return table
 
 
-def test_table(metrics: Row, server: bool) -> Table:
+def test_table(metrics: Row, server: bool, validation: bool) -> Table:
     """Return the table that the command `test` prints: the metrics, and which models were evaluated.
 
     Args:
         metrics: The metrics, as `FederatedOrchestrator.test` returns them.
         server: Whether the method has a server that clients receive models from.
+        validation: Whether validation samples replaced the test samples (`scenario.validation_share`).
     """
     table = Table("metric", "value", title=f"after round {int(metrics['round'])}", caption_justify="left")
     for name, value in metrics.items():
         if name != "round" and not name.startswith("client_"):
             table.add_row(name, f"{value:.4f}")
     model = "as received after the round" if server else "as it was trained last"
-    table.caption = _caption({name.partition("/")[0] for name in metrics}, model)
+    table.caption = _caption({name.partition("/")[0] for name in metrics}, model, validation)
     return table
 
 
@@ -109,13 +113,16 @@ def last_metrics(rounds: Sequence[Row], columns: Mapping[str, np.ndarray]) -> di
     return rows
 
 
-def _caption(families: set[str], model: str) -> str:
+def _caption(families: set[str], model: str, validation: bool) -> str:
     """Return the caption of a table of metrics: for each group of metrics, the evaluated models and the data."""
+    everybody, own = "the global test set", "its own test split"
+    if validation:
+        everybody, own = "the validation samples of all clients", "its own validation samples"
     lines = {
-        "global": "global: the global model, on the global test set",
-        "client": f"client: each client's model {model}, on its own test split",
-        "new_client": "new client: what a client that was held out of the training gets, on its own test split",
-        "personal_on_global": "personal: clients' models as trained, on the global test set",
+        "global": f"global: the global model, on {everybody}",
+        "client": f"client: each client's model {model}, on {own}",
+        "new_client": f"new client: what a client that was held out of the training gets, on {own}",
+        "personal_on_global": f"personal: clients' models as trained, on {everybody}",
     }
     return "\n".join(line for family, line in lines.items() if family in families)
 

@@ -54,6 +54,7 @@ FORMAT = value(Literal["table", "csv", "latex", "markdown"], "Format of the outp
 TARGETS = "Values of the metric: report when each was reached, and the cost."
 SCALE = "Shrink every run: multiply rounds, local epochs and training samples by this, rounded up."
 SHELL = 'The shell. To install, add to ~/.bashrc: eval "$(fl-lightning completion bash)"'
+TEST_SET = "Evaluate on the test samples, also in a run with scenario.validation_share."
 FIGURE_FILE = "The file to write. Its ending is the format: .pdf, .svg or .png."
 FIGURE_KIND = "Curves, bars of the last values, distributions over clients, or bubbles of the partition."
 FIGURE_METRIC = "The metric, as in compare; for clients a column of clients.csv, by default acc."
@@ -85,7 +86,7 @@ MULTIRUN: dict[str, Keywords] = {
 OPTIONS: dict[str, dict[str, Keywords]] = {
     "fit": RUN_WORDS | MULTIRUN,
     "multirun": MULTIRUN | {"words": value(str, "Command line of the runs.", nargs="*")},
-    "test": {"run": RUN, "--checkpoint": CHECKPOINT, "--trust": TRUST},
+    "test": {"run": RUN, "--checkpoint": CHECKPOINT, "--test_set": switch(TEST_SET), "--trust": TRUST},
     "watch": {
         "run": value(str, "Folder of the run. For a folder of runs, the newest unfinished one is shown."),
         "--every": value(float, "Seconds between updates.", default=1.0),

@@ -89,8 +89,12 @@ class Scenario:
                 what = f"{type(self.partition).__name__} refers to samples of the whole dataset by index"
                 raise ConfigError(f"scenario.{key}: {what}. Leave {key} out")
 
-    def build(self, seed: int) -> FederatedData:
+    def build(self, seed: int, test_set: bool = False) -> FederatedData:
         """Load the data and split them among the clients.
+
+        Args:
+            seed: Seed of the partition and of all other splits.
+            test_set: Test on the test samples even if `validation_share` is set. The training samples stay the same.
 
         Raises:
             ConfigError: The data cannot be read or are invalid, the partition is not possible, or a client would have
@@ -110,7 +114,8 @@ class Scenario:
                 federated = self._split_clients(without, seed)
             federated = hold_out_clients(federated, held_out)
         if self.validation_share:
-            federated = hold_out_validation(federated, self.validation_share, seed)
+            validated = hold_out_validation(federated, self.validation_share, seed)
+            federated = with_tests_of(federated, validated) if test_set else validated
         if federated.held_out and not any(len(shard.test) for shard in federated.held_out):
             what, fix = "the held-out clients have no test samples", "Set scenario.local_test, such as 0.25"
             raise ConfigError(f"scenario.held_out_clients: {what}. {fix}")
@@ -268,6 +273,16 @@ def hold_out_clients(federated: FederatedData, held_out: Sequence[int]) -> Feder
     kept, rest = ([shards[client] for client in clients] for clients in (train, held_out))
     names = [ids[client] for client in (*train, *held_out)]
     return replace(federated, shards=PackedShards.from_shards(kept), client_ids=names, held_out=rest)
+
+
+def with_tests_of(federated: FederatedData, validated: FederatedData) -> FederatedData:
+    """Return federated data with the test samples of `federated`, and the training samples of `validated`."""
+
+    def shards(train: Sequence[Shard], test: Sequence[Shard]) -> PackedShards:
+        return PackedShards.from_shards([Shard(one.train, other.test) for one, other in zip(train, test, strict=True)])
+
+    held_out = shards(validated.held_out, federated.held_out) if federated.held_out else ()
+    return replace(federated, shards=shards(validated.shards, federated.shards), held_out=held_out)
 
 
 def hold_out_validation(federated: FederatedData, share: float, seed: int) -> FederatedData:

@@ -100,6 +100,15 @@ class Experiment:
         self._build()
         return replace(self.worker, data=data)
 
+    def use_test_set(self) -> None:
+        """Evaluate on the test samples from now on, in an experiment that `scenario.validation_share` tests on others.
+
+        The clients' training samples, the round and the shared state stay the same.
+        """
+        state, data = self.state, self.scenario.build(self.seed, test_set=True)
+        self._set_up(replace(self.worker, data=data))
+        self.server.state = state
+
     @property
     def state(self) -> State:
         """The shared state on the server, such as the global weights, after the last finished round."""

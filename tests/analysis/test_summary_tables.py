@@ -69,7 +69,7 @@ def test_summary_table() -> None:
 
 def test_table_of_a_test() -> None:
     table = tables.test_table(
-        {"round": 4, "global/acc": 0.5, "client/acc_mean": 0.25, "client_3/acc": 0.1}, server=True
+        {"round": 4, "global/acc": 0.5, "client/acc_mean": 0.25, "client_3/acc": 0.1}, server=True, validation=False
     )
     assert table.title == "after round 4"
     assert cells(table) == [["global/acc", "0.5000"], ["client/acc_mean", "0.2500"]]

@@ -1,9 +1,12 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from commands import run
 
+from fl_lightning import open_run
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Arrays, Dirichlet, FederatedData, Scenario
 
@@ -48,3 +51,45 @@ def test_the_share_is_stratified_and_depends_on_the_seed(arrays: Arrays) -> None
 def test_a_share_too_small_for_every_client_is_refused(arrays: Arrays) -> None:
     with pytest.raises(ConfigError, match=r"^scenario.validation_share: 0.01 holds out no sample of any client"):
         Scenario(arrays, IID(), clients=40, validation_share=0.01).build(0)
+
+
+@pytest.mark.parametrize("held_out", [None, 1])
+def test_the_test_set_of_a_tuned_run_keeps_the_training_samples(arrays: Arrays, held_out: int | None) -> None:
+    options = {"clients": 5, "local_test": 0.25, "held_out_clients": held_out}
+    whole = Scenario(arrays, Dirichlet(0.5), **options).build(3)
+    scenario = Scenario(arrays, Dirichlet(0.5), validation_share=0.2, **options)
+    tuning, tested = scenario.build(3), scenario.build(3, test_set=True)
+    assert inputs(tested, "train") == inputs(tuning, "train")
+    assert inputs(tested, "test") == inputs(whole, "test")
+    assert torch.equal(tested.data.x_test, whole.data.x_test)
+    for one, train, test in zip(tested.held_out, tuning.held_out, whole.held_out, strict=True):
+        assert torch.equal(one.train, train.train)
+        assert torch.equal(one.test, test.test)
+
+
+def test_a_tuned_run_says_on_what_it_is_tested_and_can_be_tested_on_the_test_set(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ("--config", "digits_fedper", "--rounds", "2", "--logger", "null", "--scenario.validation_share", "0.2")
+    fit = run("fit", *options, "--run_dir", "run")
+    assert "training samples each; tested on validation samples" in fit.out
+    fitted, again, tested = (
+        " ".join(each.out.split()) for each in (fit, run("test", "run"), run("test", "run", "--test_set"))
+    )
+    for out, whose in ((fitted, "validation samples"), (again, "validation samples"), (tested, "test split")):
+        assert f"on its own {whose}" in out
+    opened = open_run("run")
+    expected = {}
+    for name, scenario in (("run", opened.scenario), ("whole", replace(opened.scenario, validation_share=None))):
+        data = scenario.build(opened.seed)
+        expected[name] = np.mean([accuracy(opened.client_module(k), data, k) for k in range(opened.clients)])
+    assert f"client/acc_mean │ {expected['run']:.4f}" in again
+    assert f"client/acc_mean │ {expected['whole']:.4f}" in tested
+    assert expected["run"] != expected["whole"]
+
+
+def accuracy(module, data: FederatedData, client: int) -> float:
+    """Return the accuracy of a client's model on the client's test samples."""
+    test = data.shards[client].test
+    with torch.no_grad():
+        outputs = module.eval()(data.data.prepare(data.data.x_train[test]))
+    return float((outputs.argmax(1) == data.data.y_train[test]).float().mean())

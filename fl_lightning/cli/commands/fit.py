@@ -71,7 +71,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 def print_results(orchestrator: FederatedOrchestrator, run: Run) -> None:
     """Print the results of a finished run as a table and, if its clients have names, a table of the clients."""
     console = Console()
-    console.print(summary_table(run.summary, orchestrator.evaluation.client_model))
+    validation = orchestrator.scenario.validation_share is not None
+    console.print(summary_table(run.summary, orchestrator.evaluation.client_model, validation))
     if table := clients_table(orchestrator.data, last_metrics(run.rounds, read_clients(run.run_dir))):
         console.print(table)
 

@@ -15,8 +15,12 @@ from fl_lightning.evaluation.summary import split_series
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Evaluate a checkpoint of a finished or unfinished run, and print tables of its metrics and of its clients."""
     run, console = load_run(Path(given.run), given.checkpoint, given.trust), Console()
+    validation = run.scenario.validation_share is not None
+    if validation and given.test_set:
+        run.use_test_set()
+        validation = False
     metrics = run.test()
-    console.print(test_table(metrics, run.algorithm.server))
+    console.print(test_table(metrics, run.algorithm.server, validation))
     rows = {client: {"round": metrics["round"], **row} for client, row in split_series(metrics)[1].items()}
     if table := clients_table(run.data, rows):
         console.print(table)
