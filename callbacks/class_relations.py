@@ -51,7 +51,7 @@ class ClassRelations(RoundFigure):
         raise ConfigError(f"callbacks: ClassRelations: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the name of the logged distance between the soft-label and the class-relation matrix."""
+        """Return the name of the metric that this callback logs."""
         return ["class_relations/distance"]
 
     def measure(self, run: FederatedRun) -> Arrays:

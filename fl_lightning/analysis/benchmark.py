@@ -344,9 +344,13 @@ class BenchmarkResult:
         return [run for result in self._results.values() for run in result.runs.values()]
 
     def ranks(self, table: str, untuned: bool = False) -> dict[str, list[float]]:
-        """Return the rank of each method in each scenario of a table; 1 is the best, and equal means share a rank.
+        """Return each method's rank by its mean result, 1 for the best, in each scenario of a table of the benchmark.
 
-        A method without a result in a scenario has the last rank there.
+        Methods with equal results share the mean of their ranks. A method without a result has the last rank.
+
+        Args:
+            table: Name of the table.
+            untuned: Rank the runs with the values of the configs instead of those with tuned values.
         """
         of_table = next(one for one in self.benchmark.tables if one.name == table)
         ranks: dict[str, list[float]] = {method: [] for method in of_table.methods}

@@ -148,7 +148,7 @@ class Reproduction:
             self.cells[column, row] = Cell(results, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
-        """Return the rank correlations between our numbers and the paper's over the rows of a column."""
+        """Return Spearman's and Kendall's correlation between our numbers and the paper's in a column of the table."""
         cells = [self.cells[column, row] for row in self.table.rows]
         both = [(cell.spread.mean, cell.paper.mean) for cell in cells if cell.spread and cell.paper]
         return rank_correlations([ours for ours, _ in both], [papers for _, papers in both])

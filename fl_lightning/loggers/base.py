@@ -26,7 +26,7 @@ class Labels(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """The argument of `RoundLogger.begin`: run folder, config, default names and last round of a run.
+    """What a logger is told when a run begins or is resumed: folder, config, names and finished rounds of the run.
 
     Attributes:
         run_dir: The run folder.

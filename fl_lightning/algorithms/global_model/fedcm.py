@@ -105,7 +105,7 @@ class DirectionServer(ServerStep):
         return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
 
     def fold(self, uploads: Iterable[Upload]) -> PathMeans:  # type: ignore[override]
-        """Return two means of the uploads: unweighted, and weighted by `1 / (K η)`, or 0 for clients without steps."""
+        """Return the mean of the uploads, and their mean with weights `1 / (K η)`; clients without steps weigh 0."""
         plain, by_path, inverses = RunningMean(), RunningMean(), 0.0
         for upload in uploads:
             model, length = upload.message.section("model"), upload.message.numbers[LENGTH]
