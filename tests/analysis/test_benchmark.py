@@ -437,7 +437,7 @@ def test_the_command_tunes_runs_and_resumes(tmp_path, monkeypatch):
     assert config["scenario"]["validation_share"] == 0.2
     again = run("benchmark", "b.yaml", "--format", "markdown")
     assert (again.code, again.out) == (0, first.out)
-    assert "0 of 4 runs are missing" in again.err
+    assert "0 of 4 runs to do" in again.err
     best = json.loads(next(folder.glob("runs/global/FedSAM/seed_0-*/final/summary.json")).read_text())
     assert f"{best['global/acc_last']:.4f}"[:4] in (folder / "results.csv").read_text()
 

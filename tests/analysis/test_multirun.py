@@ -188,7 +188,7 @@ def test_all_combinations_and_seeds_are_run_once_and_compared(here, started):
     code, out, err = run(*words, "0", "--workers", "2", "--threads", "1", "--percent")
     assert code == 0
     assert [(workers, threads) for _, workers, threads in started] == [(2, 1)] * 2
-    assert err.splitlines()[0] == "2 of 2 runs are missing; the folder is runs/multirun/tiny"
+    assert err.splitlines()[0] == "2 of 2 runs to do, in runs/multirun/tiny"
     assert folders().keys() == {"algorithm-FedAvg/seed_0", "algorithm-fedprox/seed_0"}
     second = folders()["algorithm-fedprox/seed_0"].relative_to("runs/multirun/tiny")
     assert err.splitlines()[2] == f"2 of 2, {second}: done"

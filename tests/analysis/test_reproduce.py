@@ -319,7 +319,7 @@ def test_parts_of_a_table():
 )
 def test_a_wrong_option_is_one_line(here, words, message):
     code, out, err = run("reproduce", "table.yaml", *words)
-    lines = [line for line in err.splitlines() if "runs are missing" not in line]
+    lines = [line for line in err.splitlines() if "runs to do" not in line]
     assert (code, out, len(lines)) == (2, "", 1)
     assert lines[0].startswith(f"fl-lightning: error: {message}")
     assert not list(Path().rglob("metrics.csv"))
@@ -565,12 +565,12 @@ def test_only_missing_runs_are_started(here, started):
     assert code == 0
     ((job, workers, threads),) = started
     assert (job.folder.parent, workers, threads) == (Path("runs/reproduce/table/tiny/Uniform"), 2, 1)
-    assert err.splitlines()[0] == "1 of 1 runs are missing; the folder is runs/reproduce/table"
+    assert err.splitlines()[0] == "1 of 1 runs to do, in runs/reproduce/table"
     assert err.splitlines()[1] == f"1 of 1, {job.folder.relative_to('runs/reproduce/table')}: done"
     started.clear()
     code, out, err = run(*words)
     assert [p.words[-1] for p, *_ in started] == ["0"]
-    assert err.splitlines()[0] == "1 of 2 runs are missing; the folder is runs/reproduce/table"
+    assert err.splitlines()[0] == "1 of 2 runs to do, in runs/reproduce/table"
     started.clear()
     assert (run(*words).out, started) == (out, [])
     shown = run(*words, "--show", "--format", "csv")
@@ -633,7 +633,7 @@ def test_a_killed_table_continues(here):
     assert 1 <= len(done) < 4
     written = {path: path.stat().st_mtime_ns for path in done}
     again = subprocess.run(command, capture_output=True, text=True, check=True)
-    missing = int(again.stderr.split(" of 4 runs are missing")[0])
+    missing = int(again.stderr.split(" of 4 runs to do")[0])
     assert missing == again.stderr.count(": done\n") <= 4 - len(done)
     assert {path: path.stat().st_mtime_ns for path in done} == written
     assert len(list(Path("runs").rglob("summary.json"))) == 4

@@ -440,15 +440,18 @@ IMPATIENT = ["--rounds", "9", "--callbacks+=EarlyStopping", "--callbacks.patienc
     [
         (
             IMPATIENT,
-            "stopped after round 2 of 9 by EarlyStopping: global/acc has not improved for 1 evaluation (best ",
+            "stopped after round 2 of 9 by EarlyStopping: global/acc has not improved by more than 9 "
+            "for 1 evaluation (best ",
         ),
         (
             [*IMPATIENT, "--algorithm", "Local"],
-            "stopped after round 2 of 9 by EarlyStopping: client/acc_mean has not improved for 1 evaluation (best ",
+            "stopped after round 2 of 9 by EarlyStopping: client/acc_mean has not improved by more than 9 "
+            "for 1 evaluation (best ",
         ),
         (
             [*IMPATIENT, "--callbacks.monitor", "global/loss", "--callbacks.patience", "2"],
-            "stopped after round 3 of 9 by EarlyStopping: global/loss has not improved for 2 evaluations (best ",
+            "stopped after round 3 of 9 by EarlyStopping: global/loss has not improved by more than 9 "
+            "for 2 evaluations (best ",
         ),
         (["--rounds", "1"], "1 round is done"),
     ],
