@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -210,9 +209,3 @@ def check_schedule(module: ClientModule, epochs: int) -> None:
         rates = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
         for _ in islice(rates, min(epochs + 1, LOOK_AHEAD)):  # one more for the step after the last epoch
             pass
-
-
-def most_epochs(trainer: L.Trainer, batches: int) -> int:
-    """Return the maximum number of epochs of a client's fit, given its number of batches per epoch."""
-    bounds = [trainer.max_epochs, -1 if trainer.max_steps < 0 else math.ceil(trainer.max_steps / batches)]
-    return min(bound for bound in bounds if bound is not None and bound >= 0)

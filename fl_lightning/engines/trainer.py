@@ -103,7 +103,8 @@ class LocalWork:
     def under(cls, trainer: L.Trainer, batches: int) -> LocalWork:
         """Return a client's number of steps under a trainer's limits, given its number of batches per epoch."""
         limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
-        per_epoch = min(batches, limit) if isinstance(limit, int) else batches
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
         bounds = (steps, per_epoch * (-1 if epochs is None else epochs))
         return cls(per_epoch, min(bound for bound in bounds if bound >= 0))
 

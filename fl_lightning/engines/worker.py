@@ -45,7 +45,6 @@ from fl_lightning.engines.checks import (
     check_schedule,
     check_share,
     check_trainer,
-    most_epochs,
     warn_of_emulation,
     warn_of_environment,
     warn_of_unused_optimizer,
@@ -201,7 +200,7 @@ class Worker:
             spare = self.modules.build().to(self.device)
             if not spare.has_own_optimizer:
                 check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        check_schedule(module, most_epochs(trainer, fewest))
+        check_schedule(module, LocalWork.under(trainer, fewest).epochs)
         with blame("lr_scheduler"):
             if not module.has_own_optimizer:
                 module.configure_optimizers()

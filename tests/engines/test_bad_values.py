@@ -134,6 +134,16 @@ KINDS = [
         "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
     ),
     kind(
+        [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_steps", "6", "--trainer.limit_train_batches", "2"],
+        "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
+        name="epochs_of_two_batches",
+    ),
+    kind(
+        [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_steps", "3", "--trainer.accumulate_grad_batches", "99"],
+        "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
+        name="epochs_of_one_step",
+    ),
+    kind(
         [*ROUNDS, "OneCycleLR", *(f"--round_{word[2:]}" for word in ONE_CYCLE), "--rounds", "4"],
         "round_lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
     ),

@@ -37,20 +37,21 @@ def fits(monkeypatch):
     return seen
 
 
-def compare(tmp_path, method=FedAvg, **options):
-    """One experiment with a fit for each client, and with common ones."""
+def compare(tmp_path, method=FedAvg, shared=True, **options):
+    """One experiment with a fit for each client, and with common ones if the clients can share them."""
     alone = experiment(tmp_path / "alone", method(), engine=ALONE, **options)
     common = experiment(tmp_path / "common", method(), **options)
     alone.fit()
     common.fit()
     assert_same_run(alone, common)
+    assert shared is None or shared_fit.can_share_fit(common.worker) == shared
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW_QUICK)
 def test_every_method(tmp_path, fits, name):
     method, options = METHODS[name]
-    compare(tmp_path, method, rounds=2, **options)
+    compare(tmp_path, method, shared=None, rounds=2, **options)
     kinds, common = {type(module) for module in fits}, {ClientModule, shared_fit.SharedFit}
     assert kinds == common or not kinds & common  # a client module of the method's own gets fits of its own
 
