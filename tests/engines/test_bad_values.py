@@ -114,6 +114,7 @@ SCHEDULE = [*FIT, "--lr_scheduler"]
 ROUNDS = [*FIT, "--round_lr_scheduler"]
 MUON = hasattr(torch.optim, "Muon")  # since torch 2.9
 ONE_CYCLE = ["--lr_scheduler.max_lr=1", "--lr_scheduler.total_steps=2"]
+STEPS = [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_epochs", "-1", "--trainer.max_steps"]
 
 
 def kind(words, *told, name=None):
@@ -134,12 +135,12 @@ KINDS = [
         "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
     ),
     kind(
-        [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_steps", "6", "--trainer.limit_train_batches", "2"],
+        [*STEPS, "6", "--trainer.limit_train_batches", "2"],
         "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
         name="epochs_of_two_batches",
     ),
     kind(
-        [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_steps", "3", "--trainer.accumulate_grad_batches", "99"],
+        [*STEPS, "3", "--trainer.accumulate_grad_batches", "99"],
         "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
         name="epochs_of_one_step",
     ),
