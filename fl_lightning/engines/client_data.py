@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs, map_inputs
-from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.core.seeding import Stream, derive, generator
 from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, LoadedData
-from fl_lightning.data.loaders import Batches, BatchSampler, ReadyBatches, send
+from fl_lightning.data.loaders import Batches, ReadyBatches, send
 from fl_lightning.engines.device import channels_last, resident
 
 
@@ -32,10 +32,8 @@ class ClientData:
         algorithm: The method, which may hold out validation samples or drop incomplete batches.
         template: A client module. BatchNorm in it needs two samples per batch.
         trainer: Provides the device and the precision.
-        batch_size: Samples per training batch.
+        training: The options of local training.
         channels_last: Whether images are in channels-last memory format.
-        batch_sampler: How training samples are drawn.
-        class_weights: Weights of the classes in the training loss.
     """
 
     data: FederatedData
@@ -43,10 +41,13 @@ class ClientData:
     algorithm: Algorithm
     template: nn.Module
     trainer: L.Trainer
-    batch_size: int
+    training: LocalTraining
     channels_last: bool = False
-    batch_sampler: BatchSampler = "shuffle"
-    class_weights: ClassWeights | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per training batch."""
+        return self.training.batch_size
 
     @property
     def device(self) -> torch.device:
@@ -92,13 +93,13 @@ class ClientData:
 
     def loss_weights(self, client: int) -> Tensor | None:
         """Return the weights of the classes in a client's training loss, `(C,)`; None if they are not weighted."""
-        if self.class_weights is None:
+        if self.training.class_weights is None:
             return None
         loaded = self.data.data
-        if self.class_weights == "balanced":
+        if self.training.class_weights == "balanced":
             weights = self.data.objective.balanced_weights(loaded.y_train[self.split(client)[0]], loaded.num_classes)
         else:
-            weights = torch.tensor(self.class_weights)
+            weights = torch.tensor(self.training.class_weights)
         return weights.to(self.device, torch.float32)
 
     def _frequencies(self, index: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class ClientData:
         """
         data, index = self._stored, self.split(task.client)[0]
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
-        options = {"frequencies": self._frequencies(index)} if self.batch_sampler == "balanced" else {}
+        options = {"frequencies": self._frequencies(index)} if self.training.batch_sampler == "balanced" else {}
         batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch, **options)
         if not len(batches):
             of, fix = "a model with BatchNorm", "a model without it"

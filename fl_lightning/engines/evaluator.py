@@ -141,7 +141,7 @@ class Evaluator:
         worker, algorithm = self.worker, self.server.algorithm
         module = worker.modules.build_shared(self.server.state["model"])
         if algorithm.calibrates:
-            module.batch_size = worker.batch_size
+            module.batch_size = worker.training.batch_size
             seed_everything(self.server.seed, Stream.CALIBRATION, round)
             data, classes = worker.client_data, worker.data.data.num_classes
             every = (data.training_batches(client) for client in range(self.server.clients))

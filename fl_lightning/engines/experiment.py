@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable
 
@@ -69,13 +68,13 @@ class Experiment:
     def _build(self) -> None:
         data = self.scenario.build(self.seed)
         self._set_clients(len(data.shards))
-        options: dict[str, Any] = {**vars(self.training), "client_callbacks": self.training.client_callbacks or []}
-        options |= {"metrics": self.evaluation.metrics, "positive_class": self.evaluation.positive_class}
-        self._set_up(Worker(self.seed, self.algorithm, self._model, data, **options))
+        metrics, positive_class = self.evaluation.metrics, self.evaluation.positive_class
+        self._set_up(Worker(self.seed, self.algorithm, self._model, data, self.training, metrics, positive_class))
 
     def _set_up(self, worker: Worker) -> None:
         """Check the worker and its data, and compute the algorithm's initial state."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
+        self.algorithm.fixed = worker.frozen
         worker.check()
         if self.round_lr_scheduler:
             worker.template.require_optimizer("round_lr_scheduler")

@@ -96,7 +96,7 @@ class ProcessesEngine(PoolEngine):
                     f"engine.devices: they are GPUs, and clients train on the {device.type}; leave them out"
                 )
             return []
-        if self.devices is None and isinstance(worker.trainer.get("devices"), list):
+        if self.devices is None and isinstance(worker.training.trainer.get("devices"), list):
             return [device.index]  # trainer.devices names a GPU
         here = list(range(torch.cuda.device_count()))
         for number in self.devices or []:

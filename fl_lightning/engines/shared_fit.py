@@ -82,7 +82,7 @@ def run_shared_fit(worker: Worker, work: Callable[[SharedFit], Value]) -> Value:
         except BaseException as error:
             errors.append(error)  # Lightning would end the process for a KeyboardInterrupt
 
-    trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.shown)
+    trainer = quiet_trainer(worker.training.trainer | FOR_ALL, worker.shown)
     with quiet_lightning(worker.shown):
         trainer.fit(SharedFit(worker, run))
     for error in errors:

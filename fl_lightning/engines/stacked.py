@@ -67,7 +67,7 @@ class StackedEngine(SharedFitEngine):
         trainer = worker.idle_trainer
         if odd := obstacle_to_shared_fit(trainer):
             raise refusal(*odd)
-        if worker.compile:
+        if worker.training.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
         if isinstance(worker.data.data.x_train, Inputs):
             raise refusal("several inputs", "its batches are one tensor")

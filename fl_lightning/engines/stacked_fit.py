@@ -395,7 +395,7 @@ def differ_in_weights_only(worker: Worker) -> bool:
     training.
     """
     algorithm, module = worker.algorithm, worker.template
-    if worker.class_weights is not None:
+    if worker.training.class_weights is not None:
         return False
     unchanged = algorithm.receives_by_loading and type(algorithm).prepare is Algorithm.prepare
     return unchanged and type(module) is ClientModule and not (len(module.loss_terms) or len(module.knowledge))

@@ -109,7 +109,8 @@ class TaskServer:
             worker, settings = deserialize(request.parts)
             for apply, value in settings:
                 apply(value)
-            self.worker = replace(worker, trainer=worker.trainer | self.trainer)
+            training = replace(worker.training, trainer=worker.training.trainer | self.trainer)
+            self.worker = replace(worker, training=training)
         except Exception as error:
             return Answer(refused=f"{type(error).__name__}: {one_line(error)}")
         gc.collect()

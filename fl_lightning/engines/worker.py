@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from fl_lightning.algorithms.base import Algorithm, OptimizerState
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.lightning_model import (
     ModelHooks,
     check_lightning_model,
@@ -24,17 +24,17 @@ from fl_lightning.client.lightning_model import (
     own_optimizer,
     own_step,
 )
+from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, optimizer_tensors
+from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
-from fl_lightning.data.loaders import BatchSampler, ClientDataModule
+from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
     blame_inputs,
     check_batch_sampler,
@@ -72,60 +72,54 @@ class Worker:
         algorithm: The method.
         model: Builds the backbone.
         data: The dataset and the samples of each client.
-        batch_size: Samples per training batch.
-        batch_sampler: How training samples are drawn.
-        class_weights: Weights of the classes in the training loss.
-        trainer: Keyword arguments of Lightning's `Trainer`; one local epoch by default.
-        optimizer: Builds each fit's optimizer; by default SGD, or the model's own if it is a LightningModule.
-        lr_scheduler: Builds each fit's scheduler, or None.
-        optimizer_state: Whether a fit's optimizer starts `fresh` or continues from the client's last round (`kept`);
-            by default as the algorithm says.
-        compile: Compile the backbone, once for all clients and rounds.
-        channels_last: Store images in channels-last memory format; by default if `prefers_channels_last` says so.
+        training: The options of local training.
         metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
         positive_class: Of two classes, the one that binary metrics count as positive.
-        client_callbacks: Lightning callbacks. Each fit gets copies.
     """
 
     seed: int
     algorithm: Algorithm
     model: NetworkFactory
     data: FederatedData
-    batch_size: int = 64
-    batch_sampler: BatchSampler = "shuffle"
-    class_weights: ClassWeights | None = None
-    trainer: dict[str, Any] = field(default_factory=dict)
-    optimizer: OptimizerFactory | None = None
-    lr_scheduler: SchedulerFactory | None = None
-    optimizer_state: OptimizerState | None = None
-    compile: bool = False
-    channels_last: bool | None = None
+    training: LocalTraining = LocalTraining()
     metrics: Sequence[str | dict[str, Any]] = ()
     positive_class: int = 1
-    client_callbacks: Sequence[Callback] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the constructor arguments for pickling. The receiving process builds everything else again."""
         return {name: vars(self)[name] for name in self.__dataclass_fields__}
 
-    @cached_property
+    @property
     def template(self) -> ClientModule:
         """The client module with the run's initial weights. Every task trains a copy."""
+        return self._template[0]
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the network's frozen parameters, which are the same on all clients."""
+        return self._template[1]
+
+    @cached_property
+    def _template(self) -> tuple[ClientModule, frozenset[str]]:
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
         loaded = self.data.data
         backbone = build_network(self.model, loaded.in_shape, loaded.num_classes)
         frozen = {id(parameter): parameter for parameter in backbone.parameters() if not parameter.requires_grad}
-        optimizer = self.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
-        module = self.algorithm.client_module(backbone, optimizer, self.lr_scheduler)
-        # a method may replace a frozen parameter by one of its own
-        self.algorithm.fixed = frozenset(n for n, p in module.backbone.named_parameters() if id(p) in frozen)
+        optimizer = self.training.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
+        module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler)
         module.objective = self.data.objective
-        return module
+        # a method may have replaced a frozen parameter by one of its own
+        return module, frozenset(name for name, p in module.backbone.named_parameters() if id(p) in frozen)
+
+    @property
+    def client_callbacks(self) -> Sequence[Callback]:
+        """Lightning callbacks. Each fit gets copies."""
+        return self.training.client_callbacks or ()
 
     @cached_property
     def idle_trainer(self) -> L.Trainer:
         """A trainer that is never fitted; it provides the device and the precision."""
-        return quiet_trainer(self.trainer, self.shown, self.client_callbacks)
+        return quiet_trainer(self.training.trainer, self.shown, self.client_callbacks)
 
     @property
     def device(self) -> torch.device:
@@ -135,8 +129,8 @@ class Worker:
     @cached_property
     def uses_channels_last(self) -> bool:
         """Whether images are stored in channels-last memory format."""
-        if self.channels_last is not None:
-            return self.channels_last
+        if self.training.channels_last is not None:
+            return self.training.channels_last
         return prefers_channels_last(self.template.backbone, self.device, str(self.idle_trainer.precision))
 
     @cached_property
@@ -147,14 +141,27 @@ class Worker:
     @cached_property
     def client_data(self) -> ClientData:
         """The samples of each client, as batches."""
-        options = self.batch_size, self.uses_channels_last, self.batch_sampler, self.class_weights
-        return ClientData(self.data, self.seed, self.algorithm, self.template, self.idle_trainer, *options)
+        return ClientData(
+            self.data,
+            self.seed,
+            self.algorithm,
+            self.template,
+            self.idle_trainer,
+            self.training,
+            channels_last=self.uses_channels_last,
+        )
 
     @cached_property
     def modules(self) -> ModuleFactory:
         """The factory of client modules."""
-        options = self.seed, self.compile
-        return ModuleFactory(self.template, self.algorithm, self.client_data, self.idle_trainer, *options)
+        return ModuleFactory(
+            self.template,
+            self.algorithm,
+            self.client_data,
+            self.idle_trainer,
+            self.seed,
+            compile=self.training.compile,
+        )
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -164,7 +171,7 @@ class Worker:
     @property
     def keeps_optimizer(self) -> bool:
         """Whether clients' optimizer states are kept between rounds."""
-        return (self.optimizer_state or self.algorithm.optimizer_state) == "kept"
+        return (self.training.optimizer_state or self.algorithm.optimizer_state) == "kept"
 
     def check(self) -> None:
         """Check the options, the model, the optimizer and the metrics before the first round.
@@ -178,20 +185,20 @@ class Worker:
             raise ConfigError(f"algorithm: {part} compares classes, but {objective.no_classes}. {fix}")
         check_client_callbacks(self.client_callbacks)
         with blame("trainer"):
-            check_options(self.trainer)
+            check_options(self.training.trainer)
             trainer = self.idle_trainer
-        check_trainer(trainer, self.trainer)
+        check_trainer(trainer, self.training.trainer)
         warn_of_environment(self.device)
         warn_of_emulation(self.device, str(trainer.precision))
         with blame("model"):
             module = self.modules.build().to(self.device)
-        if self.class_weights is not None:
-            check_class_weights(self.class_weights, objective, outputs, module)
-        if self.batch_sampler == "balanced":
+        if self.training.class_weights is not None:
+            check_class_weights(self.training.class_weights, objective, outputs, module)
+        if self.training.batch_sampler == "balanced":
             check_batch_sampler(self.data)
         scorer = self.scorer
         set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
-        fewest = max(1, math.ceil(int(self.data.concatenate()[1].min()) / self.batch_size))
+        fewest = max(1, math.ceil(int(self.data.concatenate()[1].min()) / self.training.batch_size))
         check_share(trainer, fewest)
         if module.trains_itself:
             warn_of_unused_optimizer(module)
@@ -220,9 +227,9 @@ class Worker:
         """Check a model that is a LightningModule, and try a step of its training and its optimizer."""
         module = self.modules.build().to(self.device).train()
         module.trainer, vars(module)["log"] = trainer, lambda *args, **options: None
-        if self.compile:
+        if self.training.compile:
             raise ConfigError("compile: a LightningModule's own training step is not compiled. Set compile false.")
-        if self.lr_scheduler:
+        if self.training.lr_scheduler:
             module.require_optimizer("lr_scheduler")
         check_lightning_model(module)
         batch = next(iter(self.client_data.ordered_batches(None)))
@@ -259,7 +266,7 @@ class Worker:
         batches = self.client_data.batches(task)
         module.train()
         callbacks = [*self.client_callbacks, *([ModelHooks()] if module.trains_itself else [])]
-        trainer = quiet_trainer(self.trainer, self.shown, callbacks)
+        trainer = quiet_trainer(self.training.trainer, self.shown, callbacks)
         with quiet_lightning(self.shown):
             trainer.fit(module, datamodule=ClientDataModule(batches, self.client_data.ready_to_train))
         if self.client_callbacks and not module.train_losses():

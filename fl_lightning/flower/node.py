@@ -132,7 +132,7 @@ class Node:
         worker, states = self._open(values["experiment"], values["run"])
         task = unpack_task(contents, states.read(values["state_round"]))
         if task.keep_model:
-            uncompiled = replace(worker, compile=False)
+            uncompiled = replace(worker, training=replace(worker.training, compile=False))
             self._write(self._context.run(uncompiled.modules.personalize, task), self.data, values["experiment"])
             return pack_result(Result(client, task.download.nbytes), worker.algorithm.public)
         result = self._context.run(worker.run, task)

@@ -533,7 +533,7 @@ def by_hand_reference(run, client, epochs, lr, momentum, lam):
     """Train a client with the authors' loader and loss: full batches only, and half of lambda."""
     local = copy.deepcopy(run.worker.template.backbone)
     x, y = samples_of(run, client)
-    size = run.worker.batch_size
+    size = run.worker.training.batch_size
     shares = torch.bincount(y, minlength=10) / len(y)
     order = torch.Generator().manual_seed(derive(run.seed, Stream.BATCHES, 1, client))
     optimizer = torch.optim.SGD(local.parameters(), lr=lr, momentum=momentum)

@@ -37,6 +37,7 @@ from fl_lightning.algorithms import (
     Ring,
 )
 from fl_lightning.algorithms.decentralized.peers import bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
@@ -78,7 +79,8 @@ def publications(clients, seed=0):
 
 def plain_worker(run, model=MODEL):
     """Return FedAvg's worker, which trains from the weights that it receives."""
-    return Worker(run.seed, FedAvg(), model, run.data, 32, {"accelerator": "cpu", "max_epochs": 1}, optimizer=SGD)
+    training = LocalTraining(32, trainer={"accelerator": "cpu", "max_epochs": 1}, optimizer=SGD)
+    return Worker(run.seed, FedAvg(), model, run.data, training)
 
 
 # --- Mixing ---

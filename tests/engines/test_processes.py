@@ -21,6 +21,7 @@ from running import alive, gone
 from worker_processes import Busy, Deadly, Harmless, Witness
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
+from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.engines import ProcessesEngine, processes
@@ -417,7 +418,8 @@ def test_gpus_for_clients_that_train_on_the_cpu_are_refused(tmp_path):
 def on_gpus(monkeypatch, number, devices=1):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
     index = devices[0] if isinstance(devices, list) else 0
-    return types.SimpleNamespace(device=torch.device("cuda", index), trainer={"devices": devices})
+    training = LocalTraining(trainer={"devices": devices})
+    return types.SimpleNamespace(device=torch.device("cuda", index), training=training)
 
 
 @pytest.mark.parametrize(
@@ -454,6 +456,6 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch):
 
 def test_there_are_as_many_processes_as_cores_for_their_threads(tmp_path, monkeypatch):
     monkeypatch.setattr("fl_lightning.engines.processes.usable_cores", lambda: 8)
-    worker = types.SimpleNamespace(device=torch.device("cpu"), trainer={})
+    worker = types.SimpleNamespace(device=torch.device("cpu"), training=LocalTraining())
     assert [ProcessesEngine(threads=threads).size(worker) for threads in (1, 3, 9)] == [8, 2, 1]
     assert ProcessesEngine(workers=5, threads=3).size(worker) == 5
