@@ -86,7 +86,7 @@ class ClientData:
         return samples - round(self.algorithm.validation * samples)
 
     def strata(self, client: int) -> Tensor:
-        """Return a client's number of training samples in each stratum of the labels, such as each class."""
+        """Count a client's training samples in each group of `Objective.strata`, which is a class in classification."""
         objective, loaded = self.data.objective, self.data.data
         strata = objective.strata(loaded.y_train[self.split(client)[0]])
         return torch.bincount(strata, minlength=objective.stratum_count(loaded.num_classes))
@@ -108,7 +108,9 @@ class ClientData:
         return 1 / torch.bincount(strata)[strata].double()
 
     def batches(self, task: Task) -> Batches:
-        """Return a client's training batches in the random order of the task's round, not yet prepared or augmented.
+        """Return a client's training batches for a task, in a random order that depends on the task's round.
+
+        `ready_to_train` prepares and augments each batch.
 
         Raises:
             ConfigError: The client has too few samples for a batch.
@@ -141,7 +143,11 @@ class ClientData:
         return self._prepared(self._stored.x_test, self._stored.y_test, None)
 
     def ordered_batches(self, index: Tensor | None) -> ReadyBatches:
-        """Return training samples as prepared batches on the training device, in the order of `index`; None for all."""
+        """Return training samples as prepared batches on the training device.
+
+        Args:
+            index: Indices of the training samples, in the order of the batches; None selects all training samples.
+        """
         return self._prepared(self._stored.x_train, self._stored.y_train, index)
 
     def prepare(self, x: Tensor | Inputs) -> Any:

@@ -96,7 +96,7 @@ class ClientSlot:
         return self._placed.flat
 
     def check_weights(self) -> None:
-        """Set the module's `shared_weights` to None if training replaced a weight. Each is then uploaded separately."""
+        """Set the module's `shared_weights` to None unless `is_intact`. The weights are then uploaded one by one."""
         if not self.is_intact:
             self.module.shared_weights = None
 
@@ -140,7 +140,7 @@ def can_reset(module: ClientModule, shared: Iterable[str]) -> bool:
 
 
 def default_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a new contiguous tensor that has the same shape."""
+    """Return the strides that a tensor would have if it were contiguous."""
     return torch.empty(tensor.shape, device="meta").stride()
 
 
@@ -150,7 +150,11 @@ def weights_of(entries: dict[str, Tensor], names: Iterable[str]) -> dict[str, Te
 
 
 def owner(network: nn.Module, entry: str) -> tuple[dict[str, Any], str, str]:
-    """Locate a state-dict entry: return its module's `vars`, `_parameters` or `_buffers`, and the entry's key there."""
+    """Find the module that stores an entry of a network's state dict.
+
+    Returns:
+        The `vars` of the module, the name `_parameters` or `_buffers`, and the tensor's key in the dict of that name.
+    """
     path, _, name = entry.rpartition(".")
     attributes = vars(network.get_submodule(path))
     return attributes, "_parameters" if name in attributes["_parameters"] else "_buffers", name
@@ -171,7 +175,7 @@ def values_of(part: nn.Module) -> Iterator[Any]:
 
 
 def is_restorable(value: Any) -> bool:
-    """Return whether an attribute's value is never changed in place, or is a tensor or module that can be reset."""
+    """Return whether a `ClientSlot` can restore an attribute with this value: a constant, a tensor or a module."""
     return isinstance(value, (*CONSTANTS, Tensor, nn.Module))
 
 

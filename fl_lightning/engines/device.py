@@ -37,7 +37,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def has_doubles(device: torch.device) -> bool:
-    """Return whether a device computes in float64."""
+    """Return whether a device supports float64."""
     return device.type != "mps"
 
 
@@ -72,7 +72,7 @@ def times_written(value: Tensor) -> object:
 
 
 def prefers_channels_last(network: nn.Module, device: torch.device, precision: str) -> bool:
-    """Return whether to use channels-last images: if the network convolves in half precision on a CUDA GPU."""
+    """Return True if a network convolves in half precision on a CUDA GPU, where channels-last images are faster."""
     convolves = any(isinstance(part, nn.Conv2d) for part in network.modules())
     return convolves and device.type == "cuda" and precision.startswith(("bf16", "16"))
 

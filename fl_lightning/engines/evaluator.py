@@ -61,7 +61,7 @@ class Evaluator:
         self.new_clients = [held_out[i] for i in evaluation.chosen(len(held_out), server.seed)]
 
     def scores_wanted(self, round: int) -> dict[str, bool]:
-        """Return the `Task` fields that say how a round's tasks evaluate the clients' models after training."""
+        """Return the `Task` fields that request an evaluation of the clients' models after training in a round."""
         due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
         return {
             "evaluate": due and how.client_model == "trained",
@@ -102,7 +102,7 @@ class Evaluator:
         return {"round": round, **self._measure(round, clients)}
 
     def deliver_models(self, round: int) -> None:
-        """Send each client's model after the last round to the client's own machine, which stores it.
+        """Send each client's final model to the client's own machine, which stores the model.
 
         If a machine cannot store it, a warning names the client and the reason.
         """
@@ -114,13 +114,13 @@ class Evaluator:
                 warnings.warn(f"{who}: its model was not stored there: {result.failure.reason}", stacklevel=2)
 
     def _final_downloads(self, round: int, clients: Sequence[int]) -> Iterable[Message]:
-        """Return what each client receives after the last round; empty messages if there is no server."""
+        """Return what the server sends to each client after a round. If there is no server, each message is empty."""
         return self.server.downloads(round + 1, clients) if self.server.algorithm.server else repeat(Message())
 
     def without_training(
         self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any
     ) -> Iterator[Result]:
-        """Yield the results of clients' tasks without training, such as the test metrics of the received model.
+        """Evaluate clients, or run other tasks that do not train, and yield the results.
 
         Args:
             round: The last finished round.
@@ -131,13 +131,13 @@ class Evaluator:
         return run_tasks(self.engine, self.worker, self._tasks(round, clients, downloads, **wanted), clients)
 
     def _tasks(self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any) -> Iterator[Task]:
-        """Yield a task without training for each client, as `without_training` runs it."""
+        """Yield one task for each client, in which the client does not train."""
         options = {"fit": False, "upload": False, **wanted}
         for client, download in zip(clients, downloads, strict=False):
             yield Task(round, client, download, self.server.memory.get(client, {}), **options)
 
     def global_module(self, round: int) -> ClientModule:
-        """Return the module of the global model after a round, calibrated if the method does that."""
+        """Build the module of the global model after a round, and calibrate it if the method defines `calibrate`."""
         worker, algorithm = self.worker, self.server.algorithm
         module = worker.modules.build_shared(self.server.state["model"])
         if algorithm.calibrates:
@@ -177,7 +177,10 @@ class Evaluator:
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
-        """Initial state of each held-out client: empty if there is a server, else the tensors that peers may read."""
+        """Initial state of each held-out client. With a server, it is empty.
+
+        Without a server, it contains the tensors that other clients may read.
+        """
         if self.server.algorithm.server:
             return {client: {} for client in self.new_clients}
         published = self.without_training(0, self.new_clients, repeat(Message()), upload=True)
@@ -234,7 +237,7 @@ def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> I
 
 
 def sends_one_model(worker: Worker) -> bool:
-    """Return whether every client is evaluated with the same model, except clients that keep layers of their own."""
+    """Return whether all clients that keep no layers of their own are evaluated with the same model."""
     algorithm = worker.algorithm
     return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 

@@ -1,4 +1,4 @@
-"""A federated experiment without its rounds: the data, the clients and the server, built from the options."""
+"""Build a federated experiment from its options: data, worker, server and evaluator. Rounds are run elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fl_lightning.models import ModelFactory, NetworkFactory
 
 
 class Experiment:
-    """Builds the data, the worker, the server and the evaluator of an experiment, and client modules between rounds.
+    """A federated experiment: its data, worker, server and evaluator, and each client's module between rounds.
 
     `FederatedOrchestrator` derives from it, runs the rounds and has the same arguments.
 
@@ -88,7 +88,7 @@ class Experiment:
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
     def worker_of(self, data: FederatedData) -> Worker:
-        """Return the `Worker` for a client's own machine. It trains and evaluates this client, given only its data.
+        """Return a `Worker` that trains and evaluates one client on the client's own machine.
 
         Args:
             data: The client's data. The scenario's dataset is a `RemoteClients`.
@@ -100,7 +100,9 @@ class Experiment:
         return replace(self.worker, data=data)
 
     def use_test_set(self) -> None:
-        """Evaluate on the test samples from now on, in an experiment that `scenario.validation_share` tests on others.
+        """Evaluate on the test samples from now on, even if `scenario.validation_share` is set.
+
+        With that option, evaluation uses held-out training samples until this method is called.
 
         The clients' training samples, the round and the shared state stay the same.
         """

@@ -189,7 +189,7 @@ class FlowerEngine(Engine):
             one.sent.append(sent)
 
     def _result(self, worker: Worker, task: Task, answer: Message) -> Result:
-        """Return the result that a client's machine sent, as a failure if it cannot be used."""
+        """Return the result that a client's machine sent. If the answer is invalid, return a failed result."""
         algorithm, data = worker.algorithm, worker.data
         assert isinstance(data, RemoteData)
         try:
@@ -292,7 +292,10 @@ class ClientLink:
         return arrived
 
     def idle_clients(self) -> set[int]:
-        """Return the clients whose machines have described their data since the last call, as only idle machines do."""
+        """Return the clients whose machines have described their data since the last call.
+
+        A machine describes its data only when it is idle.
+        """
         idle, self._idle = self._idle, set()
         return idle
 
@@ -338,7 +341,7 @@ class ClientLink:
 
 
 def describe_client(client: int, described: DataDescription) -> RecordDict:
-    """Return the records with which a client's machine answers the server's request to describe its data."""
+    """Return the description of a client's data as records, which the client's machine sends on request."""
     return pack({}, {}, {"kind": "description", "client": client, **asdict(described)})
 
 

@@ -171,7 +171,7 @@ def unpack_task(contents: Contents, memory: State) -> Task:
 
 
 def pack_result(result: Result, public: str | None) -> RecordDict:
-    """Return a client's result as records. Of the client's state, only the public section is part of it.
+    """Return a client's result as records. They contain only the part of the client's state that peers may read.
 
     Args:
         result: The result.
@@ -197,7 +197,9 @@ def pack_failure(reason: str) -> RecordDict:
 
 
 def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
-    """Return the result of a task. Its client state is only the public section; the rest is on the client's machine.
+    """Return the result of a task from the content of a client's message.
+
+    Of the client's state, it has only the section `public`, which peers may read. The rest is on the client's machine.
 
     Raises:
         BadMessage: The message does not answer the task.

@@ -104,7 +104,7 @@ class ModuleFactory:
         return module
 
     def personalize(self, task: Task) -> ClientModule:
-        """Return a client's module for evaluation without training: it has the download and is personalised."""
+        """Build a client's module for evaluation without training: load the download, then personalise the module."""
         module = self.receive(task)
         with inference(module, self.trainer):
             self.algorithm.personalize(module, self.clients.training_batches(task.client))

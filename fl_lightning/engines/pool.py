@@ -93,7 +93,10 @@ class PoolEngine(Engine):
 
     @abstractmethod
     def _new_storage(self) -> Callable[[SerializedValue], Any]:
-        """Return a function that stores a value for all workers to read, and returns a handle that keeps it stored."""
+        """Return a function that stores a value where all workers can read it.
+
+        That function returns a handle. The value stays stored as long as the handle exists.
+        """
 
     @abstractmethod
     def _wait(self) -> Sequence[PoolWorker]:
@@ -227,7 +230,7 @@ class PoolEngine(Engine):
         return answer.result
 
     def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count a lost worker. Return a failed result if its client's tasks have lost three workers, else None."""
+        """Count a lost worker for the client whose task it ran. Return a failed result after three losses."""
         task = pool_worker.tasks[0] if pool_worker.tasks else None
         if task or not pool_worker.ready:
             self._lost[task.client if task else None] += 1

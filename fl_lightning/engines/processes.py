@@ -242,7 +242,7 @@ def reply(connection: Connection, serialized: SerializedValue) -> None:
 
 
 def read_block(file: MemoryFile, blocks: dict[int, list[Span]], block: int) -> list[Tensor]:
-    """Return one block of the tensors that a round's tasks share, as views of shared memory."""
+    """Return the tensors in one block of a `SharedTensorStore`, as views of shared memory."""
     return deserialize(file.read(blocks[block]))
 
 

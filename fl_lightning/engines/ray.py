@@ -132,7 +132,9 @@ class Actor(PoolWorker):
 
 
 class RemoteServer:
-    """The class of the Ray actors: a `TaskServer` in a thread, so that calls of `serve` can share one `Trainer.fit`.
+    """A Ray actor that answers requests with a `TaskServer`, which runs in a thread of the actor.
+
+    The thread lets several calls of `serve` share one `Trainer.fit`.
 
     Args:
         threads: Number of torch's threads.
@@ -171,7 +173,7 @@ class RemoteServer:
 
 
 def read_block(blocks: dict[int, Any], block: int) -> list[torch.Tensor]:
-    """Return one block of the tensors that a round's tasks share, copied from Ray's object store."""
+    """Return the tensors in one block of a `SharedTensorStore`, copied from Ray's object store."""
     return deserialize(import_ray().get(blocks[block]), copy=True)
 
 
@@ -198,7 +200,10 @@ def import_ray() -> ModuleType:
 
 @contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """Context that restores the signal handlers at its end, because Ray's handlers would end a run within a round."""
+    """Context that restores the handlers of SIGINT and SIGTERM at its end.
+
+    Ray replaces them, and its handlers would end a run in the middle of a round.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -15,7 +15,9 @@ from fl_lightning.evaluation.extra_metrics import measures_of
 
 
 class Scorer:
-    """Evaluates client modules on the global test set or on clients' test splits. Callers enter `inference` first.
+    """Evaluates client modules on the global test set or on clients' test splits.
+
+    Call its methods inside the context `inference`, which puts the module into eval mode on the training device.
 
     Args:
         clients: The samples of each client.

@@ -138,7 +138,7 @@ class SharedTensorStore:
         self._held: list[list[Tensor]] = []
 
     def add(self, task: Task) -> None:
-        """Store the tensors of a task that earlier tasks of the round also contain, unless they are stored already."""
+        """Store the tensors that a task has in common with earlier tasks of the round, if not stored already."""
         sections = [*task.download.sections.values(), *task.memory.values()]
         found = {id(t): t for t in chain.from_iterable(map(owners, sections)) if is_plain(t)}
         new = [t for key, t in found.items() if key not in self.positions and self._seen.get(key) is t]

@@ -87,7 +87,7 @@ class StackedEngine(SharedFitEngine):
             check_steps(clients, x[:8], y[:8])
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Train tasks in groups of at most `clients`, and yield the results group by group."""
+        """Run tasks in groups of at most `self.clients` tasks, and yield the results group by group."""
         arriving = iter(tasks)
         while taken := list(islice(arriving, min(self.clients, len(worker.data.shards)))):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
@@ -146,7 +146,10 @@ def refusal(what: str, why: str) -> ConfigError:
 
 
 def check_module(module: ClientModule) -> None:
-    """Refuse a client module with training code of its own, and optimizers and schedulers that cannot be stacked."""
+    """Check that a client module, its optimizer and its scheduler can be part of a batched model.
+
+    A module cannot if it has training code of its own.
+    """
     kind, find = type(module), inspect.getattr_static
     for name in dir(ClientModule):
         if not name.startswith("__") and name not in HOOKS and find(kind, name) is not find(ClientModule, name):

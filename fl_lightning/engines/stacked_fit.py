@@ -203,7 +203,10 @@ class StackedFit:
         self.schedule = first.scheduler_factory(self.blocks.optimizer) if first.scheduler_factory else None
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Call `on_train_epoch_start` of the active clients. Group clients again if it may have changed their steps."""
+        """Begin an epoch: call the active clients' `on_train_epoch_start` hooks, and group the clients if needed.
+
+        Clients are grouped in the first epoch, and again after hooks, which may have changed the clients' steps.
+        """
         self.epoch = epoch
         self.begun = [client for client in self.clients if client.steps_in(self.epoch)]
         if self.hooked:
@@ -334,7 +337,11 @@ class StackedFit:
     def _forward(
         self, step_of_all: StackedStep, numbers: dict[int, int], batch: StackedBatch
     ) -> tuple[list[int], Tensors, Tensor]:
-        """Compute the losses of the clients in a batch; return their rows, their weights and buffers, and losses."""
+        """Compute the losses of the clients in a batch.
+
+        Returns:
+            The clients' rows, the weights and buffers that the step used, and the loss of each client.
+        """
         rows, tensors = batch.rows, self._of(batch.rows)
         if self.checks_each_step:
             step_of_all.watch()
@@ -347,7 +354,10 @@ class StackedFit:
         return rows, tensors, output.loss
 
     def _of(self, rows: list[int]) -> Tensors:
-        """Return the stacked weights of the clients in these rows, views if possible, and copies of their buffers."""
+        """Return the stacked weights and buffers of the clients in these rows.
+
+        Trainable weights are views of the stacked tensors if the rows are consecutive. All other tensors are copies.
+        """
         own, first = as_rows(rows, self.device), self.clients[rows[0]].tensors
         return {
             name: value[own].detach().requires_grad_() if first[name].requires_grad else value[own].clone()
@@ -371,7 +381,10 @@ class StackedFit:
             self.clients[row].module.record(names, own)
 
     def _observe(self, output: StepOutput, batch: StackedBatch) -> None:
-        """Pass a step's outputs to the clients' shared knowledge, and group clients again if the knowledge changed."""
+        """Pass a step's outputs to each client's shared knowledge, such as class prototypes.
+
+        If the knowledge changes, the clients are grouped again.
+        """
         changed = False
         for i, row in enumerate(batch.rows):
             module = self.clients[row].module
@@ -389,7 +402,7 @@ class StackedFit:
 
 
 def differ_in_weights_only(worker: Worker) -> bool:
-    """Return whether the clients' steps are the same in all rounds except for the weights of the backbone.
+    """Return whether, in every round, the steps of any two clients differ only in the weights of the backbone.
 
     Loss terms, shared knowledge and class weights are further tensors, and a method may change a module before its
     training.

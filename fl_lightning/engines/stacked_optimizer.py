@@ -141,7 +141,7 @@ def part(key: str, value: object, rows: slice) -> object:
 
 
 def counts(started: Tensors) -> dict[str, float]:
-    """Return the step counts in a client's initial optimizer state by key, with 0 for all other entries."""
+    """Return the step counts in a client's initial optimizer state, by key. All other entries become 0."""
     return {key: float(value) if key.partition("/")[2] in COUNTS else 0.0 for key, value in started.items()}
 
 

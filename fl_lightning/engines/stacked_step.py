@@ -57,7 +57,10 @@ class StepOutput(NamedTuple):
 
 
 class ClientStep(nn.Module):
-    """A client's training step as an `nn.Module`. Modules in plain attributes of the client become its submodules."""
+    """A client's training step as an `nn.Module`, with all modules that the step may use as submodules.
+
+    These include modules that PyTorch does not register, such as those in a list.
+    """
 
     def __init__(self, client: ClientModule) -> None:
         super().__init__()
@@ -109,7 +112,7 @@ class StepContents:
                         self.homes.append((held, key, name))
 
     def free(self) -> Tensors:
-        """Return the tensors in plain attributes that are neither parameters nor buffers."""
+        """Return the tensors that are stored in attributes without being parameters or buffers, by path."""
         return {
             path: leaf for path, leaf in self.plain.items() if isinstance(leaf, Tensor) and id(leaf) not in self.names
         }
@@ -141,7 +144,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module and its submodules by path, with containers flattened."""
+    """Collect the `attributes` of a module and of all its submodules, by path. Containers are flattened."""
     held = {f"{name}.": attributes(part) for name, part in module.named_modules()}
     return {name + path: leaf for name, values in held.items() for path, leaf in leaves(values).items()}
 
@@ -171,7 +174,14 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
-    """Return an attribute's value with its tensors replaced by those of `alias` or `free`. Containers are copied."""
+    """Return an attribute's value with other tensors in place of its own. A changed container is a copy.
+
+    Args:
+        value: The value, possibly a container of tensors.
+        path: The path of the value.
+        alias: Returns the replacement of a tensor, or None to look it up in `free`.
+        free: Replacements by path. A tensor with a path that is not among them is kept.
+    """
     if isinstance(value, Tensor):
         other = alias(value)
         return free.get(path, value) if other is None else other

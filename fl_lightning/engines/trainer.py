@@ -150,7 +150,7 @@ def inference(module: torch.nn.Module, trainer: L.Trainer) -> Iterator[None]:
 
 @contextmanager
 def limited_garbage_collection() -> Iterator[None]:
-    """Context in which garbage collection checks only new objects, such as used trainers.
+    """Context in which garbage collection ignores all objects that existed before.
 
     Every used trainer is part of a reference cycle, which only garbage collection frees.
     """

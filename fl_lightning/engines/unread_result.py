@@ -23,7 +23,7 @@ NUMBER = 512
 
 
 class UnreadResult(NamedTuple):
-    """A task's result whose losses and check for NaN and Inf have not been read from the device yet.
+    """A task's result before its losses are read from the device and its values are checked for NaN and Inf.
 
     Attributes:
         task: The task.

@@ -275,7 +275,9 @@ class Worker:
         return trainer.optimizers[0]
 
     def finish(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> UnreadResult:
-        """Return the result of a task after its training, if any: the upload, client state, losses and scores.
+        """Build the result of a task: the upload, client state, losses and scores.
+
+        The task has trained the module before, unless it is a task without training.
 
         Args:
             task: The task.

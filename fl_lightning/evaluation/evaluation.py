@@ -223,7 +223,7 @@ def client_summary(scores: Sequence[Score], group: str = "client") -> Row:
 
 
 def personal_means(scores: Sequence[Score]) -> Row:
-    """Return the mean over the clients' models of each metric on the global test set. The loss is left out."""
+    """Average each metric on the global test set over the clients' models. The loss is left out."""
     names = dict.fromkeys(name for score in scores for name in score.values if name not in ("loss", "acc_interval"))
     values = {name: [score.values[name] for score in scores if name in score.values] for name in names}
     return {f"personal_on_global/{name}_mean": sum(own) / len(own) for name, own in values.items()}

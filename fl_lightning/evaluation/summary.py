@@ -52,7 +52,9 @@ def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
 
 
 def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
-    """Return `best`, `best_round`, `last` and `last10` of a metric over a run's rounds; empty if no round has it.
+    """Return the best value of a metric and the best round, the last value, and the mean of the last ten values.
+
+    The keys are `best`, `best_round`, `last` and `last10`. The result is empty if no round has the metric.
 
     `last10` is the mean over the last ten rounds that have the metric, since with partial participation the value of a
     single round is noisy.
@@ -111,7 +113,7 @@ def model_metrics(rows: Sequence[Row]) -> list[str]:
 
 
 def main_metrics(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of a run's main metric, such as accuracy, for the global model and the mean over clients."""
+    """Return the names of the columns with a run's main metric, such as `global/acc` and `client/acc_mean`."""
     recorded = {name for row in rows for name in row}
     columns = [form.format(metric) for metric in model_metrics(rows)[:1] for form in MODEL_COLUMNS[:2]]
     return [name for name in columns if name in recorded]

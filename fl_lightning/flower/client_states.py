@@ -23,7 +23,7 @@ class StateMissing(FLError):
 
 
 class ClientStates:
-    """Stored states of one client in one run: those after the three rounds whose states were used most recently.
+    """Stores the states of one client in one run, each after a round. Keeps the three that were used most recently.
 
     The server may name an older state than the newest, for example in a task that is delivered again. Such a task uses
     this state, so the state is kept, too.

@@ -123,7 +123,7 @@ def serve(address: Address, answer: Callable[[RecordDict], RecordDict], report: 
 
 
 def without_repetitions(report: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that prints a line for the user with `report`, unless it is equal to the line before."""
+    """Return a function that passes each line to `report`, unless the line equals the previous one."""
     last = ""
 
     def report_new(line: str) -> None:

@@ -185,7 +185,7 @@ class Node:
 
 
 def sent_kinds(result: Result, public: str | None) -> set[str]:
-    """Return the names of what a client's result sends to the server, except the number of training samples.
+    """Return the names of the sections and numbers that a client's result uploads or publishes, except `n_samples`.
 
     Args:
         result: The result.

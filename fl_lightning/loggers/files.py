@@ -194,7 +194,7 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         self._last_round = -1  # the last round in the MLflow run when the run was resumed
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Check that `mlflow/run_id` in the run folder, the id of the MLflow run, is valid if the file exists."""
+        """Check the file `mlflow/run_id` in the run folder: if it exists, it must contain a valid MLflow run id."""
         if run_dir:
             _run_id(run_dir)
 

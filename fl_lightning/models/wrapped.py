@@ -262,7 +262,10 @@ def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_cl
 
 
 def constructor_of(factory: Any) -> Any:
-    """Return the class or function that a network's factory calls. It unpacks the `partial` of a config, no others."""
+    """Return the class or function that a network's factory calls.
+
+    For a factory from a config, this is the class inside jsonargparse's `partial`. Any other is returned unchanged.
+    """
     if isinstance(factory, partial):  # in that of jsonargparse, the class is the first argument
         return next(filter(inspect.isclass, factory.args), factory)
     return factory

@@ -193,7 +193,7 @@ class CheckpointFolder:
         return None
 
     def prune(self, keep: set[int]) -> None:
-        """Remove all checkpoints except those of the given rounds, and partial files that killed processes left."""
+        """Remove the checkpoints of all rounds that are not in `keep`, and the partial files of killed processes."""
         for round in {*self.rounds(), *self._damaged} - keep:
             with suppress(FileNotFoundError):  # renaming is atomic: a kill leaves no partial checkpoint
                 self._folder(round).rename(self.path / f".writing-pruned-{round}")

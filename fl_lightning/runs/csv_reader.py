@@ -1,4 +1,4 @@
-"""Read `metrics.csv` and `clients.csv` as numbers, also if a killed run has left a line incomplete."""
+"""Read `metrics.csv` and `clients.csv` as numbers, even if a killed run has left a line incomplete."""
 
 from __future__ import annotations
 

@@ -153,7 +153,9 @@ def refuse_existing_run(folder: Path) -> None:
 
 
 def refuse_lost_checkpoints(folder: Path) -> None:
-    """Raise an error if a folder contains files of a run but no checkpoint, since every run starts by writing one.
+    """Raise an error if a folder without checkpoints contains other files of a run.
+
+    Every run starts by writing a checkpoint, so these checkpoints were lost.
 
     Raises:
         CheckpointError: The folder holds files of a run.
@@ -165,7 +167,11 @@ def refuse_lost_checkpoints(folder: Path) -> None:
 
 @contextmanager
 def remove_on_failure(created: Sequence[Path]) -> Iterator[None]:
-    """Context that, on an exception, removes the folders that `lock_run_dir` created. Parents are kept if not empty."""
+    """Context that removes a new run folder after an exception, and the empty parents that were created for it.
+
+    Args:
+        created: The folders that `lock_run_dir` created: the run folder and its parents.
+    """
     try:
         yield
     except BaseException:

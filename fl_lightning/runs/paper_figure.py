@@ -161,7 +161,7 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
 
 
 def pick(options: Sequence[str], number: int) -> str:
-    """Return the option (colour, line style, marker or hatch) of a group. Options repeat if there are too few."""
+    """Return the colour, line style, marker or hatch with this number. Options repeat if there are too few."""
     return options[number % len(options)]
 
 
@@ -203,7 +203,7 @@ def draw_curves(
 
 
 def _unit(x: XAxis, largest: float) -> tuple[str, float]:
-    """Return the label of an x axis with its unit, and the size of the unit."""
+    """Return the label of an x axis with its unit, such as `time (min)`, and the divisor of the values, such as 60."""
     if x not in UNITS:
         return x, 1
     label, units = UNITS[x]

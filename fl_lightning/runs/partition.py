@@ -44,7 +44,9 @@ class PartitionCounts(NamedTuple):
 
 
 def write_counts(path: Path, data: FederatedData) -> None:
-    """Write `partition.csv`: for each split and client a row with the number of samples per class, or in total.
+    """Write `partition.csv`, which has a row for each split and client, with the number of samples of each class.
+
+    Without classes, and for data on the clients' machines, a row has only the total number of samples.
 
     The column of a class is `class_<name>`, or `class_<index>` without names. The last column, `name`, contains the
     clients' names, if they have any. Names are not shortened. The splits of clients that are held out of the training

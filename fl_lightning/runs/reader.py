@@ -64,7 +64,10 @@ class Run:
 
     @cached_property
     def summary(self) -> Figures:
-        """Summary figures such as the best accuracy, as in `final/summary.json`; of the rounds so far if unfinished."""
+        """Summary figures such as the best accuracy, as in `final/summary.json`.
+
+        For a run that has not finished, they are computed from the rounds so far.
+        """
         if self.final is not None:
             return self.final
         targets = self.settings.get("evaluation.target_accuracies")

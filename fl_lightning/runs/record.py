@@ -131,7 +131,7 @@ class Record:
         return bool(self._settings)
 
     def set_data(self, data: FederatedData, device: torch.device) -> None:
-        """Set the data and the training device of the run, which fingerprints contain."""
+        """Set the run's data and training device. The fingerprint in each checkpoint describes them."""
         self._data, self._digest, self._device = data, data.digest(), device
 
     def find_checkpoint(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:
@@ -158,7 +158,7 @@ class Record:
         self.csv.check(saved.round, saved.fingerprint.rows)
 
     def restore(self, saved: Checkpoint) -> None:
-        """Restore the clients' states from a checkpoint, after checking that the data are the same.
+        """Restore the clients' states from a checkpoint, after checking that the data have not changed.
 
         Raises:
             ConfigError: The data changed since the run began.

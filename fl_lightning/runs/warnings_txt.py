@@ -63,7 +63,10 @@ class WarningsTxt:
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
     def rewind(self, round: int) -> None:
-        """Remove the file's warnings of rounds after `round`; append warnings from before the run folder was locked."""
+        """Remove the warnings of rounds after `round` from the file.
+
+        Then add the warnings that were raised before the run folder was locked, when the file could not be written.
+        """
         waiting, self._waiting = self._waiting or [], None
         with suppress(OSError):
             before, kept = self._on_file(), self._lines_until(round)
