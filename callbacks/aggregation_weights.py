@@ -45,7 +45,10 @@ class AggregationWeights(RoundFigure):
         return ["client_<id>/weight"]
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the ids of the aggregated clients, `(K,)`, and their weights: `(K,)`, or `(K, C)` if by class."""
+        """Return the ids of the clients in the server's average, and their weights.
+
+        The ids are `(K,)`. The weights are `(K,)` or, if the method weights each class separately, `(K, C)`.
+        """
         self._require_weights(run)
         clients, weights = (run.state["weights"][name].numpy() for name in ("client", "value"))
         return {"clients": clients[clients >= 0], "weights": weights[clients >= 0]}

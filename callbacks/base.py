@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FederatedRun(Protocol):
-    """Interface of a run, as callbacks may use it. `FederatedOrchestrator` implements it.
+    """The attributes and methods of a run that callbacks may use. `FederatedOrchestrator` implements them.
 
     Attributes:
         algorithm: The federated method.
@@ -89,9 +89,9 @@ def is_own(kind: type) -> bool:
 
 
 def require(run: FederatedRun, section: str, refusal: str) -> None:
-    """Check that the shared state has, or will have, the section that a callback reads, such as `weights`.
+    """Raise an error if the method's shared state lacks a section (group of tensors) that a callback reads.
 
-    A user's own aggregator is checked in round 1.
+    Sections that the aggregator lists in `leaves` count as present. A user's own aggregator is checked in round 1.
 
     Args:
         run: The run.

@@ -1,4 +1,4 @@
-"""Callback that compares class-by-class matrices of a model's outputs and of its last layer (FedDW, Fig. 8)."""
+"""Callback that compares how classes relate in a model's outputs and in its last layer's weights (FedDW, Fig. 8)."""
 
 from __future__ import annotations
 

@@ -78,7 +78,10 @@ class ConfusionMatrix(RoundFigure):
         return run.algorithm.one_model and run.data.data.evaluate is None
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw the shares of predicted classes for each true class as colours; classes without samples are grey."""
+        """Draw each confusion matrix as a heat map, with each row divided by its sum.
+
+        Rows of classes without samples are grey.
+        """
         titles = {"global": "global model on the global test set"}
         if "client" in arrays:
             titles["worst"] = f"{self.names.client(int(arrays['client']))}, the worst on its own test split"

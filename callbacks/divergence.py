@@ -85,7 +85,11 @@ class UnitDivergence(RoundFigure):
         return arrays | self._history(run, self.numbers(arrays))
 
     def _history(self, run: FederatedRun, now: Row) -> Arrays:
-        """Return the divergences logged so far: `rounds` `(R,)`, `names` `(L,)`, `values` `(L, R)`, NaN if missing."""
+        """Return all divergences logged so far, including those of this round, as arrays to draw.
+
+        The arrays are `rounds` `(R,)`, `names` of the divergences `(L,)` and `values` `(L, R)`. A value is NaN if the
+        divergence was not logged in that round.
+        """
         rows = [*(row for row in run.csv.rows if "divergence/mean" in row), now | {"round": run.round}]
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("divergence/")))
         values = [[row.get(name, np.nan) for row in rows] for name in names]

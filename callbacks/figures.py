@@ -96,10 +96,13 @@ class RoundFigure(RoundCallback):
             self.observe(run, result)
 
     def observe(self, run: FederatedRun, result: Result) -> None:
-        """Store the data of one trained client that `measure` needs; by default nothing."""
+        """Store the data that `measure` needs from one trained client. The base class stores nothing."""
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the arrays to record, the input of `numbers` and `draw`. Called after a round's aggregation."""
+        """Return the arrays of this round, which are recorded and passed to `numbers` and `draw`.
+
+        Called after the round's aggregation.
+        """
         raise NotImplementedError
 
     def numbers(self, arrays: Arrays) -> Row:

@@ -1,4 +1,4 @@
-"""Base class of callbacks that watch a metric, and the names of the metrics that a run will have."""
+"""Base class of callbacks that watch a metric, and functions that list the metrics of a run."""
 
 from __future__ import annotations
 
@@ -183,7 +183,10 @@ def suggest_metric(name: str, names: Sequence[str], clients: int) -> str:
 
 
 def may_add_metrics(run: FederatedRun) -> bool:
-    """Whether a user's classes, model or client callbacks may log metrics that are not named before the run begins."""
+    """Whether the run may log metrics whose names are unknown before it begins.
+
+    Such metrics come from client callbacks, or from a user's own model, loss terms or round callbacks.
+    """
     terms = run.worker.template.terms()
     return (
         is_own(type(run.worker.template))
@@ -198,5 +201,5 @@ def may_add_metrics(run: FederatedRun) -> bool:
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:
-    """Return whether one of the given methods of a callback is defined in a user's class, not in this package."""
+    """Return whether a callback gets any of `methods` from a user's class, rather than from this package."""
     return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

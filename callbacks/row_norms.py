@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RowNorms(RoundFigure):
-    """Draw each client's samples per class, and the row norms of its classification layer.
+    """Plot each client's number of samples per class, and the row norms of its classification layer.
 
     The row norms are those before and after training. Rows are the round's participants. With class-wise averaging, the
     norms of the class models are drawn too. Logs `row_norms/gap`, the mean over clients of `||p - p̃||_2` of the
@@ -67,7 +67,10 @@ class RowNorms(RoundFigure):
         self._trained[result.client] = row_norms(trained_model(run, result))
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return sample counts and row norms by client and class, `(K, C)`, and row norms of class-wise averages."""
+        """Return the sample counts and row norms by client and class, `(K, C)`.
+
+        With class-wise averaging, also return the row norms of the class models.
+        """
         clients = sorted(self._trained)
         arrays = {
             "clients": np.array(clients),

@@ -39,9 +39,10 @@ def describe_method(algorithm: Algorithm) -> str:
 
 
 def sent_sections(run: FederatedRun) -> list[str]:
-    """Return the names of the parts of a round's messages: model, shared knowledge, and additions by the server.
+    """Return the names of the parts that a round's messages contain, such as the model and shared knowledge.
 
-    Additions by a method's own `upload` are not included, because they are not known before round 1.
+    Additions by the server's `download` are included. Additions by a method's own `upload` are not, because they are
+    not known before round 1.
     """
     algorithm = run.algorithm
     parts = [prefix.rstrip(".") for prefix in algorithm.personal]
@@ -82,7 +83,10 @@ def describe_model(run: FederatedRun) -> str:
 
 
 def describe_device(run: FederatedRun) -> str:
-    """Return the device that clients train on, the precision, the memory format of images and the engine."""
+    """Return the device that clients train on, the precision, the memory format of images and the engine.
+
+    The engine is the way in which clients are run, such as `sequential`.
+    """
     engine = type(run.engine).__name__.removesuffix("Engine").lower()
     images = ", channels last" if run.worker.uses_channels_last else ""
     return f"{run.worker.device}, precision {run.worker.idle_trainer.precision}{images}, engine {engine}"

@@ -63,10 +63,11 @@ class Aggregator(ArgumentsMixin, Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield the state to pass to `model_for` for each client; by default `state` itself.
+        """Yield the state to pass to `model_for` for each client. Subclasses may add models computed in advance.
 
-        An aggregator that can compute the models of several clients together overrides this: it adds them to the
-        yielded state, where `model_for` finds them. A client's model must not depend on the other ids in `clients`.
+        By default this is `state` itself. An aggregator that can compute the models of several clients together adds
+        them to the yielded state, where `model_for` finds them. A client's model must not depend on the other ids in
+        `clients`.
         """
         return (state for _ in clients)
 

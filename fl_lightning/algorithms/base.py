@@ -207,7 +207,7 @@ class Algorithm(ArgumentsMixin, Capable):
 
     @property
     def trains_new_clients(self) -> bool:
-        """Whether a client that was held out of the training trains on its own data before it is evaluated.
+        """Whether a new client (held out of all rounds) trains on its own data before it is evaluated.
 
         Otherwise it only downloads a model. By default it trains if there is no model for all clients.
         """
@@ -262,7 +262,7 @@ class Algorithm(ArgumentsMixin, Capable):
         """
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Client: after training, return the message to the server, with weights and summaries of the shared knowledge.
+        """Client: after training, return the message to the server: weights and contributions to the shared knowledge.
 
         Args:
             module: The trained module, in eval mode, without gradients.

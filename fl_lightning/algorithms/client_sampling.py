@@ -218,7 +218,10 @@ class MarkovAvailability(ClientSampler):
         self.available, self.correlation = available, correlation
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Check that each client has a probability, and that on average `min_clients` or more are available."""
+        """Check that each client has a probability of being available, and that the probabilities are high enough.
+
+        On average, at least `min_clients` clients must be available.
+        """
         super().start(algorithm, seed, min_clients)
         if isinstance(self.available, list):
             check_length("available", self.available, self.clients)

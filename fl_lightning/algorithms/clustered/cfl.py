@@ -101,7 +101,7 @@ class Splits(Aggregator):
         return state[section(int(state["assignment"]["cluster"][client]))]
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return the list of all uploads of the round, because clusters are split after the last has arrived."""
+        """Return the list of all uploads of the round, because `finish` needs all of them to split clusters."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
@@ -127,7 +127,7 @@ class Splits(Aggregator):
         }
 
     def weights(self, members: Sequence[Upload]) -> list[float]:
-        """Return the weight of each member's upload in the cluster's mean: its number of samples, or 1."""
+        """Return each upload's weight in the cluster's mean: its number of samples, or 1 if all weigh the same."""
         return [float(upload.n_samples) if self.weighting == "samples" else 1.0 for upload in members]
 
     def mean(self, members: Sequence[Upload]) -> Tensors:
@@ -140,7 +140,10 @@ class Splits(Aggregator):
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
     def should_split(self, mean: float, largest: float) -> bool:
-        """Return whether to split a cluster: its mean update's norm is below ε1, its largest update's above ε2."""
+        """Return whether to split a cluster, given the norm of its mean update and the largest norm of one update.
+
+        The first must be below ε1, and the second above ε2.
+        """
         return mean < self.eps1 and largest > self.eps2
 
 
@@ -233,6 +236,9 @@ class CFL(Algorithm):
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state with the client's latest update, for splits of its cluster while it is absent."""
+        """Return the client state with the client's latest update.
+
+        The server needs this update if it splits the cluster in a round without this client.
+        """
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

@@ -40,7 +40,7 @@ PEER_NORMS = "peer_norms"
 
 
 class PeerCriticalFL(PeerAlgorithm):
-    """CriticalFL without a server: while gradients grow, clients use more peers, but only their most changed weights.
+    """CriticalFL without a server: a client in a critical period collects from more peers and shares less of its model.
 
     Each client has its own detector. It receives the mean of the client's gradient norm and the last norms of the peers
     that the client collected from. From a peer in a critical period, a client collects only the entries that changed
@@ -134,7 +134,7 @@ class PeerCriticalFL(PeerAlgorithm):
 
 
 def collected_part(publication: Message) -> Message:
-    """Return the message with what peers collect of a model: all or, in a critical period, the most changed entries."""
+    """Return the message that peers collect. In a critical period, its model has only the entries that changed most."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
     changed = publication.section(CHANGED)
     if not changed:

@@ -125,7 +125,7 @@ class MaskedModule(ClientModule):
                 parameter.grad.mul_(self.masks[name])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Set the weights outside the mask to zero, because momentum of an earlier mask may have moved them."""
+        """Set the weights outside the mask to zero. Momentum from rounds with other masks may have moved them."""
         apply_masks(self.backbone, self.masks)
 
 
@@ -254,7 +254,10 @@ class DisPFL(PeerAlgorithm):
 
 
 def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
-    """Return the absolute gradient of the loss summed over a client's data, for weights inside and outside the mask."""
+    """Return the absolute value of each weight's gradient, for the sum of the loss over a client's data.
+
+    Weights outside the mask are included.
+    """
     parameters = dict(module.backbone.named_parameters())
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

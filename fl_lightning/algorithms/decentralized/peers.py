@@ -108,7 +108,7 @@ class PeerAlgorithm(Algorithm):
         return weighted_mean(models, map(self.weight, messages))
 
     def weight(self, publication: Message) -> float:
-        """Return the weight of a published model in a mean: its client's number of samples, or 1."""
+        """Return a published model's weight in a mean: its number of training samples, or 1 if all weigh the same."""
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
@@ -131,9 +131,10 @@ class PeerAlgorithm(Algorithm):
         recall(module, memory)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: its published message and, after training, merged knowledge and loss-term states.
+        """Return the client state to keep between rounds, which includes the message that the client publishes.
 
-        The initial model is not part of it: the shared state holds it once.
+        After training, it also has the merged shared knowledge and the states of the loss terms. The initial model is
+        not part of it: the shared state holds it once.
         """
         if not module.round:
             return {LAID_OUT: message_to_tensors(upload.without("model"))}

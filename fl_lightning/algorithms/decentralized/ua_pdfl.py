@@ -236,7 +236,11 @@ class UAPDFL(PeerAlgorithm):
         super().__init__(n_com, graph, [term, *(loss_terms or [])], buffers)
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return the peers' messages for a client: one whole model, or all extractors and the similar peers' heads."""
+        """Return the peers' messages, each without the parts of its model that the client does not collect.
+
+        If all peers are similar to the client, it collects the whole model of a random peer. Otherwise it collects
+        every feature extractor, and the classifiers of similar peers.
+        """
         gaps = self.divergences(own, peers.values())
         if self.drops_out(gaps):
             chosen = int(rng.choice(list(peers)))

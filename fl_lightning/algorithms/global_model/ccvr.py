@@ -61,7 +61,7 @@ def class_moments(features: Tensor, targets: Tensor, num_classes: int) -> ClassM
 
 
 def merge_moments(clients: Iterable[ClassMoments]) -> ClassMoments:
-    """Merge the clients' class counts, means and covariances to those of all clients' samples together, in float64."""
+    """Return the class counts, means and covariances of all clients' samples together, computed in float64."""
     counts = means = scatter = torch.zeros(0)
     for client in clients:
         n, mean, covariance = (value.double().cpu() for value in client)
@@ -139,7 +139,10 @@ class CCVR(FedAvg):
         return class_moments(features, targets, num_classes)._asdict()
 
     def calibrate(self, module: ClientModule, descriptions: Iterable[Tensors]) -> None:
-        """Train the head, in eval mode, on features drawn from one Gaussian per class, fitted to all clients' data."""
+        """Train the head on features drawn from one Gaussian per class, fitted to all clients' data.
+
+        The head stays in eval mode.
+        """
         if not self.epochs:
             return
         moments = merge_moments(ClassMoments(**description) for description in descriptions)

@@ -37,7 +37,7 @@ DETECTOR = "critical"
 
 
 def growth(norms: Tensor, window: int) -> float:
-    """Return the relative growth of the moving average of the gradient norms in the last round.
+    """Return how much the moving average of the gradient norms grew in the last round, relative to its old value.
 
     Args:
         norms: `(window + 1,)`, the last FGN at the end.
@@ -113,7 +113,7 @@ class CriticalPeriods:
 
 
 def largest_changes(changes: Tensor, keep: float) -> Tensor:
-    """Return a mask `(P,)` of the share `keep` of a model's entries that changed most in training.
+    """Return a mask `(P,)` of the entries that training changed most. It is true for a share `keep` of all entries.
 
     Args:
         changes: `θ_i - θ^t`, `(P,)`.
@@ -129,7 +129,7 @@ def flatten_entries(model: Tensors, names: Iterable[str]) -> Tensor:
 
 
 def mask_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
-    """Return a model in which the named parameters are replaced by a mask of their entries and the kept values.
+    """Return a model with only the chosen entries of its parameters, stored as one mask and one vector of values.
 
     Args:
         model: The whole model.
@@ -216,7 +216,10 @@ class MeasuredModule(ClientModule):
 
     @property
     def gradient_norm(self) -> float:
-        """The federated gradient norm (FGN): learning rate times the sum of clipped `|g|²` over steps, per epoch."""
+        """The federated gradient norm (FGN): the learning rate times an epoch's sum of `|g|²`, averaged over epochs.
+
+        `g` is the clipped gradient of a step.
+        """
         return 0.0 if self._squares is None else self._lr * float(self._squares) / self._epochs
 
 

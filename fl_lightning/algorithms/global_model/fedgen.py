@@ -60,7 +60,10 @@ class Generator(nn.Module):
 
     @classmethod
     def of(cls, shared: Tensors) -> Generator:
-        """Build the generator from copies of its weights in the shared knowledge. Their shapes give its sizes."""
+        """Build a generator from a copy of its weights in the shared knowledge.
+
+        The layer sizes follow from the shapes of the weights.
+        """
         weights, num_classes = (
             {name: value.clone() for name, value in shared.items() if name != COUNTS},
             len(shared[COUNTS]),

@@ -32,7 +32,7 @@ def calibrated_logits(logits: Tensor, counts: Tensor, tau: float) -> Tensor:
 
 
 class CalibratedLoss(LossTerm):
-    """Cross-entropy with larger margins for a client's rare classes, instead of the objective's plain cross-entropy.
+    """Cross-entropy with larger margins for a client's rare classes. It replaces the plain cross-entropy.
 
     It is the cross-entropy of `calibrated_logits`. The client's class counts come from the module's `class_counts`.
 

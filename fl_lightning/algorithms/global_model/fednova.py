@@ -72,7 +72,11 @@ class NormalizedAveraging(Aggregator):
     only_in = "FedNova"
 
     def fold(self, uploads: Iterable[Upload]) -> NormalizedMeans:
-        """Average the uploads: parameters by samples divided by effective steps, other entries by samples."""
+        """Return weighted means of the uploaded parameters and of the other entries, such as BatchNorm's statistics.
+
+        The weight of a client's parameters is its number of samples divided by its number of effective steps. The
+        weight of its other entries is its number of samples.
+        """
         parameters, others, samples, steps, inverse = RunningMean(), RunningMean(), 0.0, 0.0, 0.0
         for upload in uploads:
             model, n, length = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]

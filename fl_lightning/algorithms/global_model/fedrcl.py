@@ -55,7 +55,7 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 
 
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
-    """Return the penalty PEN on samples of a class that are more similar than λ, the threshold.
+    """Return the penalty PEN on samples whose similarity to every other sample of their class is at least λ.
 
     It is the mean over i of `log(1 + exp((q - 1)/τ))`. `q` is the least similarity of i to another sample of its class
     if it is at least λ. Otherwise, and without another sample, `q` is -1.

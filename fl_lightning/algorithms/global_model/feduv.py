@@ -1,4 +1,4 @@
-"""FedUV: regularise predictions to be as varied, and features as spread out, as on balanced data.
+"""FedUV: two loss terms, which keep predictions varied and features spread out, as on balanced data.
 
 Son, Kim, Chung, Huang, Liu: "FedUV: Uniformity and Variance for Heterogeneous Federated Learning", CVPR 2024.
 

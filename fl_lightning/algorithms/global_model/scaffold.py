@@ -31,7 +31,7 @@ CONTROL = "control"
 
 
 def next_control(start: Tensor, end: Tensor, steps: int, lr: float, correction: Tensor) -> Tensor:
-    """Return a client's next control variate, `c_i⁺ = c_i - c + (x - y) / (K η)` (line 12, option II).
+    """Return a client's next control variate, `c_i⁺ = c_i - c + (x - y) / (K η)` (Algorithm 1, line 12, option II).
 
     Args:
         start: `x`, a received parameter.
@@ -44,7 +44,7 @@ def next_control(start: Tensor, end: Tensor, steps: int, lr: float, correction: 
 
 
 def next_server_control(server: Tensor, mean_change: Tensor, participants: int, clients: int) -> Tensor:
-    """Return the server's next control variate, `c + |S| / N · mean Δc` (line 17), computed in float64.
+    """Return the server's next control variate, `c + |S| / N · mean Δc` (Algorithm 1, line 17), in float64.
 
     Args:
         server: `c`.
@@ -123,7 +123,10 @@ class ControlVariates(LossTerm):
 
 
 def complete_control(control: Tensors, parameters: dict[str, nn.Parameter]) -> Tensors:
-    """Return a control variate on the parameters' device, in at least float32; missing entries are zero."""
+    """Return a control variate completed with zeros for missing parameters, on the parameters' device.
+
+    Its dtype is at least float32.
+    """
 
     def value(name: str, p: Tensor) -> Tensor:
         dtype = torch.promote_types(p.dtype, torch.float32)

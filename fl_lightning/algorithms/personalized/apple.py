@@ -161,7 +161,7 @@ class MixedModule(ClientModule):
 
 
 class Cores(Aggregator):
-    """Record which clients have trained a core model. Cores are not averaged."""
+    """Aggregator that records which clients have trained a core model. It does not average the cores."""
 
     only_in = "APPLE"
 
@@ -225,7 +225,10 @@ class APPLE(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {CORES: cores}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with a client that has no core model yet, and as many samples as the others on average."""
+        """Return the server's state with one more client, which has no core model yet.
+
+        Its initial mixing ratio is that of a client with as many samples as the others have on average.
+        """
         ratios = state[CORES]["ratios"]
         ratios = torch.cat([ratios, ratios.mean()[None]])
         return state | {CORES: {"trained": pad(state[CORES]["trained"], (0, 1)), "ratios": ratios / ratios.sum()}}

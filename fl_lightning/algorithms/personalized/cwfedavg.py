@@ -123,7 +123,9 @@ def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
 
 
 def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
-    """Return each upload's weight `(K,)` in client i's initial model `Σ_m (Σ_j p̃_ij q_mj) w_m` (Eq. 3 and 7).
+    """Return the weight of each upload, `(K,)`, in the model from which client i starts a round (Eq. 3 and 7).
+
+    This model is `Σ_m (Σ_j p̃_ij q_mj) w_m`.
 
     Args:
         distribution: `p̃_i`, `(C,)`, or `(n, C)` for n clients, which gives `(n, K)`.
@@ -196,15 +198,16 @@ class ClassWise(Aggregator):
         }
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Return a client's personal initial model (Eq. 7), mixed for its latest class distribution."""
+        """Return the model from which a client starts a round, mixed by its latest class distribution (Eq. 7)."""
         name = start_section(client)
         return state[name] if name in state else next(self.ahead(state, [client]))[name]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield, for each client in turn, the state with that client's initial model, computed in blocks of clients.
+        """Yield, for each client in turn, the state with the model from which this client starts a round.
 
-        The product of a block always has the same shape, so its rounding does not depend on the number of clients. The
-        models are mixed from class models or uploads, whichever are fewer, in float64.
+        These models are computed for a block of clients at a time. The product of a block always has the same shape, so
+        its rounding does not depend on the number of clients. The models are mixed from class models or uploads,
+        whichever are fewer, in float64.
         """
         sources, q, known = state["sources"], state["weights"]["value"], state["distributions"]
         unknown = torch.full((q.shape[1],), 1 / q.shape[1], dtype=q.dtype)
@@ -255,12 +258,12 @@ class ClassWise(Aggregator):
 
 
 def start_section(client: int) -> str:
-    """Return the key of a client's initial model in the state that `ahead` yields."""
+    """Return the key of the model from which a client starts a round, in the state that `ahead` yields."""
     return f"start_{client}"
 
 
 def block_rows(stacked: Tensors) -> int:
-    """Return the number of clients whose initial models are computed together, given the size of one model."""
+    """Return how many clients' starting models are computed at a time: at most 16, within a memory limit."""
     numbers = sum(value[0].numel() for value in stacked.values())
     return max(1, min(16, BLOCK_BYTES // (8 * numbers)))
 

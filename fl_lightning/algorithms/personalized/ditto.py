@@ -77,10 +77,10 @@ def own_model(module: ClientModule) -> nn.Module:
 
 
 class Ditto(Algorithm):
-    """FedAvg, plus a personalised model for each client that is kept near the global model and evaluated.
+    """FedAvg, plus a personalised model for each client, which stays near the global model.
 
-    For every `lam`, the shared model is that of FedAvg with the same weighting, bit for bit. With `lam: 0` the
-    personalised models are those of `Local`.
+    The personalised models are evaluated. For every `lam`, the shared model is that of FedAvg with the same weighting,
+    bit for bit. With `lam: 0` the personalised models are those of `Local`.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 

@@ -127,7 +127,7 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
 
 
 def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the masks of the classes to compare, for this round and the last: those known in both (Eq. 5).
+    """Return two masks of classes, for this and the last round. Both mark the classes known in both rounds (Eq. 5).
 
     Args:
         now: `(C,)` bool, the classes known in this round.
@@ -137,7 +137,10 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the masks of the classes to compare, for this round and the last: those known in each (authors' code)."""
+    """Return two masks of classes, for this and the last round. Each marks the classes known in its own round.
+
+    This is the authors' code; Eq. 5 compares the classes known in both rounds.
+    """
     return now, before
 
 

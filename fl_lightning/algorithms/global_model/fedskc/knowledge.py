@@ -30,7 +30,7 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Merge the clients' class-wise mean logits (Eq. 1): average each client with similar clients, then over clients.
+    """Merge the clients' class-wise mean logits (Eq. 1). Each client is first averaged with its most similar clients.
 
     The knowledge of a class is averaged over the clients with samples of it. For h such clients, `min(M, h - 1)`
     neighbours are used.
@@ -92,7 +92,7 @@ class StructuralKnowledge(SharedKnowledge):
 
 
 class ReferenceKnowledge(StructuralKnowledge):
-    """Class-wise mean logits as in the authors' code: from the last local epoch, without the sigmoid.
+    """Class-wise mean logits as in the authors' code: from the last local epoch, not multiplied by their sigmoid.
 
     The logits are summed during training. A class without samples among the round's participants becomes unknown.
 
