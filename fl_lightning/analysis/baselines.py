@@ -62,7 +62,9 @@ def expand_baseline(words: Sequence[str]) -> list[str]:
 
 
 def warn_of_dropped_options(configs: Sequence[str], resolved: Mapping[str, Any]) -> None:
-    """Warn of each option shared by most algorithms that the config files set, but that the chosen algorithm lacks.
+    """Warn of each option in the config files that the chosen algorithm does not have.
+
+    Only the options that most algorithms share (`SHARED_OPTIONS`) are checked.
 
     Args:
         configs: The paths of the config files.

@@ -127,7 +127,9 @@ def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None
 
 
 def start_value(parameter: Parameter, default: Any) -> Any:
-    """Return an option's value in the first trial: the default, clipped to the range, or the middle without a default.
+    """Return an option's value in the first trial: its default, clipped to the search range.
+
+    Without a default it is the middle of the range or, if the option has a list of values, the first value.
 
     Args:
         parameter: The range.
@@ -218,7 +220,11 @@ def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | 
 
 
 def edge_keys(sweep: Sweep, best: TrialResult | None) -> dict[str, bool]:
-    """Return the options whose best value is near an end of their range, mapped to True for the upper end."""
+    """Find the options whose best value is near an end of their search range.
+
+    Returns:
+        For each such option, whether the value is near the upper end.
+    """
     found: dict[str, bool] = {}
     if best is None:
         return found
@@ -240,10 +246,10 @@ def moved_ranges(
     best: TrialResult,
     allows: Callable[[Sequence[str]], bool],
 ) -> dict[str, Any]:
-    """Return a new range for each option whose best value is near an end of its logarithmic range, centred on this end.
+    """Return new search ranges for the options whose best value is near an end of a logarithmic range.
 
-    Ranges of other types stay as they are, because they contain all possible values: a fraction, or a list of choices.
-    A range also stays if `allows` refuses the new values.
+    A new range is centred on that end. Ranges of other types stay as they are, because they contain all possible
+    values: a fraction, or a list of choices. A range also stays if `allows` refuses the new values.
     """
     found = {}
     for key, upwards in edges.items():

@@ -164,7 +164,7 @@ class Entry:
         return (*configs, *(word for part in parts for word in setting_words(part)))
 
     def tuning_words(self) -> tuple[str, ...]:
-        """Return the `fit` command line of the entry's trials, without the values that vary and the seed."""
+        """Return the `fit` command line of the entry's trials, without the seed and without the values to tune."""
         return (*self.words(), *setting_words(TUNING_SETTINGS | dict(self.benchmark.tuning.settings)))
 
     def ranges(self, search_space: Settings) -> dict[str, Any]:

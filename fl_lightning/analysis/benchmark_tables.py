@@ -119,7 +119,10 @@ def tuning_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: boo
 
 
 def format_trials(one: EntryResult) -> str:
-    """Return the number of tuning trials of a method as text, with the numbers of those that are not complete."""
+    """Return a method's number of tuning trials as text, such as `30 (2 failed)`.
+
+    The parentheses count the trials that are not complete, by state.
+    """
     states = [trial.state for trial in one.tuned.trials]
     others = [f"{states.count(state)} {state}" for state in dict.fromkeys(states) if state != "complete"]
     return f"{len(states)} ({', '.join(others)})" if others else str(len(states))

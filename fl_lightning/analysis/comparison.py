@@ -215,7 +215,7 @@ def _across_key(name: str, keys: Sequence[str], runs: Sequence[Run], grouped: bo
 
 
 def _group_runs(runs: Sequence[Run], grouping: Grouping, wanted: Mapping[str, Any]) -> list[Group]:
-    """Return the groups, sorted by their values; those with a setting of the reference come first."""
+    """Group runs by their settings, and return the groups sorted. The reference's settings come first."""
     members: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
     for run in runs:
         members[tuple(grouping.texts[run].get(key) for key in grouping.keys)].append(run)
@@ -257,7 +257,7 @@ def _reference_settings(
 def _reference_groups(
     groups: Sequence[Group], keys: Sequence[str], wanted: Mapping[str, Any], is_default: bool
 ) -> tuple[list[Group | None], list[str]]:
-    """Return the reference of each group: the group with the settings `wanted` and otherwise equal settings.
+    """Find each group's reference: the group that has the settings `wanted` and equals it in all other settings.
 
     Args:
         groups: The groups.

@@ -181,7 +181,10 @@ def described_model(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def takes_rows(data: FederatedData, path: Path) -> bool:
-    """Return whether an exported network takes the raw rows of a table, which depends on the format of the file."""
+    """Return whether an exported network takes the raw rows of a table as inputs.
+
+    It does so for a tabular dataset, unless the file's format holds only weights (`WEIGHTS_ONLY`).
+    """
     return data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
 
 
@@ -329,7 +332,9 @@ def schema_path(path: Path) -> Path:
 
 
 def write_network(network: Network, path: Path, key: str = "-o") -> None:
-    """Write a network to a file in the format of its suffix. First check that the converted network has equal outputs.
+    """Write a network to a file, in the format of the file's suffix.
+
+    It is written only if the converted network has the same outputs as the original network.
 
     Args:
         network: The network.

@@ -115,11 +115,14 @@ class PaperTable:
         )
 
     def figure(self, column: str, row: str) -> str:
-        """Return the metric of a cell: the name of its entry in `final/summary.json`, such as `global/acc_last`."""
+        """Return the name of a cell's metric in `final/summary.json`, such as `global/acc_last`."""
         return self.rows[row].get("metric") or self.columns[column].get("metric") or self.metric
 
     def series(self, column: str, row: str) -> str:
-        """Return the column of `metrics.csv` for a cell: the cell's metric without `_best`, `_last` or `_last10`."""
+        """Return the column name of a cell's metric in `metrics.csv`, such as `global/acc`.
+
+        It is the name in `final/summary.json` without `_best`, `_last` or `_last10`.
+        """
         return re.sub(f"({'|'.join(READINGS)})$", "", self.figure(column, row))
 
     def words(self, column: str, row: str) -> list[str]:

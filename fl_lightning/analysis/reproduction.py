@@ -66,7 +66,10 @@ class Cell:
 
     @cached_property
     def reached(self) -> bool:
-        """Whether all runs of the cell reached the target accuracy; if not, the mean round count is a lower bound."""
+        """Whether all runs of the cell reached the target accuracy.
+
+        If not, the mean number of rounds until then is a lower bound.
+        """
         return all(one.reached for one in self.results.values())
 
     @cached_property

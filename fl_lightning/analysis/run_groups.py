@@ -107,7 +107,7 @@ class Grouping(NamedTuple):
     across: str = ""
 
     def varied_within(self, runs: Iterable[Run]) -> dict[str, set[Any]]:
-        """Return the settings in which some runs differ, see `varied_settings`."""
+        """Return the settings in which the given runs differ, as `varied_settings` returns them."""
         return varied_settings({run: self.texts[run] for run in runs})
 
 
@@ -152,7 +152,10 @@ def reference_difference(group: Group, base: Group | None, grouping: Grouping) -
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:
-        """Return the metric's mean last value over the runs with equal seed and equal settings in `inner`."""
+        """Return the metric's last value for each combination of a seed and values of the settings `inner`.
+
+        Runs of the same combination are averaged.
+        """
         values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
             if figures := best_and_last(run.rounds, grouping.metric):
@@ -169,7 +172,10 @@ def reference_difference(group: Group, base: Group | None, grouping: Grouping) -
 
 
 def column_keys(keys: Sequence[str], across: str) -> list[str]:
-    """Return the keys without those below another key, as `algorithm.mu` is below `algorithm`. Always keep `across`."""
+    """Return the keys that need a table column: `algorithm.mu` needs none if `algorithm` has one.
+
+    `across` always has a column.
+    """
     return [key for key in keys if key == across or not is_below(key, keys)]
 
 
@@ -209,7 +215,7 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
 
 
 def names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:
-    """Return the names of some groups, unique among all groups, separated by commas."""
+    """Return the names of the groups `named`, separated by commas. The names distinguish them among `groups`."""
     return join_names(group.name_among(groups) for group in named)
 
 

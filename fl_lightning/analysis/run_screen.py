@@ -267,7 +267,7 @@ def curves(rounds: Sequence[Row], names: Sequence[str], terminal: Terminal, rows
 
 
 def points(rounds: Sequence[Row], name: str) -> list[Row]:
-    """Return the rows of the rounds to plot: those in which the metric's absolute value is at most `LARGEST`."""
+    """Return the rounds to plot for a metric: those in which its absolute value is at most `LARGEST`."""
     return [row for row in rounds if abs(row.get(name, math.inf)) <= LARGEST]
 
 

@@ -196,7 +196,10 @@ class Study:
         self._study.tell(trial.number, state=FAIL)
 
     def _refuse_first(self, reason: str | None) -> None:
-        """Raise a `ConfigError` with a trial's error if no trial has ended before: the sweep itself may be wrong."""
+        """Raise a `ConfigError` with a trial's error if this trial is the first of the sweep to end.
+
+        The sweep itself may be wrong then.
+        """
         if reason and not any(trial.state.is_finished() for trial in self._trials()):
             raise ConfigError(reason)
 

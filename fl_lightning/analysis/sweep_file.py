@@ -63,7 +63,10 @@ class Parameter:
         return number if isinstance(self.q, int) else float(f"{number:.12g}")  # without rounding errors
 
     def word(self, drawn: Any) -> str:
-        """Return a value that Optuna drew as text for the command line, rounded to a multiple of `q` if given."""
+        """Convert a value that Optuna drew to text for the command line.
+
+        If the parameter has a `q`, the value is rounded to a multiple of it.
+        """
         return self.words[drawn] if self.words else to_word(self.rounded(drawn))
 
     @property

@@ -135,7 +135,10 @@ def arguments(key: str, path: str) -> list[str] | None:
 
 
 def is_in_source(key: str, name: str) -> bool:
-    """Return whether a package that a key takes classes from, such as torchvision, defines `name` in its sources."""
+    """Return whether a class or function is defined in the packages for a config key, such as torchvision for `model`.
+
+    The source files are searched without importing the packages.
+    """
     return any(re.search(rf"^(class|def) {re.escape(name)}\b", text, re.MULTILINE) for text in _sources(key))
 
 

@@ -55,7 +55,7 @@ def builders_of_torchvision() -> list[str]:
 
 
 def as_backbone(module: str) -> str:
-    """Return the command-line options that use the network of a function as the model, wrapped in `FromModule`.
+    """Return the command-line options to use the network that a function builds, wrapped in `FromModule`.
 
     Args:
         module: The import path of the function, or the name of a model builder of torchvision.

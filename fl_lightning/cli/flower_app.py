@@ -1,4 +1,4 @@
-"""The two sides of an experiment on Flower: the connection to the clients on the server, and a client's experiment.
+"""Connect an experiment to clients on other machines with Flower, and build the experiment on these machines.
 
 `fl-lightning deploy` writes an app that consists of `server_app(FILE)`.
 """
@@ -45,7 +45,7 @@ SERVER_KEYS = (
 
 @contextmanager
 def connected_clients(run: FederatedOrchestrator, config: dict[str, Any], resume: bool) -> Iterator[None]:
-    """Context in which an experiment that `fit` runs is connected to the clients' machines, if its engine needs them.
+    """Context manager: connect an experiment to the clients' machines if its engine is a `FlowerEngine`.
 
     Args:
         run: The experiment.

@@ -55,7 +55,7 @@ def has_converged(losses: Sequence[float], threshold: float) -> bool:
 
 
 def top_names(backbone: nn.Module, layers: int) -> list[str]:
-    """Return the names of the last `layers` parameter tensors of a backbone, without those of its `predictor`."""
+    """Return the names of the last `layers` parameter tensors of a backbone, not counting its `predictor` module."""
     names = [name for name, _ in backbone.named_parameters() if not name.startswith("predictor.")]
     return names[max(0, len(names) - layers) :]
 
@@ -106,7 +106,10 @@ class FedALA(Algorithm):
         super().__init__(loss_terms, aggregator, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the received model, and keep the client's last model, or the initial model, to mix them in `prepare`."""
+        """Load the received model, and keep the client's last model in `module.notes`. `prepare` mixes the two.
+
+        A client that has not trained keeps the initial model instead.
+        """
         initial = dict(module.backbone.named_parameters())
         names = top_names(module.backbone, self.layers)
         module.notes = {
@@ -136,7 +139,11 @@ class FedALA(Algorithm):
     def _learn_weights(
         self, module: ClientModule, batches: Batches, local: Tensors, received: Tensors, weights: Tensors
     ) -> Tensors:
-        """Return the mixing weights after this round's training passes over a sample of the client's data."""
+        """Learn the mixing weights on a random sample of the client's data, and return them.
+
+        Empty `weights` start from 1 and are trained until they converge, for at most `max_epochs`
+        passes. Other weights are trained for one pass.
+        """
         x, y = (torch.cat(part) for part in zip(*batches, strict=True))
         sample = torch.randperm(len(y))[: max(1, int(self.share * len(y)))].to(y.device)
         passes = 1 if weights else self.max_epochs

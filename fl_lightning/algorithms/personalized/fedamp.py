@@ -44,7 +44,9 @@ def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: 
 
 
 def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float, sigma: float) -> Tensor:
-    """Return HeurFedAMP's weights `ξ_ij` of the other clients' models in client i's mixture, from cosines, `(m,)`.
+    """Return the weights `ξ_ij` with which HeurFedAMP mixes the other clients' models for client i, `(m,)`.
+
+    They grow with the cosine similarity of the models:
 
     `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, with h ≠ i.
 
@@ -59,7 +61,9 @@ def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float,
 
 
 class LastUploads(Aggregator):
-    """Record which clients have uploaded at least once, for servers that use each client's last upload.
+    """Record which clients have uploaded a model in this round, and which in any round.
+
+    Servers use the record to mix the clients' last uploads, which are stored in the client states.
 
     In the section `heard`, `last` `(N,)` marks this round's participants and `ever` all participants so far. The
     state's `model` stays the initial one, which is every client's model before it trains.
@@ -123,7 +127,7 @@ class FedAMP(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": none, "ever": none}}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with a client that has not uploaded a model."""
+        """Return the state with one more client, which has not uploaded a model."""
         return state | {"heard": {name: pad(value, (0, 1)) for name, value in state["heard"].items()}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
@@ -159,7 +163,7 @@ class FedAMP(Algorithm):
 
 
 class HeurFedAMP(FedAMP):
-    """FedAMP with weights from cosines instead of distances. A client's own model has a constant weight.
+    """FedAMP with weights from the models' cosine similarity. A client's own model has a constant weight.
 
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
 
@@ -188,6 +192,6 @@ class HeurFedAMP(FedAMP):
         self.self_weight, self.sigma = self_weight, sigma
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return the weights `ξ_ij` of the other clients' models in client i's mixture, from cosines."""
+        """Return the weights `ξ_ij` of the other clients' models in client i's mixture, from cosine similarities."""
         share = 1 / (len(others) + 1) if self.self_weight is None else self.self_weight
         return heuristic_weights(own, others, share, self.sigma)

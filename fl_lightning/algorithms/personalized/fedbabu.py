@@ -86,6 +86,9 @@ class FedBABU(Algorithm):
         return self.tune == "full" or name.startswith(self.frozen) == (self.tune == "head")
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        """Return the state dict entries to exchange: all except frozen parameters, with the buffers of frozen parts."""
+        """Return the state dict entries that clients and server exchange: those of FedAvg without frozen parameters.
+
+        Buffers of frozen parts, such as BatchNorm's running statistics, are exchanged.
+        """
         frozen = {name for name, _ in backbone.named_parameters() if name.startswith(self.frozen)}
         return {name: value for name, value in super()._shared(backbone).items() if name not in frozen}

@@ -52,7 +52,7 @@ class MeanLogits(ClassMeans):
         self.cumulative = cumulative
 
     def outputs(self, step: Step) -> Tensor:
-        """Return a batch's logits, which are averaged by class."""
+        """Return the logits of a batch. `MeanLogits` averages them for each class."""
         return step.logits
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
@@ -78,9 +78,9 @@ def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: T
 
 
 class LogitDistillation(LossTerm):
-    """`γ KL(softmax(G[y]) || softmax(o))` pulls outputs towards `G`, all clients' mean logits per class.
+    """Pulls logits `o` towards `G[y]`, all clients' mean logits of class y: `γ KL(softmax(G[y]) || softmax(o))`.
 
-    It is off before there is knowledge, as in round 1. It is computed in float32 under mixed precision.
+    The term is off before there are mean logits, as in round 1. It is computed in float32 under mixed precision.
 
     Args:
         gamma: γ, 0 or more; 0 switches the term off.

@@ -86,11 +86,14 @@ class Affinities(Aggregator):
     only_in = "FedFomo"
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
-        """Return each client's benefits from the models it received: loss reduction over distance of models (Eq. 3)."""
+        """Return each participant's id and its uploaded benefits: how much each received model helped it (Eq. 3)."""
         return [(client, message.section(AFFINITY)) for client, message in uploads]
 
     def finish(self, folded: list[tuple[int, Tensors]], before: State, knowledge: State) -> State:
-        """Return the affinity matrix, to which each client's benefits `w` from received models (Eq. 3) are added."""
+        """Add this round's uploaded benefits (Eq. 3) to the affinity matrix, and return the new matrix.
+
+        A benefit is added in the participant's row and in the column of the client whose model it received.
+        """
         matrix, trained = before[AFFINITY]["matrix"].clone(), before[AFFINITY]["trained"].clone()
         for client, benefits in folded:
             trained[client] = True
@@ -151,7 +154,10 @@ class FedFomo(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {AFFINITY: affinity}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with a client that has not received any model, so that the server sends it random ones."""
+        """Return the state with one more client, which has not received any model.
+
+        Its affinities are 0, so the server sends it random models.
+        """
         matrix = pad(state[AFFINITY]["matrix"], (0, 1, 0, 1))
         return state | {AFFINITY: state[AFFINITY] | {"matrix": matrix}}
 
@@ -198,7 +204,9 @@ class FedFomo(Algorithm):
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
-        """Return each model's benefit (Eq. 3): loss of `previous` minus its own loss, over their distance, `(M,)`.
+        """Return the benefit of each model over the model `previous` on the client's data (Eq. 3), `(M,)`.
+
+        It is the loss of `previous` minus the loss of the model, divided by the distance between the two models.
 
         This overwrites the module's weights.
         """

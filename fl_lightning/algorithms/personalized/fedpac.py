@@ -36,7 +36,7 @@ class Centroids(Prototypes):
     name = "centroids"
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the sums of the client's features by class, `(C, d)`, and its samples of each class, `(C,)`."""
+        """Return the client's sum of features and number of samples for each class, `(C, d)` and `(C,)`."""
         sums, counts = self._passed(module, batches, num_classes)
         return {"sums": sums, "counts": counts}
 
@@ -52,7 +52,7 @@ class Centroids(Prototypes):
 
 
 class FeatureAlignment(PrototypeAlignment):
-    """Pulls features towards the centroid of their class over all clients: `λ` times the mean squared distance.
+    """Pulls features towards the global centroid of their class: `λ` times the mean squared distance.
 
     The term is off before there are centroids.
 
@@ -70,9 +70,10 @@ class FeatureAlignment(PrototypeAlignment):
 
 
 def feature_statistics(sums: Tensor, squares: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a client's class means times class shares, `h_k = p_k μ_k`, `(C, d)`, and the variance `V / n` of `h`.
+    """Return a client's class means weighted by class shares, `h_k = p_k μ_k`, `(C, d)`, and the variance of `h`.
 
-    `V` is `Σ_k p_k E_k||f||² - Σ_k p_k² ||μ_k||²`, with the client's class shares `p_k` and class means `μ_k`.
+    The variance is `V / n` with `V = Σ_k p_k E_k||f||² - Σ_k p_k² ||μ_k||²`. The client's class shares are `p_k`, and
+    its class means are `μ_k`.
 
     Args:
         sums: The sums of the client's features by class, `(C, d)`.
@@ -84,7 +85,7 @@ def feature_statistics(sums: Tensor, squares: Tensor, samples: Tensor) -> tuple[
 
 
 def collaboration_weights(means: Tensor, variances: Tensor) -> Tensor:
-    """Return the weight of each participant's head in each participant's mixture of heads, `(K, K)`. Rows sum to 1.
+    """Return the weights with which each participant mixes the participants' heads, `(K, K)`.
 
     Row i minimises `||h_i - Σ_j a_j h_j||² + Σ_j a_j² V_j / n_j` over `a_j ≥ 0` with sum 1.
 
@@ -131,7 +132,7 @@ class FeatureStatistics(SharedKnowledge):
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's weighted class means, `(C, d)`, and their variance."""
+        """Return the client's class means weighted by class shares, `(C, d)`, and their variance."""
         return module.notes[self.name]
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
@@ -182,7 +183,7 @@ class ClassifierCollaboration(Aggregator):
 
 
 def entries_of(model: Tensors, head: bool) -> Tensors:
-    """Return a model's state dict entries that belong to its head or, if `head` is false, all others."""
+    """Return the entries of a model's state dict that belong to its head, or all others if `head` is false."""
     return {name: value for name, value in model.items() if name.startswith(HEAD) == head}
 
 

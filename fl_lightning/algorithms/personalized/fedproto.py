@@ -29,7 +29,7 @@ class Prototypes(ClassMeans):
     name = "prototypes"
 
     def outputs(self, step: Step) -> Tensor:
-        """Return a batch's features, which are averaged by class."""
+        """Return the features of a batch. `Prototypes` averages them for each class."""
         assert step.features is not None
         return step.features
 

@@ -15,7 +15,9 @@ from fl_lightning.client.module import LossTerm
 
 
 class LGFedAvg(FedPer):
-    """FedAvg of the head alone. The encoder stays on its client. This is FedPer with the parts exchanged.
+    """FedAvg of the head alone. Each client keeps its own encoder.
+
+    FedPer is the opposite: it shares the encoder, and each client keeps its own head.
 
     With no personal part this is FedAvg, bit for bit.
 

@@ -77,7 +77,11 @@ def round_number(value: float) -> float | int | None:
 
 
 def drawn_rounds(run: Run) -> list[int]:
-    """Return the numbers of a run's rounds to draw: all; in long runs every n-th evaluated round and the last round."""
+    """Return the numbers of the rounds of a run to draw.
+
+    These are all rounds. In runs of more than `MOST_ROUNDS` rounds they are every n-th evaluated round and the last
+    one.
+    """
     count = len(run.rounds)
     if count <= MOST_ROUNDS:
         return list(range(1, count + 1))
@@ -219,7 +223,10 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return each distinct partition: its runs, counts and names. More than 200 clients are averaged in groups."""
+    """Return each distinct partition: the runs that have it, and its samples by client and class.
+
+    The names of clients and classes are included. More than `MAX_COLUMNS` clients are averaged in groups.
+    """
     found: dict[Any, dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):

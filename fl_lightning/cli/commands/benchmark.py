@@ -39,7 +39,10 @@ from fl_lightning.runs.reader import Run
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run the trials and runs of a benchmark that have not finished, and print its tables. Return 1 if a run failed."""
+    """Run or continue a benchmark, and print its tables. Return 1 if a run failed.
+
+    Finished trials and runs are not repeated. The result is also 1 if a method has no complete trial in a scenario.
+    """
     check_positive("--", workers=given.workers, threads=given.threads)
     benchmark = read_benchmark(benchmark_path(given.benchmark))
     benchmark = replace(benchmark, overrides=parse_overrides(given.set or []))
@@ -87,7 +90,9 @@ def defaults_of(words: Words, environment: Environment) -> tuple[dict[str, Any],
 
 
 def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], Defaults]) -> None:
-    """Check the search ranges and the metric of enough entries to include each method of each table and each scenario.
+    """Check the search ranges and the metric of some entries, before any trial runs.
+
+    Each method of each table, and each scenario, is in at least one of these entries.
 
     Raises:
         ConfigError: A trial could not run or would not have the metric.
@@ -108,7 +113,7 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
 
 
 def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) -> TunedEntry:
-    """Run the tuning trials of a method in a scenario that have not finished, and report each on stderr as it ends."""
+    """Tune a method in one scenario: run the trials that are missing, and report each on stderr as it ends."""
     of = "of at most" if entry.benchmark.tuning.processor_seconds < math.inf else "of"
 
     def show(result: TrialResult, most: int) -> None:

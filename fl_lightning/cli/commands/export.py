@@ -45,7 +45,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def describe_model(run: FederatedOrchestrator, client: int | None) -> str:
-    """Return whose model is exported, as text. It says so if a client's model is the global model."""
+    """Return text that says whose model is exported.
+
+    If a client's model is equal to the global model, the text says so, too.
+    """
     if client is None:
         return "the global model"
     same = False

@@ -102,7 +102,7 @@ def with_optimizer_class(words: Sequence[str]) -> list[str]:
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
-    """Return a command line with the config of the run to resume added, unless the user gives another config.
+    """Add the config of a run to resume to a command line, unless the user gives another config.
 
     Raises:
         ConfigError: The run has no config, or another user made it and it names its own code.
@@ -156,7 +156,7 @@ def config_name(given: Namespace, parser: ArgumentParser) -> str:
 
 
 def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
-    """Return the config files that define the experiment: the first ones given, up to the one that makes them complete.
+    """Return the config files that define the experiment: the fewest files, in order, that form a complete config.
 
     Later files change the experiment. If the config is complete only with all files, or not even then, all files are
     returned.
@@ -170,7 +170,7 @@ def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
 
 
 def parse_configs(configs: Sequence[Any], parser: ArgumentParser, *more: str) -> Namespace:
-    """Parse the command line that consists of config files and `more` options. Warnings are not shown."""
+    """Parse a command line that consists of config files and other options (`more`). Warnings are not shown."""
     words = [*(f"--config={path}" for path in configs), *more]
     with readable_errors(parser), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they were shown already

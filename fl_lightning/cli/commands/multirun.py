@@ -38,7 +38,7 @@ CONFLICTS = {
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Move the options for several runs (such as `--seeds`) to the front of a command line, then `--`, then all others.
+    """Reorder a command line: the options for several runs, such as `--seeds`, then `--`, then all other options.
 
     In the words of each run, `PLACE` marks the position of `--multirun`.
 
@@ -61,7 +61,10 @@ def expand(words: Sequence[str]) -> list[str]:
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run those of several runs that have not finished, and print a comparison of all. Return 1 if a run failed."""
+    """Run an experiment with several seeds and settings, and print a comparison. Return 1 if a run failed.
+
+    Finished runs are not repeated.
+    """
     check_positive("--", workers=given.workers, threads=given.threads)
     grid = combine(given)
     if "--fast" in given.words:

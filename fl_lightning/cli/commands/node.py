@@ -48,7 +48,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def write_model(path: str | None, module: ClientModule, data: FederatedData, experiment: str) -> None:
-    """Write a client's trained model to a file, as `fl-lightning export` writes that of a simulation.
+    """Write a client's trained model to a file, in one of the formats of `fl-lightning export`.
 
     Args:
         path: The file; None if the model is not to be written.
@@ -67,7 +67,7 @@ def write_model(path: str | None, module: ClientModule, data: FederatedData, exp
 
 
 def read_site(path: Path) -> Site:
-    """Return the client and its data that a file describes.
+    """Read the file with the settings of the client on this machine, including its dataset.
 
     Raises:
         ConfigError: The file cannot be read, or a key is wrong.
