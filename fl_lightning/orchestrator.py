@@ -36,7 +36,7 @@ from fl_lightning.loggers.collection import Loggers
 from fl_lightning.models import ModelFactory, NetworkFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
-from fl_lightning.runs.failed_clients import has_upload, require_uploads
+from fl_lightning.runs.failed_clients import accept_result, require_uploads
 from fl_lightning.runs.folder import new_run_dir
 from fl_lightning.runs.reader import Figures, Run, read_config
 from fl_lightning.runs.record import Keep, Record
@@ -62,7 +62,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             clients' learning rates are multiplied by its rate, as with `ExponentialLR` and `gamma: 0.95`.
         engine: How the clients of a round are trained: `sequential` (one after another), `stacked` (vectorised),
             `processes` (in parallel), `ray`, `auto` (the fastest of the first three), or an engine with its options.
-            Results do not depend on it.
+            Results are the same except for rounding.
         evaluation: What is evaluated besides the global model, and how often.
         client_store: Where the clients' state is kept between rounds: in `memory`, or only on `disk`.
         on_client_failure: What happens if a client fails: `raise` ends the run, `drop` continues without its upload.
@@ -244,7 +244,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             self._signals.check()
             self.record.writer.check()
             self._notify("on_client_end", result)
-            if has_upload(result, self.on_client_failure, self.data):
+            if accept_result(result, self.on_client_failure, self.data):
                 results.append(replace(result, upload=None, memory={}))
                 yield result
         require_uploads(round, len(results), len(participants), self.min_clients)

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class Engine(ABC):
-    """Base class of engines, which carry out tasks in any order and on any machine by `worker.run(task)`.
+    """Base class of engines, which carry out tasks in any order and on any machine with a `Worker`.
 
     Attributes:
         fits: Number of fits in the run, if known.

@@ -27,7 +27,7 @@ from fl_lightning.models import ModelFactory, NetworkFactory
 class Experiment:
     """A federated experiment: its data, worker, server and evaluator, and each client's module between rounds.
 
-    `FederatedOrchestrator` derives from it, runs the rounds and has the same arguments.
+    `FederatedOrchestrator` derives from it and runs the rounds. It explains the arguments.
 
     Attributes:
         memory: Each client's state by its id. Subclasses set it before the experiment is built.

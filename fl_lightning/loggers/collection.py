@@ -20,7 +20,7 @@ FEW_CLIENTS = 1000
 """Maximum number of clients for which each client's metrics, and the partition in W&B, are logged by default."""
 
 
-def has_few_clients(clients: int) -> bool:
+def logs_clients_by_default(clients: int) -> bool:
     """Return whether a run has few enough clients to log each client's metrics by default. Warn if it has too many."""
     if clients > FEW_CLIENTS:
         message = f"log_clients: metrics of single clients are not logged ({clients:,} clients)."

@@ -12,7 +12,7 @@ MAX_JOBS = 4  # each waiting job keeps its data in memory
 class Writer:
     """A background thread that runs writing jobs in the order in which they are submitted.
 
-    An exception in a job is raised in the caller's thread by the next call of any method.
+    An exception in a job is raised in the caller's thread by the next call of `submit`, `check` or `wait`.
     """
 
     def __init__(self) -> None:

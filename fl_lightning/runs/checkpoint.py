@@ -44,9 +44,10 @@ class Checkpoint:
 class CheckpointFolder:
     """The checkpoints of one run, a folder per round: `round-000012/{state.pt, manifest.json}`.
 
-    A checkpoint is written to a temporary folder, flushed to disk and renamed, so it is either complete or absent. The
-    manifest's checksums, including one of itself, detect later damage. Client states are in other files, which the
-    manifest names. They are written once and never changed.
+    A checkpoint is written to a temporary folder, which is then renamed. So after a kill, it is either complete or
+    absent; after a power failure, only if it was flushed to disk. The manifest's checksums, including one of itself,
+    detect later damage. Client states are in other files, which the manifest names. They are written once and never
+    changed.
 
     Args:
         path: The folder of the checkpoints; created when the first one is written.

@@ -10,8 +10,8 @@ from fl_lightning.core.task import Result
 from fl_lightning.data.federated_data import FederatedData
 
 
-def has_upload(result: Result, on_client_failure: Literal["raise", "drop"], data: FederatedData) -> bool:
-    """Return whether a client succeeded, so that its upload is aggregated. Warn if a failed client is dropped.
+def accept_result(result: Result, on_client_failure: Literal["raise", "drop"], data: FederatedData) -> bool:
+    """Return whether a client succeeded. If it failed, drop it with a warning or raise its error.
 
     Args:
         result: The client's result.

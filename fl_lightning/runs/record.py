@@ -22,7 +22,7 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
 from fl_lightning.evaluation.summary import Row, split_series, summarize
 from fl_lightning.loggers.base import Labels
-from fl_lightning.loggers.collection import Loggers, has_few_clients
+from fl_lightning.loggers.collection import Loggers, logs_clients_by_default
 from fl_lightning.runs.background_writer import Writer
 from fl_lightning.runs.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.runs.client_store import ClientStore, StoredState
@@ -194,7 +194,7 @@ class Record:
     def _begin(self, config: dict[str, Any] | None, labels: Labels, description: dict[str, Any]) -> None:
         round = self.first_round = self.run.round
         if self.log_clients is None:
-            self.log_clients = has_few_clients(len(self._data.shards))
+            self.log_clients = logs_clients_by_default(len(self._data.shards))
         self._settings = settings(config) if config else self._settings
         if before := self._restored_from:
             before.warn_of_environment(environment(self._device))
