@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +38,21 @@ RESERVED_NAMES = {"acc", "loss", "mae"}
 COMMON_OPTIONS = {"sync_on_compute", "compute_on_cpu", "compute_with_cache"}
 """Options that every metric accepts through `**kwargs`."""
 
-AUROCS = (torchmetrics.classification.MulticlassAUROC, torchmetrics.classification.MultilabelAUROC)
-BINARY_AUROC = torchmetrics.classification.BinaryAUROC
+AUROC = (
+    torchmetrics.classification.BinaryAUROC,
+    torchmetrics.classification.MulticlassAUROC,
+    torchmetrics.classification.MultilabelAUROC,
+)
+AVERAGE_PRECISION = (
+    torchmetrics.classification.BinaryAveragePrecision,
+    torchmetrics.classification.MulticlassAveragePrecision,
+    torchmetrics.classification.MultilabelAveragePrecision,
+)
+MATTHEWS = (
+    torchmetrics.classification.BinaryMatthewsCorrCoef,
+    torchmetrics.classification.MulticlassMatthewsCorrCoef,
+    torchmetrics.classification.MultilabelMatthewsCorrCoef,
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +72,11 @@ class Measure:
     def start(self) -> MetricAccumulator:
         """Return a new accumulator of the metric, to which no batch has been added yet."""
         metric = self.make()
-        over_classes = isinstance(metric, AUROCS) and metric.average in ("macro", "weighted")
-        kind = AUROCAccumulator if over_classes or isinstance(metric, BINARY_AUROC) else MetricAccumulator
-        return kind(self.name, metric, self.positive)
+        if isinstance(metric, MATTHEWS):
+            return MatthewsAccumulator(self.name, metric, self.positive)
+        of_curve = isinstance(metric, AUROC + AVERAGE_PRECISION)
+        by_class = of_curve and (self.positive is not None or metric.average in ("macro", "weighted"))
+        return (CurveAccumulator if by_class else MetricAccumulator)(self.name, metric, self.positive)
 
 
 class MetricAccumulator:
@@ -86,10 +102,23 @@ class MetricAccumulator:
             self._metric.to(predictions.device).update(predictions, targets)
 
     def value(self) -> float:
-        """Return the metric over all batches added so far, averaged over outputs if it has several; NaN if undefined.
+        """Return the metric over all batches added so far; NaN if it is undefined for these samples.
 
         Raises:
             ConfigError: The value is not a single number.
+        """
+        try:
+            return self.compute()
+        except ConfigError as error:
+            if isinstance(error.__cause__, ValueError):  # such as R² of a single sample
+                return math.nan
+            raise
+
+    def compute(self) -> float:
+        """Return the metric over all batches added so far, averaged over outputs if it has several.
+
+        Raises:
+            ConfigError: The metric raises an error, or its value is not a single number.
         """
         with report_metric_errors(self.name):
             value = self._metric.compute()
@@ -100,15 +129,15 @@ class MetricAccumulator:
         return float(value.double().mean())
 
 
-class AUROCAccumulator(MetricAccumulator):
-    """AUROC averaged over the classes (or labels) that have both positive and negative samples.
+class CurveAccumulator(MetricAccumulator):
+    """AUROC or average precision, averaged over the classes (or labels) for which it is defined.
 
     Torchmetrics counts 0 for all other classes, but a client's few samples often lack a class.
     """
 
     def __init__(self, name: str, metric: Metric, positive: int | None = None) -> None:
         super().__init__(name, metric, positive)
-        self._weighted = False
+        self._needs_negatives, self._weighted = isinstance(metric, AUROC), False
         if positive is None:
             self._weighted, metric.average = metric.average == "weighted", "none"
         self._held: Tensor | int = 0
@@ -118,15 +147,34 @@ class AUROCAccumulator(MetricAccumulator):
         super()._update(predictions, targets)
         classes = predictions.shape[1] if predictions.ndim == 2 else 2
         held = targets.sum(dim=0) if targets.ndim == 2 else torch.bincount(targets, minlength=classes)
+        held = held[1:] if self._positive is not None else held
         self._held, self._n = self._held + held, self._n + len(targets)
 
-    def value(self) -> float:
-        """Return the mean AUROC over the classes with both positive and negative samples; NaN without such classes."""
+    def compute(self) -> float:
+        """Return the mean over the classes with positive samples, and for AUROC negative ones; NaN if there is none."""
         assert isinstance(self._held, Tensor)
         with report_metric_errors(self.name):
             by_class = self._metric.compute().double()
-        weights = (self._held if self._weighted else 1) * ((self._held > 0) & (self._held < self._n)).double()
-        return float((by_class * weights).sum() / weights.sum())
+        defined = (self._held > 0) & ((self._held < self._n) | (not self._needs_negatives))
+        weights = (self._held if self._weighted else 1) * defined.double()
+        return float((by_class.nan_to_num() * weights).sum() / weights.sum())
+
+
+class MatthewsAccumulator(MetricAccumulator):
+    """Matthews correlation coefficient; 0 if only one class is present or predicted, as in scikit-learn.
+
+    Torchmetrics returns other values there, which depend on the number of samples.
+    """
+
+    def compute(self) -> float:
+        """Return the coefficient (Gorodkin 2004, Eq. 8) from the confusion matrix; over all labels together."""
+        assert isinstance(self._metric.confmat, Tensor)
+        counts = self._metric.confmat.double()
+        counts = counts.sum(dim=0) if counts.ndim == 3 else counts
+        n, targets, predicted = counts.sum(), counts.sum(dim=1), counts.sum(dim=0)
+        covariance = counts.trace() * n - targets @ predicted
+        variances = (n**2 - targets @ targets) * (n**2 - predicted @ predicted)
+        return float(covariance / variances.sqrt()) if variances > 0 else 0.0
 
 
 def _fix_for(kind: str) -> str:
@@ -265,4 +313,4 @@ def check_measures(measures: Sequence[Measure], objective: Objective, outputs: T
     for measure in measures:
         running = measure.start()
         running.update(*objective.predictions(outputs.detach().float(), targets))
-        running.value()
+        running.compute()

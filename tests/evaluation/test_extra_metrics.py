@@ -36,7 +36,7 @@ from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.data import IID, Digits, Pathological, Scenario
 from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.evaluation.extra_metrics import measures_of, snake_case
+from fl_lightning.evaluation.extra_metrics import check_measures, measures_of, snake_case
 from fl_lightning.evaluation.summary import is_lower_better
 
 F1_AND_AUROC = ["MulticlassF1Score", "MulticlassAUROC"]
@@ -409,6 +409,60 @@ def test_metrics_of_two_classes_take_their_options():
 
 def test_auroc_of_samples_of_one_class_is_undefined():
     assert np.isnan(value_on("AUROC", torch.randn(20, 2), torch.ones(20, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("average", ["macro", "weighted"])
+@pytest.mark.parametrize("classes", [[0], [2], [0, 2]])
+def test_average_precision_is_the_mean_over_the_classes_with_positives(average, classes):
+    (one,) = measures_of([{"class_path": "AveragePrecision", "init_args": {"average": average}}], Classification(), 4)
+    shares = torch.rand(30, 4, generator=torch.Generator().manual_seed(2)).softmax(dim=1)
+    y = torch.tensor(classes)[(torch.arange(30) % 3 == 0).long() % len(classes)]
+    running = one.start()
+    running.update(shares, y)
+    own = [average_precision_score(y == c, shares[:, c]) for c in classes]
+    weights = [int((y == c).sum()) for c in classes] if average == "weighted" else None
+    assert running.value() == pytest.approx(np.average(own, weights=weights))
+
+
+def test_average_precision_without_a_positive_is_undefined():
+    assert np.isnan(value_on("AveragePrecision", torch.randn(20, 2), torch.zeros(20, dtype=torch.int64)))
+    (one,) = measures_of(["AveragePrecision"], MultiLabel(), 3)
+    labels = torch.tensor([[1, 0, 0], [0, 0, 1], [1, 0, 1], [0, 0, 0]])
+    shares = torch.rand(4, 3, generator=torch.Generator().manual_seed(2))
+    running = one.start()
+    running.update(shares, labels)
+    own = [average_precision_score(labels[:, label], shares[:, label]) for label in (0, 2)]
+    assert running.value() == pytest.approx(np.mean(own))
+
+
+@pytest.mark.filterwarnings("ignore:A single label was found")
+@pytest.mark.parametrize("predicted", [[0] * 8, [1] * 8, [0, 1] * 4])
+@pytest.mark.parametrize("y", [[0] * 8, [1] * 8, [0, 0, 0, 1] * 2, [1, 1, 0, 1] * 2])
+@pytest.mark.parametrize("spec", ["MatthewsCorrCoef", "MulticlassMatthewsCorrCoef"])
+def test_the_matthews_coefficient_is_scikit_learns_also_for_constants(spec, y, predicted):
+    logits = torch.nn.functional.one_hot(torch.tensor(predicted), 2).float()
+    assert value_on(spec, logits, torch.tensor(y)) == pytest.approx(matthews_corrcoef(y, predicted), abs=1e-12)
+
+
+def test_the_matthews_coefficient_of_several_labels_is_that_of_all_of_them_together():
+    (one,) = measures_of(["MatthewsCorrCoef"], MultiLabel(), 3)
+    rng = torch.Generator().manual_seed(5)
+    shares, labels = torch.rand(20, 3, generator=rng), (torch.rand(20, 3, generator=rng) < 0.4).long()
+    running = one.start()
+    running.update(shares, labels)
+    expected = matthews_corrcoef(labels.flatten(), (shares > 0.5).flatten())
+    assert running.value() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_metric_that_needs_more_samples_than_a_client_has_is_undefined():
+    (one,) = measures_of(["R2Score"], Regression(), 1)
+    running = one.start()
+    running.update(torch.tensor([1.0]), torch.tensor([2.0]))
+    assert np.isnan(running.value())
+    running.update(torch.tensor([3.0]), torch.tensor([4.0]))
+    assert running.value() == 0.0
+    with pytest.raises(ConfigError, match=r"r2_score: Needs at least two samples"):
+        check_measures([one], Regression(), torch.ones(1, 1), torch.ones(1, 1))
 
 
 class TwoClasses(Made):
