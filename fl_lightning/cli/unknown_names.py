@@ -315,7 +315,7 @@ def _misplaced_callback(key: str, name: str) -> str | None:
 
 
 def class_choices(key: str) -> str:
-    """Return a sentence for error messages that lists the classes a key takes, or names the command that lists them."""
+    """Return a hint for error messages: the available classes for a key, or the command that lists them."""
     kind, known = kind_of(key), ", ".join(names(key))
     if kind and len(known) > LONGEST_LIST:
         return f"See `fl-lightning list {kind}`."
@@ -360,6 +360,6 @@ def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
 
 
 def _from_other_tools(name: str) -> list[str]:
-    """Return our option for an option of another tool, such as Flower, in a list; an empty list if we have none."""
+    """Look up another tool's option, such as Flower's. Return a list with our option, or an empty list if unknown."""
     plain = name.replace("-", "_")
     return [OPTIONS[one] for one in (name, plain, plain.rpartition(".")[2]) if one in OPTIONS][:1]

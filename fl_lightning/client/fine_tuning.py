@@ -37,7 +37,7 @@ def fine_tune(
     epochs: int,
     learns: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Train a client's module for some epochs outside its Lightning fit, on the task loss without the method's terms.
+    """Train a client's module for some epochs outside its Lightning fit, on the objective's loss without loss terms.
 
     Args:
         module: The module, changed in place and left in eval mode.

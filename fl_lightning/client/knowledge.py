@@ -127,7 +127,7 @@ class ClassMeans(SharedKnowledge):
         self._epoch = 0
 
     def outputs(self, step: Step) -> Tensor:
-        """Return the network outputs `(B, d)` on a batch that are averaged for each class, such as features."""
+        """Return the network outputs to average for each class, such as the features of a batch, `(B, d)`."""
         raise NotImplementedError
 
     def initial(self, num_classes: int) -> Tensors:
@@ -159,7 +159,7 @@ class ClassMeans(SharedKnowledge):
         return sums, counts
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return each class's mean over the clients that uploaded one; a class without uploads keeps its last mean."""
+        """Return each class's mean over the clients that uploaded one; without uploads, keep its previous mean."""
         sections = [upload.message.section(self.name) for upload in uploads]
         local, held = (torch.stack([section[name] for section in sections]) for name in ("values", "known"))
         values, known = mean_over_holders(local, held)

@@ -64,7 +64,7 @@ def has_optimizer(backbone: nn.Module) -> bool:
 
 @contextmanager
 def in_fit(module: L.LightningModule) -> Iterator[Any]:
-    """Context that yields the user's LightningModule, with its head and with the `trainer` of the client's fit.
+    """Context that yields the user's complete LightningModule, connected to the `trainer` of the client's fit.
 
     Values that it logs are logged by the client's module.
     """
@@ -79,7 +79,7 @@ def in_fit(module: L.LightningModule) -> Iterator[Any]:
 
 
 def users_batch(value: Any) -> Any:
-    """Return a batch as the user's module expects it: `Inputs` as a dictionary of tensors, all else unchanged."""
+    """Return a batch with `Inputs` replaced by its tensors (a dict or tuple), as the user's module expects it."""
     if isinstance(value, tuple | list) and value and isinstance(value[0], Inputs):
         return (value[0].tensors, *value[1:])
     return value

@@ -1,4 +1,4 @@
-"""The losses of training steps: their sum, a loss with given gradients, and the record of a client's fit."""
+"""Sum and record the losses of training steps, and build a loss from gradients that were computed elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loss_with_gradients(value: Tensor, parameters: Iterable[Tensor], gradients: 
 
 
 class LossRecord:
-    """Training losses of one client's fit, kept on the GPU until they are read so that no step waits for a transfer."""
+    """Training losses of one client's fit. Losses on a GPU stay there until they are needed, so that no step waits."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -53,7 +53,7 @@ class LossRecord:
         return self._pending
 
     def settle(self, values: list[float] | None = None) -> dict[str, float]:
-        """Transfer the losses recorded since the last call to the CPU, and check that they are finite.
+        """Read all losses recorded since the previous call of `settle`, and check that they are finite.
 
         Args:
             values: The values of `pending`, if they have already been transferred.

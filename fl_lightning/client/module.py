@@ -96,7 +96,7 @@ class LossTerm(ArgumentsMixin, nn.Module):
         """
 
     def outside_fit(self, value: Tensor) -> Tensor:
-        """Return `value` for a loss term that no fit has prepared. In train mode, raise an error instead.
+        """Return `value` for a term that cannot be computed. If the term is active in train mode, raise an error.
 
         A subclass calls it in `forward` if a tensor of the step, or an attribute that `begin` sets, is missing.
 
@@ -117,7 +117,7 @@ class LossTerm(ArgumentsMixin, nn.Module):
         return {}
 
     def recall(self, kept: Tensors) -> None:
-        """Restore the tensors that `remember` returned in the client's last round. Called before the fit.
+        """Restore the tensors that `remember` returned when this client last trained. Called before the fit.
 
         Args:
             kept: The tensors; empty in the client's first round.
@@ -304,7 +304,7 @@ class ClientModule(L.LightningModule):
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether the fit uses the optimizer of the backbone, a LightningModule, because no other was given."""
+        """Whether the fit uses the optimizer of the user's LightningModule. One in the config takes precedence."""
         return self.optimizer_factory is None and has_optimizer(self.backbone)
 
     def step(self, batch: Batch, batch_idx: int = 0) -> Step:
@@ -437,7 +437,7 @@ class ClientModule(L.LightningModule):
         return optimizer
 
     def require_optimizer(self, key: str) -> None:
-        """Raise an error for the option `key` if the fit uses the optimizer of the backbone, a LightningModule.
+        """Raise an error if the fit uses the optimizer of the user's LightningModule, which `key` does not support.
 
         Args:
             key: The config key that needs another optimizer.

@@ -120,12 +120,12 @@ def kept_model(network: nn.Module, fixed: Collection[str], what: str, fix: str) 
 
 
 def to_cpu(sections: Mapping[str, Tensors]) -> State:
-    """Return detached, contiguous copies of all tensors on the CPU, with half precision widened to float32."""
+    """Copy all tensors to the CPU: detached, contiguous, and with half precision widened to float32."""
     return detached(sections, "cpu")
 
 
 def detached(sections: Mapping[str, Tensors], device: str | None, copy: bool = True) -> State:
-    """Return detached, contiguous copies of a module's tensors on a device, with half precision widened to float32.
+    """Copy a module's tensors to a device: detached, contiguous, and with half precision widened to float32.
 
     Args:
         sections: Tensors of a module, by section and name.

@@ -36,11 +36,11 @@ def _keep_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def describe(value: Any) -> Any:
-    """Convert a value to its form in a config: an object to `class_path` and `init_args`, a tensor to its class path.
+    """Convert a value to its form in a config: for example, an object to its `class_path` and `init_args`.
 
     Arguments with defaults are included, as in a resolved config. The arguments of an object are known if its class
     derives from `ArgumentsMixin` or is a dataclass. Of other objects, only plain attributes with the names of arguments
-    are known.
+    are known. A tensor is described by its class path only.
     """
     if isinstance(value, np.generic):
         value = value.item()

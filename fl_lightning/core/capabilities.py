@@ -1,4 +1,4 @@
-"""Boolean class attributes that describe a class's methods. They turn False in subclasses that override the methods."""
+"""Capabilities: boolean class attributes that turn False if a subclass overrides the methods that they describe."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class NonFiniteError(FLError):
 
 
 class Interrupted(FLError):
-    """SIGINT or SIGTERM ended the run, after its last round was saved.
+    """SIGINT or SIGTERM ended the run. Its finished rounds are saved.
 
     Args:
         signum: The signal's number; the exit code is 128 more, as shells expect.

@@ -56,6 +56,6 @@ def shorten_name(name: str, most: int = MOST_LETTERS) -> str:
 
 
 def join_names(names: Iterable[Any]) -> str:
-    """Return names separated by commas: all of up to six, otherwise the first five and the number of the others."""
+    """Return names separated by commas. If there are more than six, return the first five and how many remain."""
     names = list(map(str, names))
     return ", ".join(names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"])

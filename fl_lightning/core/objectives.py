@@ -102,7 +102,7 @@ class Objective(Capable, ABC):
         return weighted
 
     def _weigh(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return outputs and class weights in one dtype and on one device; outputs and None without class weights."""
+        """Convert outputs and class weights to one dtype and device. Without weights, return the outputs and None."""
         if self.weights is None:
             return outputs, None
         outputs = at_least_float32(outputs)
@@ -268,7 +268,7 @@ class Regression(Objective):
             raise ValueError("holds NaN or Inf, or numbers too large for float32")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the mean absolute error (`mae`) and the loss `criterion` (`loss`), each summed over a batch."""
+        """Return the absolute error (`mae`) and the value of `criterion` (`loss`), each summed over a batch."""
         error = (outputs - targets.view_as(outputs)).abs().mean(dim=1).sum()
         return {"mae": error, "loss": self.loss(outputs, targets, "sum")}
 

@@ -135,7 +135,10 @@ def _update_paths(value: Any) -> Any:
 
 
 def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, Any]:
-    """Return the innermost dict of a nested config that holds a dotted key; an empty dict if the config has none."""
+    """Return the dict in a nested config that contains the last part of a dotted key; an empty dict if not found.
+
+    For `algorithm.tau`, it is the `init_args` of `algorithm`. With `add`, missing dicts are created.
+    """
     group: Any = config
     for part in key.split(".")[:-1]:
         group = group.setdefault(part, {}) if add else group.get(part)

@@ -116,7 +116,7 @@ def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
 
 
 class ExchangedMean:
-    """Weighted mean of state dicts from which a state dict can be removed again without recomputing the mean.
+    """Weighted mean to which state dicts can be added, and from which they can be removed without recomputing the mean.
 
     The sum is kept in float64. Each change rounds by at most 2^-53 of the sum, so that after 100,000 changes the mean
     is off by at most 10^-11 of its largest value. In float32 it differs from a new mean in the last bit at most. The
@@ -184,7 +184,7 @@ def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Ten
 
 
 def stack(states: Sequence[Tensors]) -> Tensors:
-    """Return one state dict in which each entry stacks that entry of K state dicts, `(K, ...)`."""
+    """Stack K state dicts into one. Each entry becomes a tensor `(K, ...)` with one row per state dict."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
@@ -246,7 +246,7 @@ def unpack_mask(bits: Tensor, shape: torch.Size) -> Tensor:
 
 
 def read_numbers(lists: Sequence[Sequence[Tensor]]) -> list[list[float]]:
-    """Return the values of lists of scalar tensors. They are read together, so that a GPU is waited for once."""
+    """Return lists of scalar tensors as lists of floats. All values are read from a GPU in one transfer."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for value in chain.from_iterable(lists):
         by_device.setdefault(value.device, []).append(value)
@@ -255,7 +255,7 @@ def read_numbers(lists: Sequence[Sequence[Tensor]]) -> list[list[float]]:
 
 
 def sums_of(tensors: Tensors) -> list[Tensor]:
-    """Return sums of a state dict's elements, one sum or one per tensor. NaN or Inf elements make a sum non-finite."""
+    """Return the sum of each floating-point tensor, or a single sum for `FlatTensors`, to detect NaN and Inf."""
     flat = as_flat(tensors)
     return [value.sum() for value in (tensors.values() if flat is None else [flat.flat]) if value.is_floating_point()]
 

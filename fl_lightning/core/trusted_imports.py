@@ -1,4 +1,4 @@
-"""Restrict what an untrusted config can do: import objects, write files, contact other machines.
+"""Restrict what an untrusted config can import, where it can write, and which machines it can contact.
 
 While a config that another user may have written is in use, `find_object` returns only the objects that the config is
 allowed to name, `check_writable` accepts only paths inside the run's folder, and `require_trust` refuses what leads to
@@ -122,7 +122,7 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def require_trust(key: str, value: Any) -> None:
-    """Raise an error if an untrusted config is in use and sets the given key, for example to a server's address.
+    """Raise an error if the config in use is untrusted and sets an option that requires trust, such as an address.
 
     Args:
         key: The config key of the value.
@@ -162,7 +162,7 @@ def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
 
 @cache
 def _guard_jsonargparse() -> None:
-    """Patch jsonargparse to import with `find_object`, and to read no other files, while a config is untrusted."""
+    """Patch jsonargparse: untrusted configs can import only with `find_object`, and cannot refer to other files."""
     from jsonargparse import _util, typing  # half a second
 
     usual_import, usual_mode = _util.import_object, _util._get_config_read_mode

@@ -281,7 +281,7 @@ class CustomDataset(Dataset):
         """
 
     def load(self) -> LoadedData:
-        """Read the data and split them into training and test samples. The tensors are views, not copies."""
+        """Read the data, and split them into training and test tensors, which are views of the same memory."""
         samples = self._samples()
         (y, outputs, classes), client, test = samples.labels, samples.client, samples.test
         if test is None:

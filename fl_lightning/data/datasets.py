@@ -135,7 +135,7 @@ class Dataset(ArgumentsMixin, ABC):
 
 @contextmanager
 def naming_class(who: str) -> Iterator[None]:
-    """Context manager: convert unexpected exceptions of a dataset or partition class to a `ConfigError` naming it."""
+    """Context manager: convert unexpected exceptions to a `ConfigError` that names the failing class, `who`."""
     try:
         yield
     except FLError:
@@ -233,7 +233,7 @@ def _check_alike(train: dict[str, Tensor], test: dict[str, Tensor]) -> None:
 
 
 def _check_transforms(data: LoadedData) -> None:
-    """Check that `prepare` and `augment` accept and return `Inputs`, if a sample has several inputs."""
+    """For samples with several inputs, check that the data's `prepare` and `augment` accept and return `Inputs`."""
     if not isinstance(data.x_train, Inputs):
         return
     for name in ("prepare", "augment"):
@@ -249,7 +249,7 @@ def _check_transforms(data: LoadedData) -> None:
 
 
 def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
-    """Check the shape, dtype and values of an input. Rules are looser if samples have several inputs (not `alone`)."""
+    """Check an input's shape, dtype and values. More dtypes and shapes are valid for one of several inputs."""
     if x.ndim < 1 + alone or 0 in x.shape[1:]:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs one row per sample: (n, ...)")
     kinds = (torch.uint8, torch.float32) if alone else (torch.uint8, torch.float32, torch.int64, torch.bool)

@@ -25,7 +25,7 @@ HASHED = 1 << 24
 
 @dataclass(frozen=True)
 class Shard:
-    """One client's training and test samples, as indices into the training set.
+    """One client's training and test samples: indices into `x_train`, which contains the samples of both kinds.
 
     Args:
         train: Samples the client trains on.
@@ -37,7 +37,10 @@ class Shard:
 
 
 class PackedShards(Sequence[Shard]):
-    """The shards of all clients, stored in two tensors of sample indices: training and test. Each `Shard` is a view."""
+    """The training and test indices of all clients, stored in two tensors. Indexing by client returns a `Shard`.
+
+    The tensors of a `Shard` are views.
+    """
 
     def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
         self._parts = {

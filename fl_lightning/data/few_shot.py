@@ -194,7 +194,7 @@ def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
 
 
 def members_by_class(labels: Tensor, task: FewShot) -> list[np.ndarray]:
-    """Return the sample indices of each class in the test set; raise a `ConfigError` if too few for an episode."""
+    """Return the test set's sample indices by class. Raise an error if the test set is too small for an episode."""
     members = indices_by_class(labels.cpu().numpy())
     if len(members) < task.ways or min(map(len, members)) <= task.shots:
         raise ConfigError(

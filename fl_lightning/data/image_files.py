@@ -115,7 +115,7 @@ class ImageOptions:
         return torch.from_numpy(x)
 
     def _map_cache(self, folder: Path, images: Sequence[EncodedImage]) -> Tensor:
-        """Return the decoded images, memory-mapped from the cache file. A missing or damaged file is written first."""
+        """Return decoded images, memory-mapped from a cache file. If the file is missing or damaged, write it first."""
         path = folder / f"pictures-{self._fingerprint(images)}.npy"  # the name in earlier versions
         check_writable(f"{KEY}.cache", path)
         try:
@@ -242,7 +242,7 @@ def check_memory(n: int, shape: ImageShape) -> None:
 
 
 def channel_statistics(x: Tensor, rows: Tensor) -> tuple[list[float], list[float]]:
-    """Return each channel's mean and standard deviation over some `uint8` images, scaled to [0, 1].
+    """Return each channel's mean and standard deviation over the images at `rows`, with pixels scaled to [0, 1].
 
     A standard deviation of 0 is replaced by 1. The sums are integers, so that the order of summation changes no bit of
     the result.

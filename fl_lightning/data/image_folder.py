@@ -161,7 +161,7 @@ class PathPattern:
         return ConfigError(f"{KEY}.pattern: {one_line(repr(self.text))} {what}")
 
     def match_files(self, root: Path) -> pd.DataFrame:
-        """Return a table of the files below a folder that match, with the columns `path` and one per field.
+        """Return a table of the files below `root` that match the pattern: the column `path`, and one column per field.
 
         Raises:
             ConfigError: No file matches.
@@ -180,7 +180,7 @@ class PathPattern:
         return pd.DataFrame([{"path": root / name, **fields} for name, fields in matches.items()])
 
     def select_splits(self, frame: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
-        """Return the rows of training and test images, and a mask of the test rows: `test` or, without it, `val`.
+        """Return the rows of training and test images, and a mask of the test rows. `val` replaces a missing `test`.
 
         Raises:
             ConfigError: A split is not one of these, there are no training or test images, or a class has only test
@@ -236,7 +236,7 @@ def subfolders(folder: Path) -> list[str]:
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
-    """Return the image files in a folder's class subfolders, some of which may be absent, and each file's class."""
+    """Return the image files in a folder's class subfolders, and each file's class. A class may have no subfolder."""
     present = set(subfolders(folder))
     files = [_class_files(folder / name) if name in present else [] for name in classes]
     labels = [label for label, paths in enumerate(files) for _ in paths]

@@ -245,7 +245,7 @@ class _FewClasses(Partition):
 
 
 class DisjointClasses(_FewClasses):
-    """A few classes per client, and no class in common between groups of clients: UA-PDFL's extreme split (Fig. 8).
+    """A few classes per client, and no class in common between groups: the extreme split of the UA-PDFL paper (Fig. 8).
 
     The classes, in random order, are cut into blocks. Each block is split equally among one group of clients. With
     fewer clients than blocks, the classes of the remaining blocks are unused.

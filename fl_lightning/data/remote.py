@@ -214,7 +214,7 @@ def describe(data: LoadedData, shard: Shard, digest: str) -> DataDescription:
 
 
 def describe_differences(form: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return a text on how the forms of two clients' data, `DataDescription.form`, differ; empty if they are equal."""
+    """Return a text that lists the differences between two clients' data, such as in shape; empty if there are none."""
     return ", ".join(
         OTHER_SCHEMA if key == "schema" else f"{key} {form[key]} instead of {other[key]}"
         for key in form

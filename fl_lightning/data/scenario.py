@@ -276,7 +276,7 @@ def hold_out_clients(federated: FederatedData, held_out: Sequence[int]) -> Feder
 
 
 def with_tests_of(federated: FederatedData, validated: FederatedData) -> FederatedData:
-    """Return federated data with the test samples of `federated`, and the training samples of `validated`."""
+    """Combine two splits of the same data: test samples from `federated`, training samples from `validated`."""
 
     def shards(train: Sequence[Shard], test: Sequence[Shard]) -> PackedShards:
         return PackedShards.from_shards([Shard(one.train, other.test) for one, other in zip(train, test, strict=True)])

@@ -120,7 +120,7 @@ class TableSchema:
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 
     def examples(self, n: int) -> Tensor:
-        """Return n artificial rows to try `encode` on: numbers near the means, and categories with an unknown one."""
+        """Return n artificial rows to try `encode` on, with numbers near the mean, known and unknown categories."""
         rows = [
             [
                 i % (len(column.categories) + 1) - 1 if column.categories else column.mean + (i - n // 2) * column.scale

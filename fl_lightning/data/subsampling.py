@@ -69,7 +69,7 @@ def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
 
 
 def make_long_tailed(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedData:
-    """Return a dataset with the training set subsampled at random to a long tail; the test set is unchanged."""
+    """Subsample the training set at random to long-tailed class sizes, and return the new dataset."""
     labels = data.y_train.numpy()
     held = np.bincount(labels, minlength=data.num_classes)
     sizes = np.minimum(long_tail_sizes(held.max(), data.num_classes, rho), held)

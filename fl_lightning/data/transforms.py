@@ -28,7 +28,7 @@ class Normalize:
         self.changes = bool(mean or std)
 
     def __call__(self, x: Any) -> Any:
-        """Normalize a batch `(B, channels, height, width)`. Without mean and std, it may have any shape or be `Inputs`.
+        """Normalize a batch `(B, channels, height, width)`. Without mean and std, any shape and `Inputs` are accepted.
 
         Raises:
             ValueError: Several inputs cannot have one mean and standard deviation.

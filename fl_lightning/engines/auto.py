@@ -58,7 +58,7 @@ class AutoEngine(Engine):
         self._here: dict[str, Engine] = {"sequential": SequentialEngine(), "stacked": StackedEngine()}
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work` in a `Trainer.fit` of the chosen engine; before the choice, in nested fits of the candidates."""
+        """Call `work` in the chosen engine's `Trainer.fit`. Before the choice, nest the fits of the candidates."""
         for engine in [self._chosen] if self._chosen else self._here.values():
             work = partial(engine.in_one_fit, worker, work)
         return work()

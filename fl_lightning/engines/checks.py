@@ -115,7 +115,7 @@ def check_batch_sampler(data: FederatedData) -> None:
 
 
 def warn_of_environment(device: torch.device) -> None:
-    """Warn of environment variables of Lightning, which are ignored, and of torch's that change rounding."""
+    """Warn of ignored `PL_TRAINER_*` environment variables, and of variables that make torch round to fewer bits."""
     for name in DEFAULTS:
         if os.environ.get(variable := f"PL_TRAINER_{name.upper()}"):
             warnings.warn(f"{variable} is set but ignored: a run depends on its config only", stacklevel=2)

@@ -65,7 +65,7 @@ class PriorMatching(LossTerm):
 
 
 class PowerMean(Aggregator):
-    """The mean of the clients' models, weighted by a power of their number of samples: 1 is FedAvg, 0 is uniform."""
+    """Mean of the clients' models, weighted by `n_samples ** power`: 1 is FedAvg, 0 is the unweighted mean."""
 
     only_averages = True  # uploads are only averaged, so they may stay on the GPU
 
@@ -73,7 +73,7 @@ class PowerMean(Aggregator):
         self.power = power
 
     def fold(self, uploads: Iterable[Upload]) -> RunningMean:
-        """Reduce the uploads of a round as they arrive."""
+        """Add the model of each upload to a running mean as the uploads of a round arrive, and return the mean."""
         mean = RunningMean()
         for upload in uploads:
             mean.add(upload.message.section("model"), upload.n_samples**self.power)
