@@ -17,6 +17,9 @@ from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 Weighting = Literal["samples", "uniform"]
 
+DRIFT = "drift"
+"""The section of the state with the mean of all clients' drifts."""
+
 
 class Aggregator(ArgumentsMixin, Capable):
     """Turn the clients' uploads of a round into the next shared state (`fold`, then `finish`).
@@ -161,3 +164,28 @@ class ServerStep(WeightedMean):
             for moment, value in moments.items():
                 kept[moment][name] = value.to(dtype)
         return {"model": model} | kept
+
+
+class DriftCorrection(WeightedMean):
+    """The mean of the participants' models plus the mean drift of all clients: the server of FedDC and FedDyn.
+
+    A client's drift is the sum of the changes of its weights in all its rounds. The server computes the mean drift from
+    the uploaded models. Use it with `DriftPenalty` or `DynamicRegularizer` on the clients. Without such a term it is
+    server momentum that does not decay.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("uniform")
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Return a mean drift of zero."""
+        return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+
+    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+        """Return the next model, `mean + d`, and the next mean drift `d`, which grows by `Σ (θ_k - w) / clients`."""
+        model, share, drifts = folded.value(), folded.count / self.clients, {}
+        for name, last in before[DRIFT].items():
+            mean, start, dtype = model[name].double(), before["model"][name].double(), model[name].dtype
+            drift = last.double() + share * (mean - start)
+            drifts[name], model[name] = drift.to(dtype), (mean + drift).to(dtype)
+        return {"model": model, DRIFT: drifts}
