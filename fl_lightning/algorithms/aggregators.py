@@ -29,7 +29,7 @@ class Aggregator(ArgumentsMixin, Capable):
     object itself keeps none.
 
     Attributes:
-        clients: Number of clients of the experiment. It is set before round 1.
+        clients: Number of clients of the experiment. `Algorithm.start` sets it.
         leaves: Sections that `finish` adds to the state for callbacks, such as `weights`.
         needs_classes: Whether labels must be classes.
         only_in: Name of the only method that sends what the aggregator reads, if other methods do not send it. Other
@@ -53,6 +53,12 @@ class Aggregator(ArgumentsMixin, Capable):
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
         """The shared knowledge, such as class prototypes, that this aggregator reads."""
         return ()
+
+    def chain(self) -> Iterator[Aggregator]:
+        """Yield this aggregator, its `inner` aggregator, that one's `inner` aggregator, and so on."""
+        yield self
+        if self.inner:
+            yield from self.inner.chain()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the aggregator's part of the server's state before round 1, such as zero momentum.
