@@ -13,6 +13,7 @@ from fl_lightning.core.state_dicts import State as State
 if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not listed here is `Any`
     from fl_lightning.algorithms.aggregators import (
         Aggregator as Aggregator,
+        DriftCorrection as DriftCorrection,
         ServerStep as ServerStep,
         WeightedMean as WeightedMean,
     )
@@ -48,21 +49,13 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         DirectionServer as DirectionServer,
         FedCM as FedCM,
     )
-    from fl_lightning.algorithms.global_model.feddc import (
-        DriftCorrection as DriftCorrection,
-        DriftPenalty as DriftPenalty,
-        FedDC as FedDC,
-    )
+    from fl_lightning.algorithms.global_model.feddc import DriftPenalty as DriftPenalty, FedDC as FedDC
     from fl_lightning.algorithms.global_model.feddw import (
         DistillingWeights as DistillingWeights,
         FedDW as FedDW,
         SoftLabels as SoftLabels,
     )
-    from fl_lightning.algorithms.global_model.feddyn import (
-        DynamicRegularizer as DynamicRegularizer,
-        DynamicServer as DynamicServer,
-        FedDyn as FedDyn,
-    )
+    from fl_lightning.algorithms.global_model.feddyn import DynamicRegularizer as DynamicRegularizer, FedDyn as FedDyn
     from fl_lightning.algorithms.global_model.fedgen import (
         FedGen as FedGen,
         GeneratedFeatures as GeneratedFeatures,

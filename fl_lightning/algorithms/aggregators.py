@@ -17,6 +17,9 @@ from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 Weighting = Literal["samples", "uniform"]
 
+DRIFT = "drift"
+"""The section of the state with the mean of all clients' drifts."""
+
 
 class Aggregator(ArgumentsMixin, Capable):
     """Turn the clients' uploads of a round into the next shared state (`fold`, then `finish`).
@@ -26,7 +29,7 @@ class Aggregator(ArgumentsMixin, Capable):
     object itself keeps none.
 
     Attributes:
-        clients: Number of clients of the experiment. It is set before round 1.
+        clients: Number of clients of the experiment. `Algorithm.start` sets it.
         leaves: Sections that `finish` adds to the state for callbacks, such as `weights`.
         needs_classes: Whether labels must be classes.
         only_in: Name of the only method that sends what the aggregator reads, if other methods do not send it. Other
@@ -50,6 +53,12 @@ class Aggregator(ArgumentsMixin, Capable):
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
         """The shared knowledge, such as class prototypes, that this aggregator reads."""
         return ()
+
+    def chain(self) -> Iterator[Aggregator]:
+        """Yield this aggregator, its `inner` aggregator, that one's `inner` aggregator, and so on."""
+        yield self
+        if self.inner:
+            yield from self.inner.chain()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the aggregator's part of the server's state before round 1, such as zero momentum.
@@ -162,3 +171,28 @@ class ServerStep(WeightedMean):
             for moment, value in moments.items():
                 kept[moment][name] = value.to(dtype)
         return {"model": model} | kept
+
+
+class DriftCorrection(WeightedMean):
+    """The mean of the participants' models plus the mean drift of all clients: the server of FedDC and FedDyn.
+
+    A client's drift is the sum of the changes of its weights in all its rounds. The server computes the mean drift from
+    the uploaded models. Use it with `DriftPenalty` or `DynamicRegularizer` on the clients. Without such a term it is
+    server momentum that does not decay.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("uniform")
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Return a mean drift of zero."""
+        return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+
+    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+        """Return the next model, `mean + d`, and the next mean drift `d`, which grows by `Σ (θ_k - w) / clients`."""
+        model, share, drifts = folded.value(), folded.count / self.clients, {}
+        for name, last in before[DRIFT].items():
+            mean, start, dtype = model[name].double(), before["model"][name].double(), model[name].dtype
+            drift = last.double() + share * (mean - start)
+            drifts[name], model[name] = drift.to(dtype), (mean + drift).to(dtype)
+        return {"model": model, DRIFT: drifts}

@@ -62,9 +62,9 @@ class Algorithm(ArgumentsMixin, Capable):
         needs_classes: Whether the method itself, apart from its loss terms, knowledge and aggregator, only works with
             class labels.
         module_class: Builds a client's module; a subclass of `ClientModule` if the training step differs.
-        samples: Number of training samples of each client. It is set before `initial_state` is called.
+        samples: Number of training samples of each client. `start` sets it.
         fixed: Names of the parameters that the model freezes (`requires_grad=False` when built). They are equal
-            everywhere, so they are neither sent nor kept. It is set before round 1.
+            everywhere, so they are neither sent nor kept. `start` sets it.
         receives_by_loading: Whether `receive` only loads the download and the client state into the module, whose
             previous weights do not matter.
         uploads_by_copying: Whether `upload` and `remember` only copy tensors of the module, which is not used
@@ -121,10 +121,7 @@ class Algorithm(ArgumentsMixin, Capable):
         """
         methods = {kind.__name__ for kind in type(self).__mro__}
         parts: list[tuple[str, LossTerm | Aggregator]] = [("loss_terms", term) for term in self.loss_terms]
-        aggregator: Aggregator | None = self.aggregator
-        while aggregator:
-            parts.append(("aggregator", aggregator))
-            aggregator = aggregator.inner
+        parts += [("aggregator", aggregator) for aggregator in self.aggregator.chain()]
         for key, part in parts:
             if self.family() != "own" and part.only_in and part.only_in not in methods:
                 what = f"{type(part).__name__} works only in {part.only_in}"
@@ -180,6 +177,21 @@ class Algorithm(ArgumentsMixin, Capable):
         terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
         return self.module_class(backbone, terms, knowledge, optimizer, lr_scheduler)
 
+    def start(self, sizes: Sequence[int], fixed: frozenset[str]) -> None:
+        """Set what the method and its aggregators know about the run. It is called before `initial_state`.
+
+        Args:
+            sizes: Number of samples that each client has for training and `validation`.
+            fixed: Names of the parameters that the model freezes.
+        """
+        self.samples, self.fixed = [self.training_samples(size) for size in sizes], fixed
+        for aggregator in self.aggregator.chain():
+            aggregator.clients = len(sizes)
+
+    def training_samples(self, size: int) -> int:
+        """Return how many of a client's samples are for training; the others are its `validation` data."""
+        return size - round(self.validation * size)
+
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the server's shared state before round 1.
 
@@ -189,7 +201,6 @@ class Algorithm(ArgumentsMixin, Capable):
             clients: Number of clients of the experiment.
             rng: Random numbers of the run.
         """
-        self.aggregator.clients = clients
         model = {name: value.clone() for name, value in self._shared(backbone).items()}
         knowledge = {piece.name: piece.initial(num_classes) for piece in self.knowledge}
         return {"model": model} | self.aggregator.initial(model, num_classes) | knowledge

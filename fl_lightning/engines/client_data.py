@@ -82,8 +82,7 @@ class ClientData:
 
     def sample_count(self, client: int) -> int:
         """Return the number of training samples of a client, `N_k`."""
-        samples = len(self.data.shard(client).train)
-        return samples - round(self.algorithm.validation * samples)
+        return self.algorithm.training_samples(len(self.data.shard(client).train))
 
     def strata(self, client: int) -> Tensor:
         """Count a client's training samples in each group of `Objective.strata`, which is a class in classification."""

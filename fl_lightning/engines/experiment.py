@@ -74,12 +74,11 @@ class Experiment:
     def _set_up(self, worker: Worker) -> None:
         """Check the worker and its data, and compute the algorithm's initial state."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
-        self.algorithm.fixed = worker.frozen
+        self.algorithm.start([len(shard.train) for shard in self.data.shards], worker.frozen)
         worker.check()
         if self.round_lr_scheduler:
             worker.template.require_optimizer("round_lr_scheduler")
         self.engine.check(worker)
-        self.algorithm.samples = [worker.client_data.sample_count(client) for client in range(self.clients)]
         scales = LRScales(self.round_lr_scheduler, self.rounds)
         sampler, per_round = self.client_sampler, self.clients_per_round
         sampler.start(self.algorithm, self.seed, self.min_clients)

@@ -10,7 +10,7 @@ from experiments import NormMLP, assert_near, experiment, finished, in_float64, 
 from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.callbacks.defaults import by_name
 
-from fl_lightning.algorithms import FedAvg
+from fl_lightning.algorithms import DriftCorrection, FedAvg, GlobalPeriodReview
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import Shard
 from fl_lightning.engines import SequentialEngine, StackedEngine
@@ -105,6 +105,15 @@ def test_every_engine_calls_the_hooks(tmp_path, method, engine, processes):
     assert_near(other.state["model"], one.state["model"])
     for row, again in zip(one.csv.rows, other.csv.rows, strict=True):
         assert row["client/acc_mean"] == again["client/acc_mean"]
+
+
+def test_start_sets_the_facts_of_the_run_in_the_method_and_in_all_its_aggregators():
+    inner = DriftCorrection()
+    method = AddsSampleCounts(aggregator=GlobalPeriodReview(inner))
+    method.start([8, 4, 20], frozenset({"head.bias"}))
+    assert method.samples == [6, 3, 15]
+    assert method.fixed == {"head.bias"}
+    assert method.aggregator.clients == inner.clients == 3
 
 
 # --- AddsSampleCounts at the client's own data ---

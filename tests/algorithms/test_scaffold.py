@@ -93,6 +93,7 @@ def test_frozen_parameters_have_no_control():
 def test_weights_are_averaged_over_uploads_and_controls_over_all_clients(arrived):
     backbone, clients, lr = NormMLP((4,), 3), 8, 0.7
     method = SCAFFOLD(lr)
+    method.start([10] * clients, frozenset())
     state = method.initial_state(backbone, 3, clients, None)
     state["control"] = {name: torch.randn_like(value) for name, value in state["control"].items()}
     uploads = []

@@ -13,17 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import WeightedMean
+from fl_lightning.algorithms.aggregators import DriftCorrection
 from fl_lightning.algorithms.base import Buffers
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
-
-DRIFT = "drift"
-"""The section of the state with the mean of all clients' drifts."""
 
 
 class DriftPenalty(LossTerm):
@@ -66,31 +62,6 @@ class DriftPenalty(LossTerm):
         """Return the client's next drift, `h_k + θ_k - w` (Eq. 6)."""
         now = module.backbone.named_parameters()
         return {name: self._drift[name] + p.detach() - self._start[name] for name, p in now}
-
-
-class DriftCorrection(WeightedMean):
-    """Aggregate to the mean of the participants' models plus the mean drift of all clients (Eq. 7).
-
-    The server computes the mean drift itself, because each participant's drift grows by its change of weights.
-    Use it with `DriftPenalty` on the clients. Without this term it is server momentum that does not decay.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("uniform")
-
-    def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return a mean drift of zero."""
-        return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
-
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the next model and the next mean drift."""
-        model, share, drifts = folded.value(), folded.count / self.clients, before[DRIFT]
-        for name in drifts:
-            mean, start = model[name].double(), before["model"][name].double()
-            drift = drifts[name].double() + share * (mean - start)
-            drifts = drifts | {name: drift.to(model[name].dtype)}
-            model[name] = (mean + drift).to(model[name].dtype)
-        return {"model": model, DRIFT: drifts}
 
 
 class FedDC(SCAFFOLD):

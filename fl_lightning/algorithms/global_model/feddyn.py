@@ -11,15 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import WeightedMean
+from fl_lightning.algorithms.aggregators import DriftCorrection
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
-
-SUM = "gradient_sum"
-"""The section of the state with the server's `h`, the mean of all clients' gradients."""
 
 
 def next_gradient(gradient: Tensor, start: Tensor, end: Tensor, alpha: float) -> Tensor:
@@ -79,39 +75,14 @@ class DynamicRegularizer(LossTerm):
         return {name: next_gradient(self._gradient[name], self._start[name], p.detach(), self.alpha) for name, p in now}
 
 
-class DynamicServer(WeightedMean):
-    """The mean of the participants' models, minus `h / α`, where `h` is the mean of all clients' gradients.
-
-    Use it with `DynamicRegularizer` on the clients. Without this term it is server momentum that does not decay.
-
-    Args:
-        alpha: α of the clients' term.
-    """
-
-    def __init__(self, alpha: float = 0.1) -> None:
-        super().__init__("uniform")
-        check_number("algorithm.alpha", alpha, "(0, inf)", "the paper uses 0.001 to 0.1")
-        self.alpha = alpha
-
-    def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the initial `h`, the mean of all clients' gradients: all zeros."""
-        return {SUM: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
-
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the next model, and the next mean of all `m` clients' gradients, `h ← h - α / m · Σ (θ_k - θ)`."""
-        model, share, sums = folded.value(), folded.count / self.clients, before[SUM]
-        for name in sums:
-            mean, start = model[name].double(), before["model"][name].double()
-            total = sums[name].double() - self.alpha * share * (mean - start)
-            sums = sums | {name: total.to(model[name].dtype)}
-            model[name] = (mean - total / self.alpha).to(model[name].dtype)
-        return {"model": model, SUM: sums}
-
-
 class FedDyn(Algorithm):
     """FedAvg with a dynamic regularizer, which moves the minima of the clients' losses to a minimum of the global loss.
 
     BatchNorm's statistics are averaged.
+
+    The server keeps the mean drift `d = -h / α` of all `m` clients instead of the paper's `h`. The paper's server,
+    `h ← h - α / m · Σ (θ_k - θ)` and `θ ← mean - h / α`, is then `d ← d + 1 / m · Σ (θ_k - θ)` and `θ ← mean + d`. This
+    is FedDC's aggregator, `DriftCorrection`.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
@@ -124,4 +95,4 @@ class FedDyn(Algorithm):
     def __init__(
         self, alpha: float = 0.1, loss_terms: list[LossTerm] | None = None, buffers: Buffers = "average"
     ) -> None:
-        super().__init__([DynamicRegularizer(alpha), *(loss_terms or [])], DynamicServer(alpha), buffers)
+        super().__init__([DynamicRegularizer(alpha), *(loss_terms or [])], DriftCorrection(), buffers)

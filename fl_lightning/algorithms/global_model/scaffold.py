@@ -193,7 +193,7 @@ class SCAFFOLD(Algorithm):
                 yield Upload(client, message.without(CONTROL))
 
         after = super().aggregate(state, record_changes())
-        clients, mean = self.aggregator.clients, changes.value()
+        clients, mean = len(self.samples), changes.value()
         control = {
             name: next_server_control(value, mean[name], changes.count, clients)
             for name, value in state[CONTROL].items()

@@ -217,7 +217,7 @@ class APPLE(Algorithm):
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, a record of clients with a trained core, and the initial mixing ratios."""
-        samples = torch.tensor(self.samples or [1] * clients, dtype=torch.float64)
+        samples = torch.tensor(self.samples, dtype=torch.float64)
         cores = {
             "trained": torch.zeros(clients, dtype=torch.bool),
             "ratios": (samples / samples.sum()).to(torch.get_default_dtype()),

@@ -193,7 +193,6 @@ class GlobalPeriodReview(Aggregator):
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the inner aggregator's entries of the server's state before round 1."""
-        self.inner.clients = self.clients
         return self.inner.initial(model, num_classes)
 
     @property
