@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ from fl_lightning.callbacks.progress import describe_end, describe_progress
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.message import Message
 from fl_lightning.core.processor_time import processor_seconds
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Worker
@@ -205,8 +203,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def _run_rounds(self) -> None:
         """Run the rounds until the last one is done or a callback stops the run."""
         if not self.algorithm.server and not self.round:  # peers start from each other's untrained models
-            everybody = self.evaluator.without_training(0, range(self.clients), repeat(Message()), upload=True)
-            self.server.aggregate(0, everybody)
+            self.server.aggregate(0, self.evaluator.initial_uploads(range(self.clients)))
         while not self.is_over:
             metrics = self._run_round(self.round + 1)
             self._notify("on_round_metrics", metrics)

@@ -23,7 +23,7 @@ from fl_lightning.core.names import Names
 from fl_lightning.core.task import Task, failed_result
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.engines import evaluator
+from fl_lightning.engines.evaluator import successful_results
 from fl_lightning.loggers.collection import named_key
 from fl_lightning.runs.csv_reader import read_rows
 from fl_lightning.runs.metrics_csv import ClientsCsv
@@ -145,13 +145,11 @@ def test_the_message_about_a_failed_client_has_its_name(folder: Path) -> None:
     assert "client 0 ($[b]north$), round 1: RuntimeError: no batch" in err
 
 
-def test_a_failed_evaluation_has_the_name_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_evaluation_has_the_name_of_the_client() -> None:
     failed = failed_result(Task(3, 1, Message(), {}), RuntimeError("no batch"))
-    monkeypatch.setattr(evaluator, "evaluate_clients", lambda *given: [failed])
     worker: Any = SimpleNamespace(data=SimpleNamespace(names=Names(["north", "south"])))
-    engine: Any = None
     with pytest.raises(ClientFailure, match=r"client 1 \(south\), round 3: RuntimeError: no batch"):
-        list(evaluator.run_tasks(engine, worker, [], [1]))
+        list(successful_results(worker, [failed], [1]))
 
 
 def test_the_column_of_names_of_older_runs_is_read(tmp_path: Path) -> None:

@@ -90,6 +90,11 @@ def tasks_of(run: Any, clients: Any = None) -> list[Task]:
     return [Task(run.round, k, download, run.memory.get(k, {}), **options) for k, download in downloads]
 
 
+def evaluated(engine: Engine, run: Any, clients: Any = None) -> list[Any]:
+    clients = range(run.clients) if clients is None else clients
+    return list(evaluate_clients(engine, run.worker, clients, run.memory, lambda some: iter(tasks_of(run, some))))
+
+
 def one_by_one(run: Any) -> dict[int, Any]:
     return {task.client: run.worker.run(task) for task in tasks_of(run)}
 
@@ -125,10 +130,11 @@ def test_together_is_one_by_one(tmp_path: Any, name: str) -> None:
     scoring = {} if "evaluation" in options else {"evaluation": Evaluation(metrics=METRICS)}
     run = after(tmp_path, method(), **scoring | options)
     engine = Watched()
-    results = list(evaluate_clients(engine, run.worker, tasks_of(run)))
+    results = evaluated(engine, run)
     keeping = {k for k in range(run.clients) if run.memory.get(k, {}).get("personal")}
     assert len(keeping) < run.clients or not run.algorithm.server
     assert sorted(engine.given) == (sorted(keeping) if name in TOGETHER else list(range(run.clients)))
+    assert [result.client for result in results] == list(range(run.clients))
     assert_same(results, one_by_one(run))
 
 
@@ -170,7 +176,7 @@ def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatc
     build = run.worker.modules.build
     monkeypatch.setattr(run.worker.modules, "build", lambda *blank: built.append(1) or build(*blank))
     Counting.seen.clear()
-    results = list(evaluate_clients(engine := Watched(), run.worker, tasks_of(run)))
+    results = evaluated(engine := Watched(), run)
     assert Counting.seen[:5] == [8, 2, 2, 2, 2]
     assert Counting.seen[5:] == [50] * (samples // 50) + [samples % 50]
     assert (len(built), len(results), engine.given) == (1, run.clients, [])
@@ -180,13 +186,13 @@ def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatc
 def test_a_client_without_test_samples_has_no_score(tmp_path: Any) -> None:
     run = after(tmp_path, FedAvg())
     run.data.shards = untested(run.data, (0, 3, 5))
-    results = {result.client: result for result in evaluate_clients(Watched(), run.worker, tasks_of(run))}
+    results = evaluated(Watched(), run)
     assert [results[k].local is None for k in range(6)] == [True, False, False, True, False, True]
     expected = one_by_one(run)
     assert expected[0].local is None
     assert_same([results[k] for k in (1, 2, 4)], {k: expected[k] for k in (1, 2, 4)})
     run.data.shards = untested(run.data, range(6))
-    assert [r.local for r in evaluate_clients(Watched(), run.worker, tasks_of(run))] == [None] * 6
+    assert [result.local for result in evaluated(Watched(), run)] == [None] * 6
 
 
 @pytest.mark.parametrize("sizes", [(23,), (5, 0, 18), (0, 1, 1, 21, 0), (8, 8, 7)])
@@ -230,7 +236,7 @@ def test_a_method_that_may_send_different_models_is_scored_one_by_one(tmp_path: 
     aggregates = name in AGGREGATOR
     method = FedAvg(aggregator=overriding(WeightedMean, name)()) if aggregates else overriding(FedAvg, name)()
     run = after(tmp_path, method, rounds=1)
-    assert list(evaluate_clients(engine := Watched(), run.worker, tasks_of(run))) == list(one_by_one(run).values())
+    assert evaluated(engine := Watched(), run) == list(one_by_one(run).values())
     assert engine.given == list(range(6))
 
 
@@ -271,7 +277,7 @@ class Restless(NormMLP):
 @pytest.mark.parametrize("kind", [Batchwise, Restless])
 def test_a_network_whose_outputs_are_not_a_samples_own_is_scored_one_by_one(tmp_path: Any, kind: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1, model=kind)
-    results = evaluate_clients(engine := Watched(), run.worker, tasks_of(run))
+    results = evaluated(engine := Watched(), run)
     assert str([r.local for r in results]) == str([r.local for r in one_by_one(run).values()])
     assert engine.given == list(range(6))
 
@@ -283,17 +289,8 @@ def test_a_network_whose_outputs_are_not_a_samples_own_is_scored_one_by_one(tmp_
 )
 def test_layers_and_states_that_do_not_prevent_common_batches(tmp_path: Any, method: Any, model: Any) -> None:
     run = after(tmp_path, method(), model=model)
-    assert_same(evaluate_clients(engine := Watched(), run.worker, tasks_of(run)), one_by_one(run))
+    assert_same(evaluated(engine := Watched(), run), one_by_one(run))
     assert not engine.given
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("wanted", [{"fit": True}, {"upload": True}, {"evaluate_globally": True}, {"evaluate": False}])
-def test_tasks_for_more_than_a_score_are_the_engines(tmp_path: Any, wanted: Any) -> None:
-    run = after(tmp_path, FedAvg(), rounds=1)
-    tasks = [Task(**vars(task) | wanted) for task in tasks_of(run)]
-    list(evaluate_clients(engine := Watched(), run.worker, tasks))
-    assert engine.given == list(range(6))
 
 
 @pytest.mark.fast_cases(1)
@@ -310,14 +307,15 @@ def test_an_interruption_is_the_whole_runs_and_an_exit_a_clients(tmp_path: Any, 
     monkeypatch.setattr(run.worker.scorer, "local_scores", once)
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
-            list(evaluate_clients(Watched(), run.worker, tasks_of(run)))
+            evaluated(Watched(), run)
     else:
-        assert_same(list(evaluate_clients(Watched(), run.worker, tasks_of(run))), one_by_one(run))
+        assert_same(evaluated(Watched(), run), one_by_one(run))
 
 
-def test_downloads_are_made_one_at_a_time_and_not_kept(tmp_path: Any) -> None:
-    """Where each client is sent its own, it is on its way before the next is made."""
-    run = after(tmp_path, CwFedAvg(), rounds=1)
+@pytest.mark.parametrize("algorithm", [CwFedAvg, partial(FedPer, personal=["head"])])
+def test_tasks_are_made_one_at_a_time_and_only_those_that_are_needed(tmp_path: Any, algorithm: Any) -> None:
+    """A task is on its way before the next is made. Of clients with the same model, only the first needs one."""
+    run = after(tmp_path, algorithm(), rounds=1)
     events = []
 
     class Noting(Engine):
@@ -326,10 +324,15 @@ def test_downloads_are_made_one_at_a_time_and_not_kept(tmp_path: Any) -> None:
                 events.append(("given", task.client))
                 yield worker.run(task)
 
-    def arriving() -> Any:
-        for task in tasks_of(run):
-            events.append(("made", task.client))
-            yield task
+    def making(clients: Any) -> Any:
+        for client in clients:
+            events.append(("made", client))
+            yield from tasks_of(run, [client])
 
-    list(evaluate_clients(Noting(), run.worker, arriving()))
-    assert events == [(what, k) for k in range(6) for what in ("made", "given")]
+    results = list(evaluate_clients(Noting(), run.worker, range(6), run.memory, making))
+    assert [result.client for result in results] == list(range(6))
+    alone = [client for client in range(6) if algorithm is CwFedAvg or run.memory.get(client)]
+    together = [client for client in range(6) if client not in alone]
+    expected = [("made", client) for client in together[:1]]
+    assert events == expected + [(what, client) for client in alone for what in ("made", "given")]
+    assert len(together) == 3 * (algorithm is not CwFedAvg)

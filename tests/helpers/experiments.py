@@ -4,7 +4,6 @@ import csv
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from functools import partial
-from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -189,7 +188,7 @@ def untested(data: FederatedData, clients: Collection[int]) -> list[Shard]:
 
 def publish(run: FederatedOrchestrator) -> None:
     """Let every client publish its untrained model, as at the start of a run without a server."""
-    run.server.aggregate(0, run.evaluator.without_training(0, range(run.clients), repeat(Message()), upload=True))
+    run.server.aggregate(0, run.evaluator.initial_uploads(range(run.clients)))
 
 
 def local_batches(run: FederatedOrchestrator, round: int, client: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
