@@ -43,30 +43,29 @@ class Monitor(RoundCallback):
         ConfigError: `mode` is unknown.
 
     Attributes:
-        metric: The watched metric, also if it is a default. `check` sets the default.
+        metric: The watched metric, also if it is a default; None if the run has no default metric. `check` sets it, and
+            replaces the mode `auto`.
     """
 
     def __init__(self, monitor: str | None, mode: Literal["auto", "max", "min"]) -> None:
         if mode not in ("auto", "max", "min"):
             raise ConfigError(f"{self._key('mode')}: {mode!r} is not auto, max or min")
-        self.monitor, self.metric = monitor, monitor or ACCURACIES[0]
-        own = "min" if is_lower_better(monitor or ACCURACIES[0]) else "max"
-        self.mode = own if mode == "auto" else mode
+        self.monitor, self.metric, self.mode = monitor, monitor, mode
         self._known = False  # whether some rounds are known to have the metric
         self._warned = False
 
     def check(self, run: FederatedRun) -> None:
         """Check that some rounds will have the watched metric, and warn if `mode` is wrong for this metric."""
         names = round_metrics(run)
-        default = next((one for one in (*ACCURACIES, *LOSSES) if one in names), None)
-        if self.monitor is None:
-            self.mode = "min" if default in LOSSES else self.mode
-        else:
-            self._known = is_among(self.monitor, names) and not is_unknown_client(self.monitor, run.clients)
-            if not self._known and not may_add_metrics(run):
-                fix = suggest_metric(self.monitor, names, run.clients)
-                raise ConfigError(f"{self._key('monitor')}: metric {self.monitor!r} not found. {fix}")
-        self.metric = self.monitor or default or ACCURACIES[0]
+        self.metric = self.monitor or next((name for name in (*ACCURACIES, *LOSSES) if name in names), None)
+        if self.metric is None:
+            return
+        self._known = is_among(self.metric, names) and not is_unknown_client(self.metric, run.clients)
+        if not self._known and not may_add_metrics(run):
+            fix = suggest_metric(self.metric, names, run.clients)
+            raise ConfigError(f"{self._key('monitor')}: metric {self.metric!r} not found. {fix}")
+        if self.mode == "auto":
+            self.mode = "min" if is_lower_better(self.metric) else "max"
         better = metric_mode(self.metric, ["acc", *run.worker.scorer.score_names])
         if better not in (None, self.mode):
             message = f"{self._key('mode')}: {self.mode} takes the worst {self.metric} as the best. Set mode: {better}."
@@ -80,14 +79,16 @@ class Monitor(RoundCallback):
         Raises:
             ConfigError: An evaluated round lacks the metric, and it is not known that other rounds will have it.
         """
-        evaluated = [known for known in (*ACCURACIES, *LOSSES) if known in metrics]
-        name = self.monitor or (evaluated[0] if evaluated else None)
-        if name is None:
+        if self.metric is None:
             return None
-        if name not in metrics and evaluated:
-            self._report_missing(name, metrics)
-        value = metrics.get(name)
-        return value if value == value else -math.inf if self.mode == "max" else math.inf
+        if self.metric not in metrics:
+            if any(name in metrics for name in (*ACCURACIES, *LOSSES)):
+                self._report_missing(self.metric, metrics)
+            return None
+        value = metrics[self.metric]
+        if math.isnan(value):
+            return -math.inf if self.mode == "max" else math.inf
+        return value
 
     def _report_missing(self, name: str, metrics: Row) -> None:
         if not self._known:

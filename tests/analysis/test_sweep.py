@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import re
 import signal
 import socket
 import sqlite3
@@ -801,49 +800,15 @@ def test_a_lost_file_of_a_sweep_is_reported(swept):
         assert (outcome.code, outcome.err) == (2, f"fl-lightning: error: {message} with --out.\n")
 
 
-def test_a_sweep_begun_under_old_option_names_continues(tmp_path, monkeypatch):
-    """The description, the config and the parameters of the trials are updated; the finished trials are kept."""
-    monkeypatch.chdir(tmp_path)
-    parameters = {"evaluation.client_model": {"values": ["trained", "received"]}, "x": {"values": [1, 2]}}
-    words = ("--evaluation.target_accuracies=[0.5]", "--scenario.partition", "PredefinedSplit")
-    write_sweep(tmp_path, parameters, *words)
-    (tmp_path / "tiny.yaml").write_text(TINY + "evaluation: {every: 2}\nbaselines: {FedProx: {algorithm.mu: 1}}\n")
-    monkeypatch.setattr(sweep_command, "run_jobs", fake := FakeRuns(lambda values: [values["x"]]))
-    assert run("sweep", "small.yaml", "--count", "2").code == 0
-    folder = tmp_path / "runs/sweeps/small"
-    now = (folder / "sweep.yaml").read_text()
-    old = now.replace("client_model", "clients").replace("target_accuracies", "targets")
-    old = old.replace("PredefinedSplit", "Given").replace("baselines:", "rivals:").replace("algorithm.mu: 1", "mu: 1")
-    old = re.sub(r"evaluation:\s+every: 2", "evaluate_every: 2", old)
-    (folder / "sweep.yaml").write_text(old)
-    assert yaml.safe_load(old)["configs"][f"{tmp_path}/tiny.yaml"]["evaluate_every"] == 2
-    execute(
-        folder / "study.db", "UPDATE trial_params SET param_name = 'evaluation.clients' WHERE param_name LIKE 'ev%'"
-    )
-    outcome = run("sweep", "small.yaml")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert [line["evaluation.client_model"] for line in read_trials(folder)] == ["trained"] * 2 + ["received"] * 2
-    assert len(fake.ran) == 4
-    assert (folder / "sweep.yaml").read_text() == now
-
-
-def test_a_sweep_of_an_older_version_continues(tmp_path, monkeypatch):
-    """Its trials were in the folder `points`, and Optuna's choices were text."""
-    monkeypatch.chdir(tmp_path)
-    write_sweep(tmp_path, {"x": {"values": [1, 0.5]}, "y": {"min": 0, "max": 1}})
-    monkeypatch.setattr(sweep_command, "run_jobs", fake := FakeRuns(lambda values: [values["x"]]))
-    folder = tmp_path / "runs/sweeps/small"
-    assert run("sweep", "small.yaml", "--count", "3").code == 0
-    old = [trial.params for trial in study_of(folder).trials]
-    (folder / "trials").rename(folder / "points")
-    execute(folder / "study.db", "UPDATE trial_user_attributes SET key = 'point' WHERE key = 'number'")
-    choices = '\'{"name": "CategoricalDistribution", "attributes": {"choices": ["1", "0.5"]}}\''
-    execute(folder / "study.db", f"UPDATE trial_params SET distribution_json = {choices} WHERE param_name = 'x'")
-    assert [trial.params["x"] for trial in study_of(folder).trials] == ["1", "1", "0.5"]
-    outcome = run("sweep", "small.yaml")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert (len(fake.ran), len(list((folder / "trials").iterdir())), (folder / "points").exists()) == (4, 4, False)
-    assert [trial.params for trial in study_of(folder).trials] == [*old, {"x": 0.5, "y": 1}]
+def test_a_sweep_of_an_older_form_is_refused(swept):
+    """Its trials were in the folder `points`."""
+    (swept / "trials").rename(swept / "points")
+    before = contents(swept)
+    outcome = run("sweep", "small.yaml", "--count", "3", "--set", "rounds=4")
+    message = "runs/sweeps/small holds another sweep, of a form that cannot be continued. Give another --out"
+    assert (outcome.code, outcome.err) == (2, f"fl-lightning: error: {message}\n")
+    after = contents(swept)
+    assert {name for name in before | after if before.get(name) != after.get(name)} <= {".owner"}
 
 
 # --- A full disk ---

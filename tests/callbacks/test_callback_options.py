@@ -1,11 +1,13 @@
 """Options of callbacks and loggers: wrong ones are refused before a run folder is created, correct ones work."""
 
 import json
+import math
 import os
 import re
 import shutil
 from functools import partial
 
+import pandas as pd
 import pytest
 import torch
 import wandb
@@ -34,7 +36,7 @@ from torch import nn
 from fl_lightning.algorithms import FedAvg, FedBABU, FedNH, FedPer, Local, PeerFedPer, Proximal
 from fl_lightning.algorithms.aggregators import WeightedMean
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data import Digits, Dirichlet, Scenario
+from fl_lightning.data import IID, Digits, Dirichlet, Scenario, Table
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.loggers.wandb import NOTE, Labels, WandbRoundLogger, add_checksum
 from fl_lightning.models import Backbone
@@ -357,6 +359,21 @@ def test_a_mode_in_the_wrong_direction_gives_a_warning(tmp_path, monitor, mode, 
     assert [str(warning.message) for warning in messages] == [
         f"callbacks: EarlyStopping.mode: {mode} takes the worst {monitor} as the best. Set mode: {right}."
     ]
+
+
+def test_a_mode_that_contradicts_the_default_metric_is_kept_with_a_warning(tmp_path):
+    """Without an accuracy, the default metric is the loss."""
+    pd.DataFrame({"dose": range(80), "cost": [number**0.5 for number in range(80)]}).to_csv(tmp_path / "t.csv")
+    scenario = Scenario(Table(str(tmp_path / "t.csv"), "cost"), IID(), 4)
+    watchers = [EarlyStopping(mode="max"), Checkpointing()]
+    one = experiment(tmp_path / "run", scenario=scenario, callbacks=watchers)
+    one._build()
+    with pytest.warns(UserWarning, match="takes the worst") as messages:
+        one._notify("check")
+    line = "callbacks: EarlyStopping.mode: max takes the worst global/loss as the best. Set mode: min."
+    assert [str(warning.message) for warning in messages] == [line]
+    assert [(each.metric, each.mode) for each in watchers] == [("global/loss", "max"), ("global/loss", "min")]
+    assert [each.watched({"global/loss": math.nan}) for each in watchers] == [-math.inf, math.inf]
 
 
 @pytest.mark.parametrize(("monitor", "mode"), [("comm/total_bytes", "max"), ("mine/accidents", "min")])

@@ -12,7 +12,7 @@ from rich.console import Console
 from fl_lightning.analysis.executor import run_jobs
 from fl_lightning.analysis.sweep import Budget, run_sweep
 from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
-from fl_lightning.analysis.sweep_folder import OLD_TRIALS, TRIALS, describe_sweep
+from fl_lightning.analysis.sweep_folder import TRIALS, describe_sweep
 from fl_lightning.analysis.sweep_results import TrialResult, sweep_table, write_best, write_trials
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.sweep_metric import check_metric
@@ -34,7 +34,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
         print(f"trial {result.number + 1} of {count}, {settings}: {result.describe()}", flush=True)
 
-    if not any((folder / name).exists() for name in (TRIALS, OLD_TRIALS)):
+    if not (folder / TRIALS).exists():
         check_metric(sweep)
     with lock_run_dir(folder):
         describe_sweep(folder, sweep, given.seed)
