@@ -262,8 +262,10 @@ class StackedStep:
         Raises:
             ConfigError: The step replaces a tensor.
         """
-        rows = as_rows(chosen, x.device)
-        constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
+        held = (self.constants, self.free)
+        devices = {value.device for part in held for value in part.values()}  # class counts are on the CPU
+        rows = {device: as_rows(chosen, device) for device in devices}
+        constants, free = ({name: value[rows[value.device]] for name, value in part.items()} for part in held)
         weights = {BACKBONE + name: value for name, value in backbone.items()}
         # interception takes time; `verify` detects other draws
         functions = ClientFunctions([self.random_states[i] for i in chosen]) if self.replaces else None
