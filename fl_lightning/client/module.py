@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -150,11 +150,14 @@ class ClientModule(L.LightningModule):
         lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
         batch_size: Batch size of the fit, for methods that also train outside of it.
         new_client: Whether the client is held out of the training, and only adapts the model to its data.
+        class_counts: Number of the client's training samples of each class, `(C,)`, or None if it is unknown. Sent only
+            by methods that document it.
         class_weights: Weights of the classes in the objective's training loss, `(C,)`; None for equal weights.
         optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
         notes: Tensors that a method keeps within the client's round, written in `receive` or `prepare` and read in
             `prepare`, `upload` or `remember`. Training steps do not use them.
         logged: Metrics that callbacks logged in the client's fit.
+        loss_record: The losses of the current fit's training steps.
         shared_weights: The weights that are sent, as views of one tensor, if the module belongs to a `ClientSlot`.
         stays: Whether uploaded weights stay on the training device, where the server averages them.
         spent: Whether the module is not used after its upload, so that the upload need not copy tensors.
@@ -197,13 +200,13 @@ class ClientModule(L.LightningModule):
         self.lr_scale = 1.0
         self.batch_size = 64
         self.new_client = False
-        self._class_counts: Tensor | Callable[[], Tensor] | None = None
+        self.class_counts: Tensor | None = None
         self.optimizer_state: Tensors = {}
         self.notes: dict[str, Tensors] = {}
         self.logged: dict[str, float] = {}
         self.shared_weights: FlatTensors | None = None
         self.stays = self.spent = False
-        self._losses = LossRecord()
+        self.loss_record = LossRecord()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, with a fast path for `_current_fx_name`, which Lightning sets many times per step."""
@@ -233,17 +236,6 @@ class ClientModule(L.LightningModule):
     @objective.setter
     def objective(self, objective: Objective) -> None:
         self._objective = objective
-
-    @property
-    def class_counts(self) -> Tensor | None:
-        """Number of the client's training samples of each class, `(C,)`. Sent only by methods that document it."""
-        if callable(self._class_counts) and not isinstance(self._class_counts, Tensor):
-            self._class_counts = self._class_counts()
-        return cast("Tensor | None", self._class_counts)
-
-    @class_counts.setter
-    def class_counts(self, counts: Tensor | Callable[[], Tensor] | None) -> None:
-        self._class_counts = counts
 
     def class_counts_for(self, term: LossTerm) -> Tensor:
         """Return `class_counts`, `(C,)`, on the module's device, for a loss term that requires it.
@@ -280,7 +272,7 @@ class ClientModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Check the `Trainer` options, reset the recorded losses, and call `begin` of each loss term."""
         self.check_fit()
-        self._losses = LossRecord()
+        self.loss_record = LossRecord()
         for term in self.terms():
             term.begin(self)
 
@@ -341,19 +333,15 @@ class ClientModule(L.LightningModule):
         """Return the objective's loss on a batch plus all active loss terms, and record each of them."""
         step = self.step(batch, batch_idx)
         losses = self.losses(step)
-        self.note(step, losses)
+        self.record_step(step, losses)
         return total_loss(losses)
 
-    def note(self, step: Step, losses: dict[str, Tensor]) -> None:
+    def record_step(self, step: Step, losses: dict[str, Tensor]) -> None:
         """Record the losses of a training step, and call `observe` of shared knowledge that tracks training steps."""
-        self._losses.add(losses)
+        self.loss_record.add(losses)
         for piece in self.pieces():
             if piece.observes:
                 piece.observe(step, self.current_epoch)
-
-    def record(self, names: list[str], values: Tensor) -> None:
-        """Record the losses `(T,)` of a training step that was computed outside of `training_step`."""
-        self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:
         """Check that the epoch's training losses are finite, and log their means if the `Trainer` has a logger.
@@ -361,9 +349,9 @@ class ClientModule(L.LightningModule):
         Without a logger, losses on a GPU are checked at the end of the fit.
         """
         if self.trainer.loggers:
-            self.log_dict({f"train_{name}": value for name, value in self._losses.settle().items()})
+            self.log_dict({f"train_{name}": value for name, value in self.loss_record.settle().items()})
         else:
-            self._losses.end_epoch()
+            self.loss_record.end_epoch()
 
     @property
     def loss_names(self) -> list[str]:
@@ -382,16 +370,11 @@ class ClientModule(L.LightningModule):
     @property
     def steps(self) -> int:
         """Number of training steps (batches) of the current fit so far."""
-        return self._losses.steps
-
-    @property
-    def loss_record(self) -> LossRecord:
-        """The record of the losses of the current fit."""
-        return self._losses
+        return self.loss_record.steps
 
     def train_losses(self) -> dict[str, float]:
         """Return the mean of each training loss over the steps of the fit, and the sum of these means as `loss`."""
-        return self._losses.means()
+        return self.loss_record.means()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the objective's metrics on a validation batch, such as `val_loss` and `val_acc`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from functools import cached_property, partial
+from functools import cached_property
 
 import lightning as L
 import torch
@@ -87,16 +87,15 @@ class ModuleFactory:
         # before seeding: compilation and copying may use random numbers
         module = slot.reset(overwritten.keys()) if slot else self.build(overwritten)
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
-        counts = partial(self.clients.strata, task.client)
         vars(module).update(
             round=task.round,
             lr_scale=task.lr_scale,
             batch_size=self.clients.batch_size,
             new_client=task.new_client,
             stays=self._uploads_stay,
+            class_counts=self.clients.strata(task.client),
             class_weights=self.clients.loss_weights(task.client),
             optimizer_state=task.memory.get("optimizer", {}),
-            _class_counts=counts if slot else counts(),
         )
         self.algorithm.receive(module, download, task.memory)
         if task.round and type(self.algorithm).prepare is not Algorithm.prepare:

@@ -263,7 +263,6 @@ class StackedFit:
         kinds: list[tuple[dict[str, Any], list[int], list[StepContents]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.epoch):
-                client.module.class_counts = client.module.class_counts  # now, since a step uses only one module
                 step = StepContents(ClientStep(client.module))
                 shape = step.shape()
                 for other, rows, steps in kinds:
@@ -378,7 +377,7 @@ class StackedFit:
         names = list(output.losses)
         values = torch.stack([at_least_float32(value.detach()) for value in output.losses.values()], dim=1)
         for row, own in zip(rows, values.unbind(), strict=True):
-            self.clients[row].module.record(names, own)
+            self.clients[row].module.loss_record.add_values(names, own)
 
     def _observe(self, output: StepOutput, batch: StackedBatch) -> None:
         """Pass a step's outputs to each client's shared knowledge, such as class prototypes.

@@ -48,6 +48,7 @@ class StackedSlots:
     def step(self) -> StackedStep:
         """Return the batched training step of all clients, which differ only in the weights of their backbones."""
         if self._step is None:
+            # also kept: this round's class counts, which no step without loss terms reads
             steps = [StepContents(ClientStep(slot.module)) for slot in self._slots]
             self._step = StackedStep(steps, self._flat.device)
             self._step.replaces = self.draws

@@ -34,7 +34,7 @@ BACKBONE = "client.backbone."
 _CONTAINERS = (dict, list, tuple)
 
 # Attributes that a client's step does not read. The first class that a module is an instance of counts.
-_FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "notes", "_losses"}
+_FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "notes", "loss_record"}
 _FIT |= {"shared_weights", "stays", "spent"}
 _MODULE, _LIGHTNING = (vars(kind()).keys() - {"training"} for kind in (nn.Module, L.LightningModule))
 _HIDDEN = {ClientModule: _LIGHTNING | _FIT, L.LightningModule: _LIGHTNING, nn.Module: _MODULE}
@@ -262,8 +262,10 @@ class StackedStep:
         Raises:
             ConfigError: The step replaces a tensor.
         """
-        rows = as_rows(chosen, x.device)
-        constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
+        held = (self.constants, self.free)
+        devices = {value.device for part in held for value in part.values()}  # class counts are on the CPU
+        rows = {device: as_rows(chosen, device) for device in devices}
+        constants, free = ({name: value[rows[value.device]] for name, value in part.items()} for part in held)
         weights = {BACKBONE + name: value for name, value in backbone.items()}
         # interception takes time; `verify` detects other draws
         functions = ClientFunctions([self.random_states[i] for i in chosen]) if self.replaces else None

@@ -20,6 +20,7 @@ from fl_lightning.algorithms import (
     Ditto,
     FedAvg,
     FedDW,
+    FedProx,
     FedSKC,
     GlobalPeriodReview,
     WeightedMean,
@@ -128,6 +129,12 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_give_the_same_bytes(tmp_path: Path, name: str) -> None:
     near, far, _ = both(tmp_path, FedDW if "stacked" in name else FedSKC, **OPTIONS[name])
+    assert_same_run(near, far)
+
+
+def test_stacked_clients_whose_rows_are_not_consecutive_give_the_same_bytes(tmp_path: Path) -> None:
+    """Some last batches have the same size although their clients are not neighbours. No client may be trained alone."""
+    near, far, _ = both(tmp_path, FedProx, engine=StackedEngine(), batch_size=8, clients_per_round=6)
     assert_same_run(near, far)
 
 

@@ -54,7 +54,7 @@ class SharpnessAware(ClientModule):
             return super().training_step(batch, batch_idx)
         step = self.step(batch, batch_idx)
         losses = self.losses(step)
-        self.note(step, losses)
+        self.record_step(step, losses)
         parameters = list(trainable_parameters(self.backbone).values())
         own = total_loss({name: loss for name, loss in losses.items() if name != ClientMomentum.name})
         buffers = [buffer.clone() for buffer in self.backbone.buffers()]

@@ -110,7 +110,7 @@ class MetaStep(ClientModule):
         estimate = meta_gradient(gradient, start, parts, self.alpha, self.delta)
         load_parameters(own.values(), start.values())
         step, losses = seen[1]
-        self.note(step, losses)
+        self.record_step(step, losses)
         return loss_with_gradients(total_loss(losses), [own[name] for name in estimate], estimate.values())
 
 

@@ -68,7 +68,7 @@ class MoreauEnvelope(ClientModule):
                 step = self.step(batch, batch_idx)
                 losses = self.losses(step)
             if not inner:
-                self.note(step, losses)
+                self.record_step(step, losses)
             gradients = torch.autograd.grad(total_loss(losses), own, allow_unused=True)
             with torch.no_grad():
                 for theta, w, g in zip(own, local, gradients, strict=True):
