@@ -11,9 +11,9 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import ConfigError, blame
-from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.core.state_dicts import State
+from fl_lightning.core.state_dicts import State, VisibleState
 from fl_lightning.core.task import Result, Task
 
 
@@ -27,10 +27,7 @@ class ClientStates(Protocol):
         """Store the state that a client keeps after a round. It can be read after `end_round`."""
 
     def end_round(self) -> None:
-        """Make the client states that were stored during the round available to `get` and `with_peers`."""
-
-    def with_peers(self, state: State, section: str | None) -> State:
-        """Return the shared state plus one named part of each client's state, under `peer_<client id>`."""
+        """Make the client states that were stored during the round available to `get`."""
 
 
 class Server:
@@ -79,8 +76,20 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The shared state, plus the part of each client's state that peers can read. Downloads are built from it."""
-        return self.memory.with_peers(self.state, self.algorithm.public)
+        """The shared state, with access to what each client shows its peers. Downloads are built from it."""
+        return self._visible(self.state, {})
+
+    def _visible(self, state: State, new_client: State) -> State:
+        """Return a shared state with access to what each client, and a new client, shows its peers."""
+        public = self.algorithm.public
+        if public is None:
+            return state
+
+        def peer(client: int) -> Tensors:
+            memory = self.memory.get(client, {}) if client < self.clients else new_client
+            return memory[public]
+
+        return VisibleState(state, peer)
 
     def participants(self, round: int) -> list[int]:
         """Sample the clients that take part in a round, and return their ids in ascending order.
@@ -136,7 +145,7 @@ class Server:
         for client, memory in memories.items():
             rng = generator(self.seed, Stream.DOWNLOAD, round, client)
             with blame(f"scenario.held_out_clients: {refusal}"):
-                visible = self.memory.with_peers(algorithm.add_client(state, memory), algorithm.public)
+                visible = self._visible(algorithm.add_client(state, memory), memory)
                 download = algorithm.download(visible, self.clients, rng)
             options = {"fit": fit, "upload": False, "evaluate": True, "new_client": True}
             yield Task(round, client, download, memory, lr_scale, **options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from fl_lightning.core.flat_tensors import FlatTensors, Tensors, as_flat, map_tensors
@@ -96,3 +98,42 @@ class Upload(NamedTuple):
     def n_samples(self) -> int:
         """Number of training samples of the client that sent the upload, `N_k`."""
         return int(self.message.numbers["n_samples"])
+
+
+def message_to_tensors(message: Message) -> Tensors:
+    """Convert a message to a dict of tensors; each of its numbers becomes a tensor `number/<name>`."""
+    return message.tensors | {
+        f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
+    }
+
+
+def tensors_to_message(tensors: Tensors) -> Message:
+    """Convert the tensors from `message_to_tensors` back to a message."""
+    numbers = {k.removeprefix("number/"): v.item() for k, v in tensors.items() if k.startswith("number/")}
+    return Message({k: v for k, v in tensors.items() if not k.startswith("number/")}, numbers)
+
+
+def peer_section(peer: int) -> str:
+    """Return the prefix of the entries of a peer's message in a message made by `bundle`."""
+    return f"peer_{peer}"
+
+
+def bundle(messages: Mapping[int, Message]) -> Message:
+    """Join several peers' messages into one message, in which their entries have the prefix `peer_<id>/`."""
+    tensors = {f"{peer_section(j)}/{name}": value for j, one in messages.items() for name, value in one.tensors.items()}
+    numbers = {f"{peer_section(j)}/{name}": value for j, one in messages.items() for name, value in one.numbers.items()}
+    return Message(tensors, numbers)
+
+
+def unbundle(message: Message) -> list[Upload]:
+    """Split a message made by `bundle` into the messages of the peers, in ascending order of their ids.
+
+    Every message must contain at least one number, such as `n_samples`.
+    """
+    peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
+    uploads = []
+    for peer in dict.fromkeys(peers):
+        prefix = f"{peer_section(peer)}/"
+        numbers = {k.removeprefix(prefix): v for k, v in message.numbers.items() if k.startswith(prefix)}
+        uploads.append(Upload(peer, Message(message.section(peer_section(peer)), numbers)))
+    return uploads

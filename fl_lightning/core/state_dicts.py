@@ -5,7 +5,7 @@ to that client's weights bit for bit. Of integer entries (BatchNorm's `num_batch
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -24,6 +24,21 @@ An aggregator may add the section `weights`, with the weight of each client: the
 
 PIECE = 1 << 18
 """Number of elements that are averaged at a time: 2 MiB in float64."""
+
+
+class VisibleState(dict[str, Tensors]):
+    """A shared state that also gives access to what each client shows its peers (`Algorithm.public`).
+
+    A state that is computed from it, such as `state | {...}`, is a plain dict without this access.
+
+    Args:
+        state: The shared state.
+        peer: Returns the public section of the state of the client with this id.
+    """
+
+    def __init__(self, state: State, peer: Callable[[int], Tensors]) -> None:
+        super().__init__(state)
+        self.peer = peer
 
 
 class RunningMean:

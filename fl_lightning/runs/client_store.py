@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,7 +15,6 @@ from safetensors.torch import save
 
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.files import flush, write_atomically
-from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import State
 from fl_lightning.runs.background_writer import Writer
 
@@ -93,13 +91,6 @@ class ClientStore(Mapping[int, State]):
                 self._stored[client] = stored
         self._pending = {}
 
-    def with_peers(self, state: State, section: str | None) -> State:
-        """Return the shared state with extra keys `peer_<k>`, which load the `section` of client k's state on access.
-
-        Other sections are not accessible. Without a section name, return the shared state itself.
-        """
-        return state if section is None else WithPeers(state, lambda client: self[client][section])
-
     # --- Checkpoints ---
 
     def snapshot(self) -> list[StoredState]:
@@ -162,20 +153,6 @@ class ClientStore(Mapping[int, State]):
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {self.run_dir / file}: {error}") from error
         return state
-
-
-class WithPeers(dict[str, Tensors]):
-    """A shared state with extra keys `peer_<k>`, which on access load the public part of client k's state."""
-
-    def __init__(self, state: State, read_public: Callable[[int], Tensors]) -> None:
-        super().__init__(state)
-        self._read_public = read_public
-
-    def __missing__(self, section: str) -> Tensors:
-        peer = re.fullmatch(r"peer_(\d+)", section)
-        if not peer:
-            raise KeyError(section)
-        return self._read_public(int(peer[1]))
 
 
 def client_id(file: str) -> int:

@@ -16,6 +16,7 @@ from fl_lightning.algorithms import CFL, Splits
 from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, is_nearer_to_second, update
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.state_dicts import VisibleState
 
 pytestmark = pytest.mark.numeric
 
@@ -68,12 +69,13 @@ def test_an_update_is_compared_with_the_least_similar_member_of_each_group():
     assert not is_nearer_to_second(torch.zeros(2), updates, groups)
 
 
-def after_round(aggregator, before, ends, samples=None):
-    """Return the state after a round in which some clients end with these weights."""
+def after_round(aggregator, before, ends, samples=None, last=None):
+    """Return the state after a round in which some clients end with these weights, and others have `last` updates."""
     uploads = [
         Upload(k, Message({"model/w": w}, {"n_samples": (samples or {}).get(k, 1)})) for k, w in sorted(ends.items())
     ]
-    return before | aggregator.finish(aggregator.fold(iter(uploads)), before, {})
+    visible = VisibleState(before, lambda k: {"update": last[k]})
+    return before | aggregator.finish(aggregator.fold(iter(uploads)), visible, {})
 
 
 def state_of(clients, **models):
@@ -148,12 +150,10 @@ def test_absent_clients_are_split_by_their_last_update_and_new_clients_stay():
     before = state_of(6, cluster_0=[0.0] * 3)
     before["assignment"]["heard"][[0, 1, 2, 3, 4]] = True
     before["assignment"]["cluster"][4] = 1
-    before |= {
-        f"peer_{k}": {"update": torch.tensor([v, 0.1, 0.0])} for k, v in ((0, -5.0), (2, -1.0), (3, 1.0), (4, -1.0))
-    }
     before |= {"cluster_1": {"w": torch.zeros(3)}}
+    last = {k: torch.tensor([v, 0.1, 0.0]) for k, v in ((0, -5.0), (2, -1.0), (3, 1.0), (4, -1.0))}
     ends = {0: torch.tensor([1.0, 0.0, 0.0]), 1: torch.tensor([-1.0, 0.0, 0.0])}
-    after = after_round(Splits(10.0, 0.0, 0, 1, "uniform"), before, ends)
+    after = after_round(Splits(10.0, 0.0, 0, 1, "uniform"), before, ends, last=last)
     assert after["assignment"]["cluster"].tolist() == [0, 2, 2, 0, 1, 0]
 
 

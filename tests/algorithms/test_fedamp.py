@@ -22,6 +22,7 @@ from fl_lightning.algorithms import FedAMP, HeurFedAMP, LastUploads
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
 from fl_lightning.client.module import Step
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.state_dicts import VisibleState
 
 pytestmark = pytest.mark.numeric
 
@@ -51,10 +52,9 @@ def test_heuristic_weights_equal_the_formula():
 
 
 def state_of(models, last, ever, start):
-    state = {f"peer_{k}": {"w": w} for k, w in models.items()}
     marks = {"last": torch.zeros(6, dtype=torch.bool), "ever": torch.zeros(6, dtype=torch.bool)}
     marks["last"][last], marks["ever"][ever] = True, True
-    return state | {"heard": marks, "model": {"w": start}}
+    return VisibleState({"heard": marks, "model": {"w": start}}, lambda k: {"w": models[k]})
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_the_server_records_the_last_participants_and_all_participants():
 
 def test_without_other_participants_the_cloud_model_is_the_clients_own():
     state = state_of({2: torch.randn(5)}, [2], [2], torch.randn(5))
-    assert torch.equal(FedAMP().cloud_model(state, 2)["w"], state["peer_2"]["w"])
-    assert torch.equal(HeurFedAMP().cloud_model(state, 2)["w"], state["peer_2"]["w"])
+    assert torch.equal(FedAMP().cloud_model(state, 2)["w"], state.peer(2)["w"])
+    assert torch.equal(HeurFedAMP().cloud_model(state, 2)["w"], state.peer(2)["w"])
 
 
 @in_float64

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedFomo
 from fl_lightning.algorithms.personalized import fedfomo as fomo
-from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.message import Message, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.core.state_dicts import VisibleState
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric
@@ -48,9 +49,9 @@ def mixed_module(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
     """Return a client's module after it has mixed the models."""
     method = FedFomo()
     module = method.client_module(SMALL())
-    download = fomo.bundle({j: Message.pack({"model": weights}, n_samples=7) for j, weights in sent.items()})
+    download = bundle({j: Message.pack({"model": weights}, n_samples=7) for j, weights in sent.items()})
     memory = {
-        fomo.UPLOADED: fomo.message_to_tensors(Message.pack({"model": own}, n_samples=3)),
+        fomo.UPLOADED: message_to_tensors(Message.pack({"model": own}, n_samples=3)),
         fomo.PREVIOUS: previous,
     }
     method.receive(module, download, memory)
@@ -171,7 +172,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     assert max(positive) > 1
     run.fit()
     for k, memory in run.memory.items():
-        uploaded = fomo.tensors_to_message(memory[fomo.UPLOADED]).section("model")
+        uploaded = tensors_to_message(memory[fomo.UPLOADED]).section("model")
         assert_equals_loop(run, uploaded, models[k].state_dict())
 
 
@@ -228,7 +229,7 @@ def test_the_probability_to_explore_falls_each_round(monkeypatch, rounds, chance
     state[fomo.AFFINITY] |= {"rounds": torch.tensor(rounds)}
     monkeypatch.setattr(fomo, "choose_models", lambda row, others, models, explores, rng: seen.append(explores) or [])
     for number in (chance - 1e-6, chance + 1e-6):
-        method.download(state, 0, FixedRandom(max(number, 0.0)))
+        method.download(VisibleState(state, {}.get), 0, FixedRandom(max(number, 0.0)))
     assert seen == [chance > 0, False]
 
 
@@ -237,12 +238,12 @@ def test_a_client_receives_last_uploads_of_clients_that_have_trained(tmp_path):
     trained = {k for round in (1, 2) for k in run.server.participants(round)}
     assert len(trained) < 6 or run.state[fomo.AFFINITY]["trained"].all()
     for client in range(6):
-        sent = fomo.unbundle(run.server.download(3, client))
+        sent = unbundle(run.server.download(3, client))
         assert len(sent) == min(3, len(trained - {client}))
         assert {j for j, _ in sent} <= trained - {client}
         for j, message in sent:
             last = run.worker.algorithm.public
-            held = fomo.tensors_to_message(run.memory[j][last]).section("model")
+            held = tensors_to_message(run.memory[j][last]).section("model")
             assert same_bytes(message.section("model"), held)
     assert "model" not in [name.split("/")[0] for name in run.server.download(3, 0).tensors]
 
@@ -257,7 +258,7 @@ def test_a_client_keeps_its_mixture_and_its_trained_model(tmp_path):
     result = run.worker.run(task)
     assert same_bytes(result.memory[fomo.PREVIOUS], start.notes[fomo.PREVIOUS])
     assert same_bytes(result.memory[fomo.PREVIOUS], dict(start.backbone.state_dict()))
-    kept = fomo.tensors_to_message(result.memory[fomo.UPLOADED])
+    kept = tensors_to_message(result.memory[fomo.UPLOADED])
     assert same_bytes(kept.section("model"), result.upload.section("model"))
     assert not same_bytes(kept.section("model"), result.memory[fomo.PREVIOUS])
     assert same_bytes(result.upload.section(fomo.AFFINITY), start.notes[fomo.AFFINITY])

@@ -21,9 +21,9 @@ from loops import assert_publications_equal_loop, cross_entropy_steps, steps_of
 
 from fl_lightning.algorithms import PeerCriticalFL, Ring
 from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, collected_part
-from fl_lightning.algorithms.decentralized.peers import publication, unbundle
+from fl_lightning.algorithms.decentralized.peers import publication
 from fl_lightning.algorithms.global_model.criticalfl import MASK, VALUES
-from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.message import Message, Upload, unbundle
 from fl_lightning.core.state_dicts import parameter_names
 
 pytestmark = pytest.mark.numeric

@@ -36,11 +36,10 @@ from fl_lightning.algorithms import (
     PeerAlgorithm,
     Ring,
 )
-from fl_lightning.algorithms.decentralized.peers import bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.message import Message, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.core.state_dicts import weighted_mean
 from fl_lightning.engines import Task, Worker
 from fl_lightning.evaluation.evaluation import Evaluation

@@ -209,7 +209,7 @@ def test_a_peer_that_joins_collects_from_all_peers(tmp_path: Path, method: Any) 
     task, _ = run.server.new_client_tasks(4, run.state, memories, 1.0, True)
     visible = run.server.visible_state
     for peer in range(4):
-        published = {name: value for name, value in visible[f"peer_{peer}"].items() if not name.startswith("number/")}
+        published = {name: value for name, value in visible.peer(peer).items() if not name.startswith("number/")}
         assert same_bytes(task.download.section(f"peer_{peer}"), published)
         if method is DFedAvgM:
             assert task.download.numbers[f"peer_{peer}/weight"] == pytest.approx(1 / 5)

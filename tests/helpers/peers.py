@@ -28,7 +28,7 @@ def peers_in(message):
 
 def published(run, client):
     """Return the tensors of a client's publication and its number of samples."""
-    message = publication(run.memory.with_peers(run.state, "laid_out"), client)
+    message = publication(run.server.visible_state, client)
     return message.tensors, message.numbers["n_samples"]
 
 

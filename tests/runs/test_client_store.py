@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, untimed
+from experiments import NormMLP, experiment, same_bytes, untimed
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from test_checkpoint import files_no_larger_than, flatten
 
@@ -164,20 +164,19 @@ def test_missing_client_file_is_named(tmp_path, harm):
 
 @pytest.mark.parametrize("where", PLACES)
 def test_peers_see_only_the_public_section(tmp_path, where):
-    kept = new_store(tmp_path, where)
-    for client in (1, 12):
-        kept.put(client, 1, {"laid_out": {"w": torch.tensor(client)}, "secret": {"w": torch.tensor(-client)}})
-    kept.end_round()
-    state = {"model": {"w": torch.zeros(1)}}
-    seen = kept.with_peers(state, "laid_out")
-    assert seen["peer_12"] == {"w": torch.tensor(12)}
-    assert seen["model"] is state["model"]
-    for name in ("secret", "peer_2", "peer_12x", "peer_-1", "peer_"):
-        with pytest.raises(KeyError):
-            seen[name]
-    assert type(seen | {}) is dict
-    assert (seen | {}).keys() == {"model"}  # the next state holds no publications
-    assert kept.with_peers(state, None) is state
+    run = experiment(tmp_path, UAPDFL(n_com=2), rounds=1, client_store=where)
+    run.fit()
+    seen = run.server.visible_state
+    assert same_bytes(seen.peer(3), run.memory[3]["laid_out"])
+    assert len(run.memory[3]) > 1
+    assert seen.keys() == run.state.keys()
+    assert type(seen | {}) is dict  # the next state gives no access
+
+
+def test_without_a_public_section_peers_see_the_shared_state_only(tmp_path):
+    run = experiment(tmp_path, FedAvg(), rounds=1)
+    run.fit()
+    assert run.server.visible_state is run.state
 
 
 def test_shared_state_does_not_contain_public_sections(tmp_path):

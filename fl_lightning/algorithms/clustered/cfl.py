@@ -19,7 +19,7 @@ from fl_lightning.algorithms.clustered.ifca import section
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state_dicts import State, flatten, weighted_mean
+from fl_lightning.core.state_dicts import State, VisibleState, flatten, weighted_mean
 
 START = "start"
 """The section of a module's notes with the received weights."""
@@ -166,11 +166,12 @@ def leaving_clients(state: State, cluster: int, members: Sequence[Upload], updat
         members: The uploads of the cluster's participants.
         updates: Their updates, `(m, P)`.
     """
+    assert isinstance(state, VisibleState)
     groups, present = bipartition(cosines(updates, updates)), [upload.client for upload in members]
     known = (state["assignment"]["cluster"] == cluster) & state["assignment"]["heard"]
     absent = sorted(set(known.nonzero()[:, 0].tolist()) - set(present))
     leaving = [client for client, leaves in zip(present, groups.tolist(), strict=True) if leaves]
-    return leaving + [k for k in absent if is_nearer_to_second(state[f"peer_{k}"]["update"], updates, groups)]
+    return leaving + [k for k in absent if is_nearer_to_second(state.peer(k)["update"], updates, groups)]
 
 
 class CFL(Algorithm):

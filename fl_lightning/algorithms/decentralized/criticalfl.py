@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fl_lightning.algorithms.base import Batches, Buffers
-from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm, unbundle
+from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.algorithms.global_model.criticalfl import (
     DETECTOR,
@@ -29,7 +29,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     mask_entries,
 )
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.message import Message, Tensors, Upload, unbundle
 from fl_lightning.core.state_dicts import State, pack_mask, parameter_names, unpack_mask
 
 CHANGED = "changed"

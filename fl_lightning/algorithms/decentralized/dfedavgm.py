@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Buffers
-from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm, section, unbundle
+from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.client.module import LossTerm
-from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.message import Message, Tensors, Upload, peer_section, unbundle
 from fl_lightning.core.state_dicts import State, weighted_mean
 
 
@@ -74,7 +74,8 @@ class DFedAvgM(PeerAlgorithm):
         peers = [upload.client for upload in unbundle(collected)]
         row = state["mixing"]["matrix"][client]
         weights = {j: float(row[j]) if self.n_com is None else 1 / (len(peers) + 1) for j in peers}
-        return Message(collected.tensors, collected.numbers | {f"{section(j)}/weight": w for j, w in weights.items()})
+        numbers = {f"{peer_section(j)}/weight": w for j, w in weights.items()}
+        return Message(collected.tensors, collected.numbers | numbers)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
         """Return the weighted mean `x_i = Σ_j w_ij z_j` of the client's and its peers' models.

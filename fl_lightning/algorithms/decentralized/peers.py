@@ -20,8 +20,8 @@ from fl_lightning.algorithms.decentralized.topology import Complete, Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import ConfigError, check_number
-from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state_dicts import ExchangedMean, State, weighted_mean
+from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.core.state_dicts import ExchangedMean, State, VisibleState, weighted_mean
 
 LAID_OUT = "laid_out"
 """The section of the client state with the message that the client last published."""
@@ -72,10 +72,10 @@ class PeerAlgorithm(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with a client that can collect from all peers, and has published its untrained model."""
+        """Return the state with a client that can collect from all peers."""
         links = pad(state["links"]["matrix"], (0, 1, 0, 1))
         links[-1, :-1] = True
-        return state | {"links": {"matrix": links}, section(len(links) - 1): memory[LAID_OUT]}
+        return state | {"links": {"matrix": links}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return one message with everything that a client collects in a round: its peers' published models."""
@@ -156,45 +156,7 @@ class PeerAlgorithm(Algorithm):
         return state | untrained | {"model": mean.value(), "sums": mean.sums, "samples": samples}
 
 
-def section(peer: int) -> str:
-    """Return the key of a peer's published message in the state and in collected messages."""
-    return f"peer_{peer}"
-
-
-def message_to_tensors(message: Message) -> Tensors:
-    """Convert a message to a dict of tensors; each of its numbers becomes a tensor `number/<name>`."""
-    return message.tensors | {
-        f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
-    }
-
-
-def tensors_to_message(tensors: Tensors) -> Message:
-    """Convert the tensors from `message_to_tensors` back to a message."""
-    numbers = {k.removeprefix("number/"): v.item() for k, v in tensors.items() if k.startswith("number/")}
-    return Message({k: v for k, v in tensors.items() if not k.startswith("number/")}, numbers)
-
-
 def publication(state: State, peer: int) -> Message:
     """Return the message that a peer last published; it holds the initial model until the peer has trained."""
-    return tensors_to_message(Message.pack({"model": state["untrained"]}).tensors | state[section(peer)])
-
-
-def bundle(messages: Mapping[int, Message]) -> Message:
-    """Join several peers' messages into one message, in which their entries have the prefix `peer_<id>/`."""
-    tensors = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.tensors.items()}
-    numbers = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.numbers.items()}
-    return Message(tensors, numbers)
-
-
-def unbundle(message: Message) -> list[Upload]:
-    """Split a message made by `bundle` into the messages of the peers, in ascending order of their ids.
-
-    Every message must contain at least one number, such as `n_samples`.
-    """
-    peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
-    uploads = []
-    for peer in dict.fromkeys(peers):
-        prefix = f"{section(peer)}/"
-        numbers = {k.removeprefix(prefix): v for k, v in message.numbers.items() if k.startswith(prefix)}
-        uploads.append(Upload(peer, Message(message.section(section(peer)), numbers)))
-    return uploads
+    assert isinstance(state, VisibleState)
+    return tensors_to_message(Message.pack({"model": state["untrained"]}).tensors | state.peer(peer))

@@ -17,18 +17,11 @@ from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches
-from fl_lightning.algorithms.decentralized.peers import (
-    bundle,
-    message_to_tensors,
-    section,
-    tensors_to_message,
-    unbundle,
-)
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.weights import to_cpu, trainable_parameters
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state_dicts import State
+from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.core.state_dicts import State, VisibleState
 
 Schedule = Literal["epsilon", "cosine"]
 
@@ -235,8 +228,9 @@ class APPLE(Algorithm):
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: other clients' core models, initial mixing ratios and shared knowledge."""
+        assert isinstance(state, VisibleState)
         others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
-        cores = bundle({j: tensors_to_message(state[section(j)]) for j in others})
+        cores = bundle({j: tensors_to_message(state.peer(j)) for j in others})
         first = {RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}}
         known = super().download(state, client, rng).without("model").plus(first)
         return Message(known.tensors | cores.tensors, cores.numbers)

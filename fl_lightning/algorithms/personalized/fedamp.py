@@ -21,7 +21,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state_dicts import State, flatten, weighted_mean
+from fl_lightning.core.state_dicts import State, VisibleState, flatten, weighted_mean
 
 UPLOADED = "uploaded"
 """The section of the client state with the client's last upload, which the server has too."""
@@ -139,11 +139,12 @@ class FedAMP(Algorithm):
 
     def cloud_model(self, state: State, client: int) -> Tensors:
         """Return a client's mixture `u_i = Σ_j ξ_ij w_j`. If the client has not trained, `w_i` is the initial model."""
-        own = state[f"peer_{client}"] if state["heard"]["ever"][client] else state["model"]
+        assert isinstance(state, VisibleState)
+        own = state.peer(client) if state["heard"]["ever"][client] else state["model"]
         peers = [j for j in state["heard"]["last"].nonzero()[:, 0].tolist() if j != client]
         if not peers:
             return own
-        others = [state[f"peer_{j}"] for j in peers]
+        others = [state.peer(j) for j in peers]
         one, *rest = flatten([own, *others])
         weights = self.weights(one, rest)
         return weighted_mean([own, *others], [max(0.0, 1 - weights.sum().item()), *weights.tolist()])

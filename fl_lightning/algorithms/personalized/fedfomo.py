@@ -16,18 +16,11 @@ from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
-from fl_lightning.algorithms.decentralized.peers import (
-    bundle,
-    message_to_tensors,
-    section,
-    tensors_to_message,
-    unbundle,
-)
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state_dicts import State, flatten, weighted_mean
+from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.core.state_dicts import State, VisibleState, flatten, weighted_mean
 from fl_lightning.evaluation.evaluation import evaluate
 
 UPLOADED = "uploaded"
@@ -163,11 +156,12 @@ class FedFomo(Algorithm):
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: the models chosen for it, and the shared knowledge."""
+        assert isinstance(state, VisibleState)
         affinity = state[AFFINITY]
         others = [j for j in affinity["trained"].nonzero()[:, 0].tolist() if j != client]
         explores = rng.random() < self.epsilon - self.decay * int(affinity["rounds"])
         peers = choose_models(affinity["matrix"][client], others, self.models, explores, rng)
-        models = bundle({j: tensors_to_message(state[section(j)]) for j in peers})
+        models = bundle({j: tensors_to_message(state.peer(j)) for j in peers})
         known = super().download(state, client, rng).without("model")
         return Message(known.tensors | models.tensors, models.numbers)
 
