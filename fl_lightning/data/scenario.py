@@ -103,6 +103,10 @@ class Scenario:
         if (remote := self.dataset.federated(self.objective)) is not None:
             return remote
         data = self.dataset.checked(self.objective)
+        if self.validation_share and data.evaluate is not None:
+            what = f"{type(self.dataset).__name__} has its own evaluation, which needs its own test set"
+            fix = " and set scenario.dataset.evaluate_on to val" if hasattr(self.dataset, "evaluate_on") else ""
+            raise ConfigError(f"scenario.validation_share: {what}. Leave it out{fix}")
         federated = self._split_clients(data, seed)
         if self.held_out_clients is not None:
             clients = len(federated.shards)
