@@ -107,6 +107,10 @@ class Scenario:
             what = f"{type(self.dataset).__name__} has its own evaluation, which needs its own test set"
             fix = " and set scenario.dataset.evaluate_on to val" if hasattr(self.dataset, "evaluate_on") else ""
             raise ConfigError(f"scenario.validation_share: {what}. Leave it out{fix}")
+        if self.partition.needs_whole_dataset and self.dataset.draws_test_set:
+            what = f"it refers to samples by index, but {type(self.dataset).__name__} draws test samples at random"
+            fix = "Name the test samples, such as with test_path or split of a table"
+            raise ConfigError(f"{self.partition.error_prefix}: {what}. {fix}")
         federated = self._split_clients(data, seed)
         if self.held_out_clients is not None:
             clients = len(federated.shards)
