@@ -284,6 +284,7 @@ class CustomDataset(Dataset):
         """Read the data, and split them into training and test tensors, which are views of the same memory."""
         samples = self._samples()
         (y, outputs, classes), client, test = samples.labels, samples.client, samples.test
+        self.draws_test_set = test is None
         if test is None:
             test = hold_out(y, self.test_share, client)
         order = np.argsort(test, kind="stable")  # the training samples first

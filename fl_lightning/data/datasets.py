@@ -83,11 +83,13 @@ class Dataset(ArgumentsMixin, ABC):
         objective: The learning task; inferred from the labels if None.
         has_statistics: Whether `load` computes statistics, such as a mean or a vocabulary, of the `fitted_rows`.
         fitted: The training samples that these statistics are computed from, ascending; by default all.
+        draws_test_set: Whether `load` has drawn the test samples at random, since the data have none.
     """
 
     objective: Objective | None = None
     has_statistics: bool = False
     fitted: np.ndarray | None = None
+    draws_test_set: bool = False
 
     def fitted_rows(self, train: int) -> np.ndarray:
         """Return the indices of the training samples that statistics are computed from; by default 0 to `train - 1`."""

@@ -39,7 +39,8 @@ class Partition(ArgumentsMixin, ABC):
 
     Attributes:
         needs_classes: Whether it splits by class. Labels that are not classes are then refused.
-        needs_whole_dataset: Whether it refers to samples by index. Options that reduce the dataset are then refused.
+        needs_whole_dataset: Whether it refers to samples by index. Options that reduce the dataset are then refused,
+            and datasets that draw test samples at random.
     """
 
     needs_classes: ClassVar[bool] = False

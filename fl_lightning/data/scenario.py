@@ -103,6 +103,14 @@ class Scenario:
         if (remote := self.dataset.federated(self.objective)) is not None:
             return remote
         data = self.dataset.checked(self.objective)
+        if self.validation_share and data.evaluate is not None:
+            what = f"{type(self.dataset).__name__} has its own evaluation, which needs its own test set"
+            fix = " and set scenario.dataset.evaluate_on to val" if hasattr(self.dataset, "evaluate_on") else ""
+            raise ConfigError(f"scenario.validation_share: {what}. Leave it out{fix}")
+        if self.partition.needs_whole_dataset and self.dataset.draws_test_set:
+            what = f"it refers to samples by index, but {type(self.dataset).__name__} draws test samples at random"
+            fix = "Name the test samples, such as with test_path or split of a table"
+            raise ConfigError(f"{self.partition.error_prefix}: {what}. {fix}")
         federated = self._split_clients(data, seed)
         if self.held_out_clients is not None:
             clients = len(federated.shards)
@@ -110,7 +118,7 @@ class Scenario:
             drawn = generator(seed, Stream.HELD_OUT_CLIENTS).choice(clients, count, replace=False)
             held_out = sorted(drawn.tolist())
             if self.dataset.has_statistics:
-                without = self._load_without([federated.shards[client] for client in held_out], data, seed)
+                without = self._load_without(held_out, federated, data, seed)
                 federated = self._split_clients(without, seed)
             federated = hold_out_clients(federated, held_out)
         if self.validation_share:
@@ -142,14 +150,22 @@ class Scenario:
             raise ConfigError(f"scenario.held_out_clients: {n} of {clients} clients leaves none to train. Lower it")
         return clients - held_out
 
-    def _load_without(self, held_out: Sequence[Shard], data: LoadedData, seed: int) -> LoadedData:
+    def _load_without(
+        self, held_out: Sequence[int], federated: FederatedData, data: LoadedData, seed: int
+    ) -> LoadedData:
         """Load the data again, with statistics such as the mean computed without the held-out clients' samples."""
         everything = torch.arange(len(data.y_train))
         rows = self._reduce(replace(data, x_train=everything), seed, self._objective(data)).x_train
         assert isinstance(rows, Tensor)
-        own = torch.cat([part for shard in held_out for part in (shard.train, shard.test)])
+        shards = [federated.shards[client] for client in held_out]
+        own = torch.cat([part for shard in shards for part in (shard.train, shard.test)])
+        left_out = rows[own[own < len(rows)]].numpy()  # others are test samples
+        if isinstance(self.partition, ByClient):  # also the samples that `_reduce` has dropped
+            assert federated.client_ids
+            assert data.client_train is not None
+            left_out = np.flatnonzero(np.isin(data.client_train, [federated.client_ids[client] for client in held_out]))
         dataset = copy.copy(self.dataset)
-        dataset.fitted = np.setdiff1d(everything.numpy(), rows[own[own < len(rows)]].numpy())  # others are test samples
+        dataset.fitted = np.setdiff1d(everything.numpy(), left_out)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown the first time
             return dataset.checked(self.objective)

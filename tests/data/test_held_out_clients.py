@@ -152,6 +152,17 @@ def test_statistics_are_those_of_data_without_the_held_out_clients(tmp_path: Pat
     assert len(data.shard(3).train) == 12
 
 
+@pytest.mark.parametrize("options", [{"train_samples": 30}, {"long_tail": 4.0}])
+def test_statistics_have_no_sample_of_a_held_out_client_of_the_data(tmp_path: Path, options: dict[str, Any]) -> None:
+    rows = frame(tmp_path)
+    rows.to_csv(tmp_path / "all.csv", index=False)
+    table = Table(str(tmp_path / "all.csv"), features=["number"], **COLUMNS)
+    data = Scenario(table, ByClient(), held_out_clients=1, **options).build(0)
+    rest = rows.number[(rows.client != data.client_ids[-1]) & (rows.split == "train")]
+    (column,) = data.data.schema.columns
+    assert (column.mean, column.scale) == pytest.approx((rest.mean(), rest.std(ddof=0)))
+
+
 def test_samples_that_train_samples_leaves_out_still_count_in_statistics(tmp_path: Path) -> None:
     rows = frame(tmp_path)
     rows.to_csv(tmp_path / "all.csv", index=False)

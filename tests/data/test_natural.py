@@ -334,6 +334,19 @@ def test_options_that_reduce_the_dataset_are_refused(key: str, value: float, tmp
     assert refusal(lambda: Scenario(People(OWNERS), split, **{key: value})) == expected
 
 
+def test_a_dataset_that_draws_its_test_samples_is_refused(tmp_path: Path) -> None:
+    split = write(tmp_path / "a.json", [[0, 1], [2, 3]])
+    table = "number,label,part\n" + "".join(f"{i},{'ab'[i % 2]},{'train' if i < 8 else 'test'}\n" for i in range(10))
+    (tmp_path / "t.csv").write_text(table)
+    path, options = str(tmp_path / "t.csv"), {"features": ["number"], "standardize": False}
+    assert refusal(lambda: built(Table(path, "label", **options), split)) == (
+        f"scenario.partition.path: {tmp_path / 'a.json'}: it refers to samples by index, but Table draws test samples "
+        "at random. Name the test samples, such as with test_path or split of a table"
+    )
+    data = built(Table(path, "label", split="part", **options), split, local_test=0)
+    assert [data.data.x_train[part].flatten().tolist() for part in trains(data)] == [[0, 1], [2, 3]]
+
+
 # --- A custom partition of the whole dataset ---
 
 

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 from commands import run
+from layouts import write_cifar
 
 from fl_lightning import open_run
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data import IID, Arrays, Dirichlet, FederatedData, Scenario
+from fl_lightning.data import FC100, IID, Arrays, Dirichlet, FederatedData, FewShot, Scenario
 
 
 @pytest.fixture
@@ -51,6 +52,18 @@ def test_the_share_is_stratified_and_depends_on_the_seed(arrays: Arrays) -> None
 def test_a_share_too_small_for_every_client_is_refused(arrays: Arrays) -> None:
     with pytest.raises(ConfigError, match=r"^scenario.validation_share: 0.01 holds out no sample of any client"):
         Scenario(arrays, IID(), clients=40, validation_share=0.01).build(0)
+
+
+def test_a_dataset_with_a_test_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar(tmp_path, 100, monkeypatch)
+    dataset = FC100(str(tmp_path), few_shot=FewShot(shots=1))
+    with pytest.raises(ConfigError) as error:
+        Scenario(dataset, IID(), clients=2, validation_share=0.2).build(0)
+    assert str(error.value) == (
+        "scenario.validation_share: FC100 has its own evaluation, which needs its own test set. "
+        "Leave it out and set scenario.dataset.evaluate_on to val"
+    )
+    assert Scenario(dataset, IID(), clients=2).build(0).data.evaluate is not None
 
 
 @pytest.mark.parametrize("held_out", [None, 1])
