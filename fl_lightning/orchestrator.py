@@ -315,10 +315,10 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         self.record.begin(config, Labels(name, group, kinds), {} if config or self.is_dry_run else self._description())
 
     def _description(self) -> dict[str, Any]:
-        """Return the arguments of this orchestrator as a config, without `run_dir`, `logger` and `callbacks`."""
+        """Return the arguments of this orchestrator as a config, without `run_dir` and `logger`."""
         arguments = describe(self)["init_args"]
         arguments |= arguments.pop("training")
-        return {key: value for key, value in arguments.items() if key not in ("run_dir", "logger", "callbacks")}
+        return {key: value for key, value in arguments.items() if key not in ("run_dir", "logger")}
 
     def _release(self) -> None:
         self.engine.close()

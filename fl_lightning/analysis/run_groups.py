@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fl_lightning.analysis.run_settings import (
+    compared_values,
     format_setting,
     parent_values,
     sort_key,
@@ -113,7 +114,7 @@ class Grouping(NamedTuple):
 
 def build_group(runs: list[Run], grouping: Grouping) -> Group:
     """Return a group of runs with its statistics. All runs have the same values of the compared settings."""
-    keys, settings = grouping.keys, runs[0].settings
+    keys, settings = grouping.keys, compared_values(runs[0])
     figures = list(filter(None, (best_and_last(run.rounds, grouping.metric, grouping.lower) for run in runs)))
     return Group(
         {key: settings[key] for key in keys if key in settings},
@@ -181,7 +182,7 @@ def column_keys(keys: Sequence[str], across: str) -> list[str]:
 
 def _name(key: str, run: Run, grouping: Grouping) -> str:
     """Return the table cell of a setting: its value and the nested settings that vary, such as `FedSKC tau=0.1`."""
-    settings, texts, varied = run.settings, grouping.texts[run], grouping.varied
+    settings, texts, varied = compared_values(run), grouping.texts[run], grouping.varied
     inner = [
         f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"
         for each in grouping.keys

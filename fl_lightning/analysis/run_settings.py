@@ -9,13 +9,27 @@ from typing import Any
 from fl_lightning.core.config import FREE_KEYS, is_below
 from fl_lightning.runs.reader import Run
 
-UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
+UNCOMPARED = FREE_KEYS - {"callbacks"} | {"seed", "evaluation.target_accuracies"}
 """Settings that are ignored when runs are grouped."""
 
 
 def compared_settings(run: Run) -> dict[str, str]:
     """Return the settings of a run that affect results. They are text, so that NaN is equal to NaN."""
-    return {key: repr(value) for key, value in run.settings.items() if not is_uncompared(key)}
+    return {key: repr(value) for key, value in compared_values(run).items()}
+
+
+def compared_values(run: Run) -> dict[str, Any]:
+    """Return the settings of a run that affect results. Of its callbacks, only those are returned that may stop it."""
+    values = {key: value for key, value in run.settings.items() if not is_uncompared(key)}
+    callbacks = values.pop("callbacks", None)
+    stopping = [each for each in callbacks if _may_stop(each)] if isinstance(callbacks, list) else []
+    return values | ({"callbacks": stopping} if stopping else {})
+
+
+def _may_stop(callback: Any) -> bool:
+    """Return whether a callback in a config may stop a run: it is `EarlyStopping` or a user's own class."""
+    path = str(callback.get("class_path") if isinstance(callback, dict) else callback)
+    return path.endswith(".EarlyStopping") or not path.startswith("fl_lightning.")
 
 
 def is_uncompared(key: str) -> bool:

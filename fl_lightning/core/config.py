@@ -21,7 +21,7 @@ FREE_KEYS = {
     "trainer.accelerator",
     "trainer.devices",
 }
-"""Keys, with all keys below them, that do not change results: where to compute, how fast, and what to log."""
+"""Keys, with all keys below them, that do not change what a round computes: where to compute, how fast, what to log."""
 
 
 def read_config(path: Path, what: str | None = None) -> dict[str, Any]:

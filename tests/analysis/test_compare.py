@@ -17,7 +17,7 @@ import pytest
 from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import changed, write_run
+from run_folders import CONFIG, changed, write_run
 from scipy import stats
 
 from fl_lightning.analysis.comparison import comparable_runs, compare
@@ -170,7 +170,8 @@ def test_default_groups(tmp_path):
         evaluation = {"client_model": "trained", "target_accuracies": [seed]}
         write(tmp_path, "FedAvg", seed, engine="sequential", data_dir="here")
         write(tmp_path, "FedSKC", seed, engine="stacked", data_dir="there", arguments={"tau": 0.08})
-        write(tmp_path, "FedSKC", seed, callbacks=None, arguments={"tau": 0.1}, evaluation=evaluation)
+        callbacks = [*CONFIG["callbacks"], {"class_path": "fl_lightning.callbacks.RowNorms"}]
+        write(tmp_path, "FedSKC", seed, callbacks=callbacks, arguments={"tau": 0.1}, evaluation=evaluation)
         write(tmp_path, "FedDW", seed, arguments={"mu": 1}, lr=0.5)
     comparison = compare_folder(tmp_path)
     assert comparison.keys == ["algorithm", "algorithm.tau", "optimizer.lr"]  # all runs of FedDW have the same mu
@@ -179,6 +180,29 @@ def test_default_groups(tmp_path):
     assert [group.seeds for group in comparison.groups] == [[0, 1]] * 4
     assert comparison.groups[2].values == {"algorithm": "FedSKC", "algorithm.tau": 0.08, "optimizer.lr": 0.1}
     assert comparison.remarks == []
+
+
+def test_callbacks_that_may_stop_a_run_separate_groups(tmp_path):
+    stopper = {"class_path": "fl_lightning.callbacks.EarlyStopping", "init_args": {"patience": 3}}
+    for number, watcher in enumerate(["fl_lightning.callbacks.RowNorms", "fl_lightning.callbacks.Checkpointing"]):
+        for callbacks in (
+            [stopper, {"class_path": watcher}],
+            [{"class_path": watcher}],
+            None,
+            [{"class_path": "m.My"}],
+        ):
+            write(tmp_path, ["FedAvg", "FedDW"][number], seed=0, callbacks=callbacks)
+    with pytest.warns(UserWarning, match="^2 runs, .* the same settings and seed"):
+        comparison = compare_folder(tmp_path)
+    rows = ["", "[EarlyStopping patience=3]", "[My]"]
+    assert group_names(comparison) == [f"{name} {row}" for name in ("FedAvg", "FedDW") for row in rows]
+    assert [bool(group.difference) for group in comparison.groups] == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("callbacks", [5, "EarlyStopping", [None, 5, {}], {"class_path": "EarlyStopping"}])
+def test_callbacks_that_an_edited_config_lists_wrongly_are_no_error(callbacks, tmp_path):
+    write(tmp_path, callbacks=callbacks)
+    assert len(compare_folder(tmp_path).groups) == 1
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,18 @@ def test_another_setting_is_another_folder_unless_it_does_not_change_results():
         return job.folder
 
     assert folder(engine="stacked", data_dir="elsewhere") == folder()
+    assert folder(callbacks=None) == folder(callbacks=[{"class_path": "fl_lightning.callbacks.RowNorms"}])
+    stopper = {"class_path": "fl_lightning.callbacks.EarlyStopping", "init_args": {"patience": 3}}
     assert folder(seed=2).name.split("-") == ["seed_2", folder().name.split("-")[1]]
-    others = [folder(lr=0.2), folder(tau=0.1), folder(rounds=4), folder(algorithm="fl_lightning.algorithms.FedDW")]
-    assert len({folder(), *others}) == 5
+    others = [
+        folder(callbacks=None),
+        folder(callbacks=[stopper]),
+        folder(lr=0.2),
+        folder(tau=0.1),
+        folder(rounds=4),
+        folder(algorithm="fl_lightning.algorithms.FedDW"),
+    ]
+    assert len({folder(), *others}) == 7
 
 
 # --- Refusals ---
@@ -147,6 +156,7 @@ def test_wrong_options_are_refused_without_torch(words, message, here, monkeypat
         ("-m scenario.partition.alpha=1,-1", "alpha=-1: scenario.partition.alpha: -1"),
         ("-m scenario.clients=2,9999", "clients=9999: scenario.clients: 9999 is above"),
         ("-m optimizer.lr=0.1,0.10", "lr=0.1 and lr=0.10 give the same results"),
+        ("-m callbacks=[RowNorms],[]", "callbacks=[RowNorms] and callbacks=[] give the same results"),
         ("-m engine=sequential,stacked", "engine=sequential and engine=stacked give the same results"),
         ("-m algorithm=FedAvg,FedProx --reference MOON", "--reference: no group has MOON. Available: FedAvg, FedProx."),
     ],

@@ -9,6 +9,7 @@ from experiments import ONE_EPOCH, experiment, same_bytes, untimed
 from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
 from rich.console import Console
 
+import fl_lightning
 from fl_lightning.core.errors import ConfigError
 
 
@@ -52,6 +53,12 @@ def test_early_stopping_counts_evaluations_without_improvement(mode, patience, m
         if callback.stops and stopped is None:
             stopped = round
     assert stopped == stops_after
+
+
+def test_of_the_packages_callbacks_only_early_stopping_may_stop_a_run():
+    """`compare` and `--multirun` rely on it: they read configs, and do not import the classes."""
+    kinds = [getattr(fl_lightning.callbacks, name) for name in fl_lightning.callbacks.__all__]
+    assert [kind for kind in kinds if kind.stops is not RoundCallback.stops] == [EarlyStopping]
 
 
 def test_two_callbacks_of_one_class_have_separate_states(tmp_path):

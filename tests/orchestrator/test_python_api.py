@@ -14,6 +14,7 @@ import pytest
 from commands import rows, tiny
 from commands import run as command
 from experiments import experiment
+from fl_lightning.callbacks import EarlyStopping
 
 import fl_lightning
 from fl_lightning import HOMES, open_run
@@ -192,6 +193,14 @@ def test_fit_and_resume_return_the_whole_run(tmp_path):
     run = experiment(tmp_path / "run", rounds=2).fit(resume=True)
     assert run.history.index.tolist() == [1, 2]
     assert run.run_dir == tmp_path / "run"
+
+
+def test_a_run_without_a_config_is_compared_by_its_early_stopping(tmp_path):
+    for patience in (1, 2):
+        watchers = [EarlyStopping(patience=patience)]
+        experiment(tmp_path / str(patience), rounds=1, callbacks=watchers).fit()
+    found = compare(comparable_runs(open_runs(tmp_path)))
+    assert (found.keys, [len(group.runs) for group in found.groups]) == (["callbacks"], [1, 1])
 
 
 def test_a_run_without_a_config_is_described_by_its_objects(tmp_path):
