@@ -17,18 +17,19 @@ def trainable_names(backbone: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in backbone.named_parameters() if parameter.requires_grad)
 
 
-def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collection[str]) -> None:
-    """Freeze all parameters of a backbone except the chosen ones, and set the frozen layers to eval mode.
+def learn_only(module: ClientModule, learns: Callable[[str], bool], among: Collection[str]) -> None:
+    """Freeze all parameters of a module's backbone except the chosen ones, and set the frozen layers to eval mode.
 
     Args:
-        backbone: The network, changed in place.
+        module: The module, changed in place and otherwise in train mode.
         learns: Returns whether the parameter or layer of this name is trained. A layer's name ends with a dot.
         among: Names of the parameters that may be trained. All others are frozen.
     """
-    for name, parameter in backbone.named_parameters():
+    for name, parameter in module.backbone.named_parameters():
         parameter.requires_grad_(name in among and learns(name))
-    for name, layer in backbone.named_modules():
-        layer.training = not name or learns(f"{name}.")
+    module.train()
+    for name, layer in module.backbone.named_modules():
+        layer.training &= not name or learns(f"{name}.")
 
 
 def fine_tune(
@@ -47,7 +48,7 @@ def fine_tune(
     """
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
     among = trainable_names(module.backbone)
-    learn_only(module.backbone, learns, among)
+    learn_only(module, learns, among)
     normed = any(isinstance(layer, _BatchNorm) and layer.training for layer in module.backbone.modules())
     optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)
     with torch.enable_grad():
@@ -55,5 +56,5 @@ def fine_tune(
             for chosen in torch.randperm(len(y)).split(module.batch_size):
                 if len(chosen) > normed:  # BatchNorm cannot train on one sample
                     descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
-    learn_only(module.backbone, lambda name: True, among)
+    learn_only(module, lambda name: True, among)
     module.eval()

@@ -158,6 +158,7 @@ class ClientModule(L.LightningModule):
             `prepare`, `upload` or `remember`. Training steps do not use them.
         logged: Metrics that callbacks logged in the client's fit.
         loss_record: The losses of the current fit's training steps.
+        eval_layers: Names of the backbone's layers that were in eval mode on creation. `train` keeps them in eval mode.
         shared_weights: The weights that are sent, as views of one tensor, if the module belongs to a `ClientSlot`.
         stays: Whether uploaded weights stay on the training device, where the server averages them.
         spent: Whether the module is not used after its upload, so that the upload need not copy tensors.
@@ -186,6 +187,7 @@ class ClientModule(L.LightningModule):
         if len(set(names)) < len(names):
             raise ConfigError(f"loss terms need different names, got {', '.join(names)}: list each of them once")
         self.backbone = backbone if isinstance(backbone, nn.Module) else rebuilt(backbone)
+        self.eval_layers = tuple(name for name, layer in self.backbone.named_modules() if not layer.training)
         self.loss_terms = nn.ModuleList(loss_terms)
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
@@ -214,6 +216,14 @@ class ClientModule(L.LightningModule):
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
+
+    def train(self, mode: bool = True) -> ClientModule:
+        """Set train or eval mode, as in `nn.Module`. The backbone's `eval_layers` stay in eval mode."""
+        super().train(mode)
+        if self.eval_layers:
+            for name, layer in self.backbone.named_modules():
+                layer.training &= name not in self.eval_layers
+        return self
 
     def forward(self, x: Tensor | Inputs) -> Tensor:
         """Return the backbone's outputs `(B, C)` on a batch of inputs, such as logits."""

@@ -143,6 +143,17 @@ def warn_of_unused_optimizer(module: ClientModule) -> None:
         warnings.warn(f"model: {what}. Set optimizer null to use it", stacklevel=2)
 
 
+def warn_of_eval_mode(module: ClientModule) -> None:
+    """Warn if layers with trainable parameters are in eval mode, as Hugging Face's `from_pretrained` returns them."""
+    layers = [(name, module.backbone.get_submodule(name)) for name in module.eval_layers]
+    names = [name for name, layer in layers if any(p.requires_grad for p in layer.parameters())]
+    if names:
+        where = f"layer {names[0]!r} of " if names[0] else ""
+        what = f"{where}{class_name(module.backbone)} is in eval mode, and stays so during training"
+        fix = "Call its train() in your constructor, for dropout and BatchNorm as usual in training."
+        warnings.warn(f"model: {what}. {fix}", stacklevel=2)
+
+
 @contextmanager
 def blame_inputs(x: Tensor | Inputs) -> Iterator[None]:
     """Context that turns an exception of the model into a `ConfigError`, which says if integer inputs are the cause."""

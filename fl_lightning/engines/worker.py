@@ -47,6 +47,7 @@ from fl_lightning.engines.checks import (
     check_trainer,
     warn_of_emulation,
     warn_of_environment,
+    warn_of_eval_mode,
     warn_of_unused_optimizer,
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged_metrics, set_up_callbacks
@@ -192,6 +193,7 @@ class Worker:
         warn_of_emulation(self.device, str(trainer.precision))
         with blame("model"):
             module = self.modules.build().to(self.device)
+        warn_of_eval_mode(module)
         if self.training.class_weights is not None:
             check_class_weights(self.training.class_weights, objective, outputs, module)
         if self.training.batch_sampler == "balanced":

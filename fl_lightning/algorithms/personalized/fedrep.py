@@ -47,7 +47,7 @@ class HeadThenBody(ClientModule):
     def on_train_epoch_start(self) -> None:
         """Freeze the body in the first epochs and the head in the later ones. Held-out clients train only the head."""
         first = self.current_epoch < self.head_epochs or (self.new_client and self.personal != ())
-        learn_only(self.backbone, lambda name: name.startswith(self.personal) == first, self.among)
+        learn_only(self, lambda name: name.startswith(self.personal) == first, self.among)
         super().on_train_epoch_start()
 
 
@@ -92,5 +92,5 @@ class FedRep(FedPer):
         """Train the head for `final_epochs` epochs on the client's data before evaluation."""
         if self.final_epochs:
             assert isinstance(module, HeadThenBody)
-            learn_only(module.backbone, lambda name: True, module.among)  # a fit ends with the head frozen
+            learn_only(module, lambda name: True, module.among)  # a fit ends with the head frozen
             fine_tune(module, batches, self.final_epochs, lambda name: name.startswith(self.personal))
