@@ -52,6 +52,7 @@ def test_batchnorm_and_dropout_stay_in_eval_mode_with_every_engine(method, engin
     assert not torch.equal(trained[1].weight, initial.encoder[1].weight)  # without dropout, it has a gradient
 
 
+@pytest.mark.filterwarnings("ignore:Found 5 module")  # of the loop's own trainer
 def test_a_lightning_module_trains_as_by_lightning_alone_and_a_warning_names_the_layer(tmp_path):
     run = own(EvalDropout, tmp_path)
     message = "model: layer 'body' of EvalDropout is in eval mode, and stays so during training. Call its train()"
