@@ -12,7 +12,7 @@ from fl_lightning.algorithms.server import ClientStates, Server, participants_pe
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
-from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.errors import ConfigError, blame, check_number, check_positive
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Task
@@ -74,7 +74,9 @@ class Experiment:
     def _set_up(self, worker: Worker) -> None:
         """Check the worker and its data, and compute the algorithm's initial state."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
-        self.algorithm.start([len(shard.train) for shard in self.data.shards], worker.frozen)
+        with blame("model"):
+            frozen = worker.frozen
+        self.algorithm.start([len(shard.train) for shard in self.data.shards], frozen)
         worker.check()
         if self.round_lr_scheduler:
             worker.template.require_optimizer("round_lr_scheduler")
