@@ -257,7 +257,7 @@ def test_killed_runs_continue_in_job_processes(here):
     ]
     command = [sys.executable, "-m", "fl_lightning", *words]
     begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (done := list(Path("runs").rglob("summary.json"))) and begun.poll() is None:
+    while not (done := list(Path("runs").glob("multirun/*/*/*/final/summary.json"))) and begun.poll() is None:
         time.sleep(0.02)
     os.kill(begun.pid, signal.SIGKILL)
     begun.wait()
