@@ -59,9 +59,9 @@ def describe_data(run: FederatedRun) -> str:
     labels = f"{outputs:,} classes" if objective.classes else f"{type(objective).__name__} of {outputs:,} outputs"
     dataset, partition = type(run.scenario.dataset).__name__, type(run.scenario.partition).__name__
     ends = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
-    held_out = f"; {len(run.data.held_out):,} more are held out" if run.data.held_out else ""
-    held_out += "; tested on validation samples" if run.scenario.validation_share else ""
-    return f"{dataset}, {labels}; {run.clients:,} clients ({partition}) with {ends} training samples each{held_out}"
+    text = f"{dataset}, {labels}; {run.clients:,} clients ({partition}) with {ends} training samples each"
+    text += f"; {len(run.data.held_out):,} more are held out" if run.data.held_out else ""
+    return text + ("; tested on validation samples" if run.scenario.validation_share else "")
 
 
 def describe_input(run: FederatedRun) -> str:

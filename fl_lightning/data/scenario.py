@@ -111,6 +111,7 @@ class Scenario:
             what = f"it refers to samples by index, but {type(self.dataset).__name__} draws test samples at random"
             fix = "Name the test samples, such as with test_path or split of a table"
             raise ConfigError(f"{self.partition.error_prefix}: {what}. {fix}")
+        self._warn_of_unused_clients()
         federated = self._split_clients(data, seed)
         if self.held_out_clients is not None:
             clients = len(federated.shards)
@@ -215,7 +216,6 @@ class Scenario:
 
     def _split(self, data: LoadedData, labels: np.ndarray, rng: np.random.Generator) -> ClientSplits:
         who = self.partition.error_prefix
-        self._warn_of_unused_clients()
         with naming_class(who):
             splits = self.partition.split_dataset(data, labels, self.clients, rng)
         for client, part in enumerate(splits.train):

@@ -237,6 +237,8 @@ class StackedStep:
         self.constants = {name: torch.stack([one.registered[name].detach() for one in steps]) for name in constant}
         free = [step.free() for step in steps]
         self.free = {path: torch.stack([one[path].detach() for one in free]) for path in free[0]}
+        held = (*self.constants.values(), *self.free.values())
+        self._devices = {value.device for value in held}  # class counts are on the CPU
         self.attributes = [
             (vars(module), name, value, f"{prefix}.{name}")
             for prefix, module in first.modules.items()
@@ -262,10 +264,10 @@ class StackedStep:
         Raises:
             ConfigError: The step replaces a tensor.
         """
-        held = (self.constants, self.free)
-        devices = {value.device for part in held for value in part.values()}  # class counts are on the CPU
-        rows = {device: as_rows(chosen, device) for device in devices}
-        constants, free = ({name: value[rows[value.device]] for name, value in part.items()} for part in held)
+        rows = {device: as_rows(chosen, device) for device in self._devices}
+        constants, free = (
+            {name: value[rows[value.device]] for name, value in part.items()} for part in (self.constants, self.free)
+        )
         weights = {BACKBONE + name: value for name, value in backbone.items()}
         # interception takes time; `verify` detects other draws
         functions = ClientFunctions([self.random_states[i] for i in chosen]) if self.replaces else None

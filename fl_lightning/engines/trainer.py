@@ -33,7 +33,7 @@ CHATTER = "|".join(
         r"`precision=.+` is supported for historical reasons",
         ".*does not have many workers",  # starting them takes 50 ms a fit
         "You defined a `validation_step` but have no `val_dataloader`",  # clients are evaluated outside of a fit
-        r"Found \d+ module\(s\) in eval mode",  # those of the model, of which `check` warns
+        r"Found \d+ module\(s\) in eval mode",  # `warn_of_eval_mode` names them before round 1
         ".*treespec, LeafSpec",  # Lightning still uses it
         "The .grad attribute of a Tensor",  # caused by torch.compile
     ]

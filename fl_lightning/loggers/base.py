@@ -26,7 +26,7 @@ class Labels(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What a logger is told when a run begins or is resumed: folder, config, names and finished rounds of the run.
+    """The argument of `RoundLogger.begin`: the folder, config, names and number of finished rounds of a run.
 
     Attributes:
         run_dir: The run folder.
