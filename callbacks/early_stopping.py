@@ -20,7 +20,7 @@ class EarlyStopping(Monitor):
 
     Args:
         monitor: The metric. By default `global/acc` or, for methods without a global model, `client/acc_mean`; the loss
-            if there is no accuracy. Rounds without the metric do not count.
+            if there is no accuracy. Rounds without the metric or without an evaluation do not count.
         mode: Whether higher (`max`) or lower (`min`) is better; `auto` is the direction of the metric.
         patience: Number of evaluations without improvement after which the run stops.
         min_delta: Smallest change that counts as an improvement, 0 or more.
@@ -53,8 +53,8 @@ class EarlyStopping(Monitor):
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
         """Compare the watched metric of an evaluated round with its best value so far."""
-        watched = self.watched(metrics)
-        if watched is None:
+        due = run.evaluation.is_due(run.round, run.rounds)
+        if not due or (watched := self.watched(metrics)) is None:
             return
         value = watched if self.mode == "max" else -watched
         if self.best is None or value > self.best + self.min_delta:

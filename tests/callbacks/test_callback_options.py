@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -387,12 +388,13 @@ def test_metrics_without_a_known_direction_take_any_mode(tmp_path, monitor, mode
 def test_nan_is_worse_than_any_number(mode, values, best):
     """A run whose first loss is NaN can still improve; one whose loss stays NaN stops."""
     watcher = EarlyStopping("global/loss", mode, patience=2)
+    evaluated = SimpleNamespace(evaluation=Evaluation(), round=1, rounds=9)
     for value in (float("nan"), *values):
-        watcher.on_round_metrics(None, {"global/loss": value, "global/acc": 0.5})
+        watcher.on_round_metrics(evaluated, {"global/loss": value, "global/acc": 0.5})
     assert (watcher.best, watcher.waited) == (best, 0)
     for _ in range(2):
         assert not watcher.stops
-        watcher.on_round_metrics(None, {"global/loss": float("nan"), "global/acc": 0.5})
+        watcher.on_round_metrics(evaluated, {"global/loss": float("nan"), "global/acc": 0.5})
     assert watcher.stops
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 import fl_lightning
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.evaluation.evaluation import Evaluation
 
 
 def test_communication_meter_counts_all_messages_and_is_resumed(tmp_path):
@@ -35,6 +36,18 @@ def test_communication_meter_counts_all_messages_and_is_resumed(tmp_path):
     assert rest.csv.rows[-1]["comm/total_bytes"] == sum(sizes) * 3 / 2
 
 
+EVALUATED = SimpleNamespace(evaluation=Evaluation(), round=1, rounds=9)
+"""Stands for a run in an evaluated round."""
+
+
+def test_early_stopping_leaves_out_rounds_that_are_not_evaluated(tmp_path):
+    watcher = EarlyStopping("client/train_loss", patience=1, min_delta=99)
+    run = experiment(tmp_path, rounds=9, evaluate_every=2, trainer=ONE_EPOCH, callbacks=[watcher])
+    run.fit()
+    assert [round for round, row in enumerate(run.csv.rows, 1) if "global/acc" in row] == [2, 4]
+    assert (run.round, watcher.best) == (4, -run.csv.rows[1]["client/train_loss"])
+
+
 @pytest.mark.parametrize(
     ("mode", "patience", "min_delta", "values", "stops_after"),
     [
@@ -48,8 +61,8 @@ def test_early_stopping_counts_evaluations_without_improvement(mode, patience, m
     callback = EarlyStopping("global/acc", mode, patience, min_delta)
     stopped = None
     for round, value in enumerate(values, start=1):
-        callback.on_round_metrics(None, {"global/acc": value})
-        callback.on_round_metrics(None, {"client/train_loss": 0.0})  # a round without an evaluation does not count
+        callback.on_round_metrics(EVALUATED, {"global/acc": value})
+        callback.on_round_metrics(EVALUATED, {"client/train_loss": 0.0})  # a round without the metric does not count
         if callback.stops and stopped is None:
             stopped = round
     assert stopped == stops_after
