@@ -19,7 +19,7 @@ from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import buffer_names, detached, load_weights, require_parts, to_cpu
-from fl_lightning.core.arguments import ArgumentsMixin
+from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -44,8 +44,8 @@ class Algorithm(ArgumentsMixin, Capable):
             `drop` them (each fit starts with initial ones, and so does the shared model).
 
     Raises:
-        ConfigError: Two loss terms have one name, a part works only in another method, or an option of the method is
-            out of its range.
+        ConfigError: Two loss terms have one name, a part works only in another method, an option of the method is out
+            of its range, or an option of the method's own aggregator is set although `aggregator` replaces it.
 
     Attributes:
         server: Whether there is a server. Otherwise a client's upload stays with the client, and its peers collect it.
@@ -73,6 +73,7 @@ class Algorithm(ArgumentsMixin, Capable):
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
         search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
+        aggregator_options: Names of the method's own options that have no effect if `aggregator` is given.
     """
 
     capabilities: ClassVar = {
@@ -98,6 +99,7 @@ class Algorithm(ArgumentsMixin, Capable):
     samples: Sequence[int] = ()
     search_space: ClassVar[dict[str, dict[str, Any]]] = {}
     fixed: frozenset[str] = frozenset()
+    aggregator_options: tuple[str, ...] = ("weighting",)
 
     def __init__(
         self,
@@ -113,6 +115,7 @@ class Algorithm(ArgumentsMixin, Capable):
             if names.count(name) > 1:
                 raise ConfigError(f"algorithm.loss_terms: {name!r} occurs twice. List each loss term once.")
         self._refuse_parts_of_others()
+        self._refuse_unused_options()
 
     def _refuse_parts_of_others(self) -> None:
         """Raise an error if a loss term or the aggregator works only in another built-in method.
@@ -130,6 +133,16 @@ class Algorithm(ArgumentsMixin, Capable):
                 what = f"{type(part).__name__} works only in {part.only_in}"
                 fix = f"Use --algorithm {part.only_in}, to which you can add loss terms."
                 raise ConfigError(f"algorithm.{key}: {what}. {fix}")
+
+    def _refuse_unused_options(self) -> None:
+        """Raise an error if an option of the method's own aggregator is not its default, but `aggregator` is given."""
+        given, defaults = (describe(each).get("init_args", {}) for each in (self, type(self)))
+        for name in self.aggregator_options if given.get("aggregator") else ():
+            if name in defaults and given[name] != defaults[name]:
+                new, method, default = type(self.aggregator).__name__, type(self).__name__, defaults[name]
+                why = f"{given[name]} has no effect, because {new} replaces the aggregator of {method}"
+                fix = f"Set the options of algorithm.aggregator, or remove it. The default of {name} is {default}."
+                raise ConfigError(f"algorithm.{name}: {why}. {fix}")
 
     @classmethod
     def family(cls) -> str:

@@ -121,9 +121,8 @@ class WeightedSampling(ClientSampler):
             check_length("weights", self.weights, self.clients)
         elif getattr(algorithm.aggregator, "weighting", None) == "samples":
             what = "large clients are drawn more often and also have a larger weight in the mean"
-            warnings.warn(
-                f"client_sampler: {what}. For an unbiased mean, set algorithm.weighting uniform", stacklevel=2
-            )
+            fix = "set algorithm.weighting uniform (with an aggregator: algorithm.aggregator.weighting)"
+            warnings.warn(f"client_sampler: {what}. For an unbiased mean, {fix}", stacklevel=2)
 
     def sample(self, round: int, size: int) -> list[int]:
         """Draw distinct clients by systematic sampling (Madow 1949), with their `inclusion_probabilities`."""

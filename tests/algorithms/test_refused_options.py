@@ -1,19 +1,22 @@
 """Options of the methods that are refused, each with its name in the message."""
 
+import inspect
 import re
 from math import nan
 
 import pytest
-from methods import NAMES
+from methods import CLASSES, NAMES
 from torch import nn
 
 from fl_lightning.algorithms import (
+    FedAvg,
     FedBABU,
     FedRep,
     HistoryContrast,
     HypersphericalUniformity,
     ModelContrast,
     PrototypeAlignment,
+    ServerMomentum,
     SiameseAlignment,
     UnitAlignment,
 )
@@ -87,6 +90,43 @@ def test_an_option_out_of_range_is_refused_by_name(method):
 def test_options_that_contradict_each_other_are_refused_by_name(kind, options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         kind(**options)
+
+
+OF_AGGREGATORS = {
+    "CwFedAvg": {"distribution": "true"},
+    "FedSKC": {"beta": 0.5, "gda_scale": "share", "review": "literal"},
+    "FedSiamDA": {"aggregation": "uniform"},
+    "PFedMe": {"beta": 2.0, "weighting": "samples"},
+    "SCAFFOLD": {"server_lr": 2.0},
+} | {
+    name: {"weighting": next(each for each in ("samples", "uniform") if each != arguments["weighting"].default)}
+    for name, method in CLASSES.items()
+    if name != "PFedMe" and (arguments := inspect.signature(method).parameters).keys() >= {"weighting", "aggregator"}
+}
+"""Options that only a method's own aggregator reads, with a value that is not the default."""
+
+
+@pytest.mark.parametrize("method", OF_AGGREGATORS)
+def test_an_option_of_the_aggregator_is_refused_if_another_aggregator_is_given(method):
+    kind = NAMES[method]
+    for option, value in OF_AGGREGATORS[method].items():
+        kind(**{option: value})
+        default = inspect.signature(kind).parameters[option].default
+        kind(**{option: default}, aggregator=ServerMomentum())
+        with pytest.raises(ConfigError) as refused:
+            kind(**{option: value}, aggregator=ServerMomentum())
+        assert str(refused.value) == (
+            f"algorithm.{option}: {value} has no effect, because ServerMomentum replaces the aggregator of {method}. "
+            f"Set the options of algorithm.aggregator, or remove it. The default of {option} is {default}."
+        )
+
+
+def test_a_subclass_may_set_both_an_option_and_the_aggregator_of_its_base_class():
+    class Own(FedAvg):
+        def __init__(self) -> None:
+            super().__init__("uniform", aggregator=ServerMomentum())
+
+    assert Own().aggregator.weighting == "samples"
 
 
 TERMS_ON_FEATURES = (

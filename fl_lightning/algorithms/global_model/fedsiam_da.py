@@ -231,6 +231,7 @@ class FedSiamDA(Algorithm):
     search_space: ClassVar = {  # Section IV-A: 0.05, 0.1, 0.2, 1
         "mu": {"distribution": "log_uniform_values", "min": 0.05, "max": 1.0},
     }
+    aggregator_options = ("aggregation",)
 
     def __init__(
         self,

@@ -153,6 +153,7 @@ class SCAFFOLD(Algorithm):
     search_space: ClassVar = {  # around the 1 of Karimireddy et al.
         "server_lr": {"distribution": "log_uniform_values", "min": 0.3, "max": 3.0},
     }
+    aggregator_options = ("server_lr",)
 
     def __init__(
         self,

@@ -319,6 +319,7 @@ class CwFedAvg(Algorithm):
         "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 50.0},
     }
     trains_new_clients = True
+    aggregator_options = ("distribution",)
 
     def __init__(
         self,

@@ -105,6 +105,7 @@ class PFedMe(Algorithm):
         "beta": {"values": [1.0, 2.0]},
     }
     trains_new_clients = True
+    aggregator_options = ("beta", "weighting")
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ class FedSKC(Algorithm):
         "tau": {"distribution": "log_uniform_values", "min": 0.03, "max": 0.5},
         "similar_clients": {"values": [0, 1, 2, 3]},
     }
+    aggregator_options = ("beta", "gda_scale", "review")
 
     def __init__(
         self,
