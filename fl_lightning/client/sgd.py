@@ -23,9 +23,6 @@ def check_equal_steps(module: ClientModule, method: str) -> None:
     trainer = module.trainer
     wrong = {
         f"lr_scheduler: {method} needs one learning rate per fit. Use round_lr_scheduler.": module.scheduler_factory,
-        f"trainer.accumulate_grad_batches: {method} needs one step per batch. Use a larger batch_size.": (
-            trainer.accumulate_grad_batches > 1
-        ),
         f"trainer.precision: 16-mixed skips steps that {method} counts. Use bf16-mixed.": (
             trainer.precision == "16-mixed"
         ),
@@ -33,6 +30,23 @@ def check_equal_steps(module: ClientModule, method: str) -> None:
     for message, is_wrong in wrong.items():
         if is_wrong:
             raise ConfigError(message)
+    check_step_per_batch(module, method)
+
+
+def check_step_per_batch(module: ClientModule, method: str) -> None:
+    """Check that a fit takes one optimizer step per batch.
+
+    Args:
+        module: The client's module.
+        method: The method's name, for error messages.
+
+    Raises:
+        ConfigError: Gradients are accumulated over several batches.
+    """
+    if module.trainer.accumulate_grad_batches > 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches: {method} needs one step per batch. Use a larger batch_size."
+        )
 
 
 def plain_sgd_rate(module: ClientModule, method: str) -> float:
