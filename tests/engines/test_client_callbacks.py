@@ -12,7 +12,7 @@ from fl_lightning.callbacks import RowNorms
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, WeightAveraging
 
-from fl_lightning.algorithms import SCAFFOLD, FedAvg, FedCM, FedNova, FedProx
+from fl_lightning.algorithms import SCAFFOLD, FedAvg, FedCM, FedDC, FedNova, FedProx, MoFedSAM
 from fl_lightning.cli.catalogue import names
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError
@@ -251,7 +251,7 @@ def test_averaged_weights_are_what_is_uploaded(tmp_path):
             torch.testing.assert_close(value, (ends[0][name] + ends[1][name]) / 2, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", [SCAFFOLD, FedNova, FedCM])
+@pytest.mark.parametrize("method", [SCAFFOLD, FedNova, FedCM, FedDC, MoFedSAM])
 def test_averaged_weights_are_refused_by_methods_that_compute_gradients_from_them(tmp_path, method):
     optimizer = partial(torch.optim.SGD, lr=0.1)
     run = experiment(tmp_path / "run", method(), optimizer=optimizer, client_callbacks=[MeanOfTwo()])
