@@ -111,12 +111,22 @@ class Algorithm(ArgumentsMixin, Capable):
         self.loss_terms: Sequence[LossTerm] = list(loss_terms or [])
         self.aggregator: Aggregator = aggregator or WeightedMean()
         self.buffers: Buffers = buffers
-        names = [term.name for term in self.loss_terms]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"algorithm.loss_terms: {name!r} occurs twice. List each loss term once.")
+        self._refuse_equal_terms()
         self._refuse_parts_of_others()
         self._refuse_unused_options()
+
+    def _refuse_equal_terms(self) -> None:
+        """Raise an error if two loss terms have one name. The message says if one of them is the method's own."""
+        names = [term.name for term in self.loss_terms]
+        options = describe(self).get("init_args", {})
+        added = names[len(names) - len(options.get("loss_terms") or []) :]
+        for term in self.loss_terms:
+            if added.count(term.name) > 1:
+                raise ConfigError(f"algorithm.loss_terms: {term.name!r} occurs twice. List each loss term once.")
+            if names.count(term.name) > 1:
+                own = [f"algorithm.{name}" for name in describe(term).get("init_args", {}) if name in options]
+                fix = f"Set {', '.join(own)} instead" if own else "Leave it out"
+                raise ConfigError(f"algorithm.loss_terms: {type(self).__name__} has {term.name!r} already. {fix}.")
 
     def _refuse_parts_of_others(self) -> None:
         """Raise an error if a loss term or the aggregator works only in another built-in method.
@@ -137,11 +147,9 @@ class Algorithm(ArgumentsMixin, Capable):
         given, defaults = (describe(each).get("init_args", {}) for each in (self, type(self)))
         for name in self.aggregator_options if given.get("aggregator") else ():
             if name in defaults and given[name] != defaults[name]:
-                own, method = type(self.aggregator).__name__, type(self).__name__
-                why = f"{given[name]} has no effect, because {own} replaces the aggregator of {method}"
-                fix = (
-                    f"Set the options of algorithm.aggregator, or remove it. The default of {name} is {defaults[name]}."
-                )
+                new, method, default = type(self.aggregator).__name__, type(self).__name__, defaults[name]
+                why = f"{given[name]} has no effect, because {new} replaces the aggregator of {method}"
+                fix = f"Set the options of algorithm.aggregator, or remove it. The default of {name} is {default}."
                 raise ConfigError(f"algorithm.{name}: {why}. {fix}")
 
     @classmethod

@@ -275,6 +275,8 @@ class ClientModule(L.LightningModule):
     def check_fit(self) -> None:
         """Check that the method works with the fit's `Trainer` options. Called before round 1 and before each fit.
 
+        Before round 1, `trainer.num_training_batches` is the number of steps per epoch of the client with most samples.
+
         Raises:
             ConfigError: The method does not work with an option. The message names it.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
@@ -12,6 +13,8 @@ from fl_lightning.core.errors import ConfigError
 
 def check_equal_steps(module: ClientModule, method: str) -> None:
     """Check that all steps of a fit are alike: one optimizer step per batch, at one learning rate.
+
+    The fit must also end with the weights of its last step.
 
     Args:
         module: The client's module.
@@ -23,9 +26,6 @@ def check_equal_steps(module: ClientModule, method: str) -> None:
     trainer = module.trainer
     wrong = {
         f"lr_scheduler: {method} needs one learning rate per fit. Use round_lr_scheduler.": module.scheduler_factory,
-        f"trainer.accumulate_grad_batches: {method} needs one step per batch. Use a larger batch_size.": (
-            trainer.accumulate_grad_batches > 1
-        ),
         f"trainer.precision: 16-mixed skips steps that {method} counts. Use bf16-mixed.": (
             trainer.precision == "16-mixed"
         ),
@@ -33,6 +33,27 @@ def check_equal_steps(module: ClientModule, method: str) -> None:
     for message, is_wrong in wrong.items():
         if is_wrong:
             raise ConfigError(message)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging):
+            what = f"{type(callback).__name__} averages weights, but {method} computes gradients from their changes"
+            raise ConfigError(f"client_callbacks: {what}. Remove it.")
+    check_step_per_batch(module, method)
+
+
+def check_step_per_batch(module: ClientModule, method: str) -> None:
+    """Check that a fit takes one optimizer step per batch.
+
+    Args:
+        module: The client's module.
+        method: The method's name, for error messages.
+
+    Raises:
+        ConfigError: Gradients are accumulated over several batches.
+    """
+    if module.trainer.accumulate_grad_batches > 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches: {method} needs one step per batch. Use a larger batch_size."
+        )
 
 
 def plain_sgd_rate(module: ClientModule, method: str) -> float:

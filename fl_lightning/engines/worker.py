@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -200,7 +200,8 @@ class Worker:
             check_batch_sampler(self.data)
         scorer = self.scorer
         set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
-        fewest = max(1, math.ceil(int(self.data.concatenate()[1].min()) / self.training.batch_size))
+        sizes = self.data.concatenate()[1]
+        fewest, most = (max(1, math.ceil(int(n) / self.training.batch_size)) for n in (sizes.min(), sizes.max()))
         check_share(trainer, fewest)
         if module.trains_itself:
             warn_of_unused_optimizer(module)
@@ -215,7 +216,7 @@ class Worker:
                 module.configure_optimizers()
         with blame("algorithm"):
             module.class_counts = torch.ones(objective.stratum_count(outputs))
-            module.trainer = trainer
+            module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, LocalWork.under(trainer, most)))
             for term in module.terms():
                 term.begin(module)
             module.check_fit()

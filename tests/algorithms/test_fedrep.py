@@ -1,6 +1,7 @@
 """FedRep: two phases of a fit, each for one part of the model (baselines: B2)."""
 
 import copy
+import math
 from functools import partial
 from itertools import pairwise
 from typing import ClassVar
@@ -12,7 +13,8 @@ from loops import assert_equals_loop, rounds_by_hand
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedRep
+from fl_lightning.algorithms import FedPAC, FedRep
+from fl_lightning.cli.main import main
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, seed_everything
@@ -216,6 +218,29 @@ def test_a_fit_without_an_epoch_for_the_body_is_refused(tmp_path, head_epochs):
     with pytest.raises(ConfigError, match=rf"^algorithm.head_epochs: {head_epochs} of 2 epochs leave none"):
         experiment(tmp_path / "run", FedRep(head_epochs=head_epochs)).fit()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", [FedRep, FedPAC])
+def test_steps_that_leave_none_for_the_body_of_the_largest_client_are_refused(tmp_path, method):
+    def run(steps, **options):
+        trainer = {"accelerator": "cpu", "max_steps": steps, "max_epochs": -1}
+        return experiment(tmp_path / "run", method(**options), trainer=trainer, rounds=1)
+
+    (first := run(1, head_epochs=0)).load()
+    per_epoch = math.ceil(max(len(shard.train) for shard in first.data.shards) / 32)
+    with pytest.raises(ConfigError) as refused:
+        run(2 * per_epoch, head_epochs=2).fit()
+    assert str(refused.value) == (
+        f"algorithm.head_epochs: the head takes {2 * per_epoch} steps of the client with most samples, and "
+        f"trainer.max_steps {2 * per_epoch} leaves none for the body. Increase it, or use trainer.max_epochs."
+    )
+    assert not (tmp_path / "run").exists()
+    run(2 * per_epoch + 1, head_epochs=2).fit()
+
+
+def test_a_dry_run_need_not_reach_the_body(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit", "--config", "digits_fedrep.yaml", "--fast", "--logger", "null"]) == 0
 
 
 def test_parameters_that_the_model_freezes_are_not_trained(tmp_path):

@@ -9,13 +9,20 @@ from methods import CLASSES, NAMES
 from torch import nn
 
 from fl_lightning.algorithms import (
+    SCAFFOLD,
+    ControlVariates,
     FedAvg,
     FedBABU,
+    FedNova,
+    FedProx,
     FedRep,
+    FedSiamDA,
     HistoryContrast,
     HypersphericalUniformity,
     ModelContrast,
+    NotTrueDistillation,
     PrototypeAlignment,
+    Proximal,
     ServerMomentum,
     SiameseAlignment,
     UnitAlignment,
@@ -90,6 +97,26 @@ def test_an_option_out_of_range_is_refused_by_name(method):
 def test_options_that_contradict_each_other_are_refused_by_name(kind, options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         kind(**options)
+
+
+HAS = "algorithm.loss_terms: {} has {!r} already. Set algorithm.mu instead."
+
+
+@pytest.mark.parametrize(
+    ("kind", "terms", "message"),
+    [
+        (FedNova, [Proximal(0.1)], HAS.format("FedNova", "proximal")),
+        (FedProx, [NotTrueDistillation(), Proximal(0.1)], HAS.format("FedProx", "proximal")),
+        (FedSiamDA, [HistoryContrast(0.1)], HAS.format("FedSiamDA", "history")),
+        (SCAFFOLD, [ControlVariates()], "algorithm.loss_terms: SCAFFOLD has 'control' already. Leave it out."),
+        (FedAvg, [Proximal(0.1)] * 2, "algorithm.loss_terms: 'proximal' occurs twice. List each loss term once."),
+        (FedNova, [Proximal(0.1)] * 2, "algorithm.loss_terms: 'proximal' occurs twice. List each loss term once."),
+    ],
+)
+def test_a_loss_term_that_occurs_twice_is_refused(kind, terms, message):
+    with pytest.raises(ConfigError) as refused:
+        kind(loss_terms=terms)
+    assert str(refused.value) == message
 
 
 OF_AGGREGATORS = {

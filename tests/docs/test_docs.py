@@ -38,7 +38,7 @@ def test_a_documented_command_runs(command, tmp_path, monkeypatch, capsys):
     words = shlex.split(command)[1:]
     reads_only = {"--help", "--print_config", "--algorithm.help"} & set(words)
     if words[0] == "fit" and not reads_only:
-        words += ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
+        words += ["--rounds", "1", "--trainer.max_steps", "1", "--trainer.limit_train_batches", "1", "--logger", "null"]
     if words[0] == "sweep":
         words += ["--count", "1", "--set", "rounds=1", "--set", "trainer.max_steps=1", "--set", "logger=null"]
     if "parts/test" in words:  # which the command before it writes

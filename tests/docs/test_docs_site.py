@@ -29,7 +29,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 FENCE = re.compile(r"^ *```(\w*)(?: title=\"(.+?)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-REDUCED = ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
+REDUCED = ["--rounds", "1", "--trainer.max_steps", "1", "--trainer.limit_train_batches", "1", "--logger", "null"]
 
 
 def anchors(page):

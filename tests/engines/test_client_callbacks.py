@@ -1,6 +1,7 @@
 """Lightning's callbacks in clients' fits: a copy for each, what they log among the metrics, no use refused by name."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fl_lightning.callbacks import RowNorms
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, WeightAveraging
 
-from fl_lightning.algorithms import FedAvg, FedProx
+from fl_lightning.algorithms import SCAFFOLD, FedAvg, FedCM, FedDC, FedNova, FedProx, MoFedSAM
 from fl_lightning.cli.catalogue import names
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError
@@ -248,6 +249,17 @@ def test_averaged_weights_are_what_is_uploaded(tmp_path):
     for name, value in averaged.state["model"].items():
         if "running" not in name and "num_batches" not in name:
             torch.testing.assert_close(value, (ends[0][name] + ends[1][name]) / 2, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", [SCAFFOLD, FedNova, FedCM, FedDC, MoFedSAM])
+def test_averaged_weights_are_refused_by_methods_that_compute_gradients_from_them(tmp_path, method):
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    run = experiment(tmp_path / "run", method(), optimizer=optimizer, client_callbacks=[MeanOfTwo()])
+    with pytest.raises(ConfigError) as refused:
+        run.fit()
+    what = f"MeanOfTwo averages weights, but {method.__name__} computes gradients from their changes"
+    assert str(refused.value) == f"client_callbacks: {what}. Remove it."
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_fit_that_takes_no_step_is_the_clients_failure(tmp_path):

@@ -32,6 +32,7 @@ SMALL = [
     "--batch_size=4",
     "--scenario.clients=2",
     "--trainer.max_steps=1",
+    "--trainer.limit_train_batches=1",
     "--trainer.accelerator=cpu",
     "--trainer.precision=32-true",
     "--logger=null",

@@ -37,9 +37,13 @@ class ClientMomentum(LossTerm):
 
     Raises:
         ConfigError: α is out of range, or a fit begins that is not plain SGD with one learning rate.
+
+    Attributes:
+        method: Name of the method, for error messages.
     """
 
     only_in = "FedCM"
+    method = "FedCM"
 
     def __init__(self, alpha: float = 0.1) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ class ClientMomentum(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the learning rate, and move `Δ` to the device of the parameters."""
-        self.lr = plain_sgd_rate(module, "FedCM")
+        self.lr = plain_sgd_rate(module, self.method)
         parameters = dict(module.backbone.named_parameters())
         self._direction = {name: value.to(parameters[name]) for name, value in (self._direction or {}).items()}
 
@@ -145,7 +149,9 @@ class FedCM(Algorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        super().__init__([ClientMomentum(alpha), *(loss_terms or [])], DirectionServer(server_lr), buffers)
+        term = ClientMomentum(alpha)
+        term.method = type(self).__name__
+        super().__init__([term, *(loss_terms or [])], DirectionServer(server_lr), buffers)
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: the weights and the descent direction `Δ`."""

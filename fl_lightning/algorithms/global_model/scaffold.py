@@ -66,10 +66,14 @@ class ControlVariates(LossTerm):
 
     Raises:
         ConfigError: A fit begins that is not plain SGD with one learning rate; see `plain_sgd_rate`.
+
+    Attributes:
+        method: Name of the method, for error messages.
     """
 
     name = "control"
     only_in = "SCAFFOLD"
+    method = "SCAFFOLD"
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +93,7 @@ class ControlVariates(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the received weights `x`, and compute the correction `c - c_i`."""
-        self.lr = plain_sgd_rate(module, "SCAFFOLD")
+        self.lr = plain_sgd_rate(module, self.method)
         parameters = trainable_parameters(module.backbone)
         server, self._own = (complete_control(control, parameters) for control in (self._server, self._own))
         self._starts = {name: p.detach().clone() for name, p in parameters.items()}
@@ -163,7 +167,9 @@ class SCAFFOLD(Algorithm):
         buffers: Buffers = "average",
     ) -> None:
         server = aggregator or ServerStep(server_lr, "uniform")
-        super().__init__([ControlVariates(), *(loss_terms or [])], server, buffers)
+        term = ControlVariates()
+        term.method = type(self).__name__
+        super().__init__([term, *(loss_terms or [])], server, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and the server's control variate `c`, all zeros."""

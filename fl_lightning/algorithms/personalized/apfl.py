@@ -16,6 +16,7 @@ from torch.func import functional_call
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.sgd import check_step_per_batch
 from fl_lightning.client.weights import kept_model, load_weights, to_cpu, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors
@@ -45,6 +46,10 @@ class MixedModels(ClientModule):
         self.own, self.adaptive = copy.deepcopy(self.backbone), adaptive
         self.register_buffer("alpha", torch.tensor(alpha, dtype=torch.float64), persistent=False)
         self.alpha: Tensor
+
+    def check_fit(self) -> None:
+        """Raise an error if gradients are accumulated, because the own model takes a step on each batch."""
+        check_step_per_batch(self, "APFL")
 
     def on_fit_start(self) -> None:
         """Build the optimizer of the client's own model."""

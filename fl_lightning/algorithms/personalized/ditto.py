@@ -16,6 +16,7 @@ from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import descend
+from fl_lightning.client.sgd import check_step_per_batch
 from fl_lightning.client.weights import kept_model, load_weights
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message
@@ -41,6 +42,10 @@ class TwoModels(ClientModule):
     def __init__(self, *parts: Any, lam: float) -> None:
         super().__init__(*parts)
         self.lam, self.own = lam, copy.deepcopy(self.backbone)
+
+    def check_fit(self) -> None:
+        """Raise an error if gradients are accumulated, because the personalised model takes a step on each batch."""
+        check_step_per_batch(self, "Ditto")
 
     def on_fit_start(self) -> None:
         """Keep the received weights, and build the optimizer of the personalised model."""

@@ -203,7 +203,7 @@ class FedPAC(Algorithm):
 
     Args:
         lam: λ, the weight of the alignment, 0 or more. The distance is averaged over samples and features.
-        head_epochs: Number of epochs that train the head, 0 or more. The rest of `trainer.max_epochs` trains the body.
+        head_epochs: Number of epochs that train the head, 0 or more. The rest of the fit trains the body.
         weighting: Weight bodies by the clients' number of `samples`, or equally (`uniform`).
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
@@ -36,8 +37,18 @@ class HeadThenBody(ClientModule):
         self.among = trainable_names(self.backbone)
 
     def check_fit(self) -> None:
-        """Raise an error if `head_epochs` leaves no epoch of the fit to train the body."""
+        """Raise an error if `head_epochs` leaves no epoch or no step of the fit to train the body.
+
+        With a number of batches as `limit_train_batches`, as in a dry run, steps are not checked.
+        """
         last = self.trainer.max_epochs if self.head_epochs else None
+        limit, head_steps = self.trainer.max_steps, self.head_epochs * self.trainer.num_training_batches
+        unchecked = self.new_client or isinstance(self.trainer.limit_train_batches, int)
+        if 0 < limit <= head_steps < inf and not unchecked:  # inf: not known when a Trainer.fit starts
+            raise ConfigError(
+                f"algorithm.head_epochs: the head takes {head_steps} steps of the client with most samples, and "
+                f"trainer.max_steps {limit} leaves none for the body. Increase it, or use trainer.max_epochs."
+            )
         if last is not None and 0 <= last <= self.head_epochs:
             raise ConfigError(
                 f"algorithm.head_epochs: {self.head_epochs} of {self.trainer.max_epochs} epochs leave none for the "
@@ -60,7 +71,7 @@ class FedRep(FedPer):
 
     Args:
         personal: Parts of the model that stay on their client and form the head.
-        head_epochs: Number of epochs that train the head, 0 or more. The rest of `trainer.max_epochs` trains the body.
+        head_epochs: Number of epochs that train the head, 0 or more. The rest of the fit trains the body.
         final_epochs: Number of epochs that a client trains its head, on a fixed body, before its model is evaluated or
             returned. The result is not kept. The authors do so once, after the last round.
 
