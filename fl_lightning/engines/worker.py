@@ -273,6 +273,10 @@ class Worker:
             trainer.fit(module, datamodule=ClientDataModule(batches, self.client_data.ready_to_train))
         if self.client_callbacks and not module.train_losses():
             raise ConfigError("the fit was over before its first step, ended by one of client_callbacks")
+        for name, parameter in module.backbone.named_parameters():
+            if parameter.requires_grad and name in self.frozen:
+                what = f"{name!r} is frozen when the model is built, so it is not sent, but unfrozen in the fit"
+                raise ConfigError(f"model: {what}. Build it trainable, and freeze it in on_fit_start.")
         module.logged = logged_metrics(trainer, module.train_losses())
         return trainer.optimizers[0]
 
