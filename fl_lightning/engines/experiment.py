@@ -132,7 +132,9 @@ class Experiment:
         if not 0 <= client < self.clients:
             raise ConfigError(f"client: client {client} not found. Clients are 0 to {self.clients - 1}.")
         download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
-        return self.worker.modules.personalize(Task(self.round, client, download, self.memory.get(client, {}))).train()
+        scale = self.server.lr_scales.of(self.round)
+        task = Task(self.round, client, download, self.memory.get(client, {}), scale)
+        return self.worker.modules.personalize(task).train()
 
     def test(self) -> Row:
         """Evaluate the global model, and each client's `client_module` on its own test split."""
