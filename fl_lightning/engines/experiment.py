@@ -75,7 +75,7 @@ class Experiment:
         """Check the worker and its data, and compute the algorithm's initial state."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
         self.algorithm.fixed = worker.frozen
-        worker.check()
+        worker.check(scaled=self.round_lr_scheduler is not None)
         if self.round_lr_scheduler:
             worker.template.require_optimizer("round_lr_scheduler")
         self.engine.check(worker)

@@ -174,8 +174,11 @@ class Worker:
         """Whether clients' optimizer states are kept between rounds."""
         return (self.training.optimizer_state or self.algorithm.optimizer_state) == "kept"
 
-    def check(self) -> None:
+    def check(self, scaled: bool = False) -> None:
         """Check the options, the model, the optimizer and the metrics before the first round.
+
+        Args:
+            scaled: Whether `round_lr_scheduler` scales the clients' learning rates.
 
         Raises:
             ConfigError: The trainer's options, the model or the optimizer do not fit.
@@ -209,7 +212,7 @@ class Worker:
             spare = self.modules.build().to(self.device)
             if not spare.has_own_optimizer:
                 check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        check_schedule(module, LocalWork.under(trainer, fewest).epochs)
+        check_schedule(spare, LocalWork.under(trainer, fewest).epochs, scaled)
         with blame("lr_scheduler"):
             if not module.has_own_optimizer:
                 module.configure_optimizers()
