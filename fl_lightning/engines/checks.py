@@ -87,6 +87,14 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
         )
 
 
+def warn_of_cut_steps(trainer: L.Trainer, steps: int) -> None:
+    """Warn if `max_epochs` ends the fit of the smallest client, which takes `steps` steps, before `max_steps`."""
+    if steps < trainer.max_steps:
+        what = f"trainer.max_epochs {trainer.max_epochs} ends the smallest client's fit after {steps} steps"
+        fix = "Set trainer.max_epochs -1 for the same number of steps on all clients."
+        warnings.warn(f"trainer.max_steps: {trainer.max_steps}, but {what}. {fix}", stacklevel=2)
+
+
 def check_class_weights(weights: ClassWeights, objective: Objective, outputs: int, module: ClientModule) -> None:
     """Raise an error if the training loss cannot have class weights, or if the number of weights is wrong."""
     if module.trains_itself:

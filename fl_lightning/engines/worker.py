@@ -45,6 +45,7 @@ from fl_lightning.engines.checks import (
     check_schedule,
     check_share,
     check_trainer,
+    warn_of_cut_steps,
     warn_of_emulation,
     warn_of_environment,
     warn_of_eval_mode,
@@ -205,14 +206,16 @@ class Worker:
         set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
         fewest = max(1, math.ceil(int(self.data.concatenate()[1].min()) / self.training.batch_size))
         check_share(trainer, fewest)
+        work = LocalWork.under(trainer, fewest)
+        warn_of_cut_steps(trainer, work.steps)
         if module.trains_itself:
             warn_of_unused_optimizer(module)
-            self._check_lightning_model(ClientTrainerView(trainer, trainer, LocalWork.under(trainer, fewest)))
+            self._check_lightning_model(ClientTrainerView(trainer, trainer, work))
         with blame("optimizer"):
             spare = self.modules.build().to(self.device)
             if not spare.has_own_optimizer:
                 check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        check_schedule(spare, LocalWork.under(trainer, fewest).epochs, scaled)
+        check_schedule(spare, work.epochs, scaled)
         with blame("lr_scheduler"):
             if not module.has_own_optimizer:
                 module.configure_optimizers()

@@ -110,6 +110,7 @@ def test_options_of_methods_that_change_a_step(tmp_path, name):
 
 
 @pytest.mark.fast_cases(2)
+@pytest.mark.filterwarnings("ignore:trainer.max_steps")
 @pytest.mark.parametrize("name", LOCAL_WORK)
 def test_local_work_and_clipping(tmp_path, name):
     run = compare(
@@ -180,6 +181,7 @@ class Epochs(LossTerm):
         return step.logits.square().mean() * here * 1e-2
 
 
+@pytest.mark.filterwarnings("ignore:trainer.max_steps")
 @pytest.mark.parametrize("work", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 8}, {"max_steps": 8}])
 @pytest.mark.fast_cases(1)
 def test_a_module_sees_its_own_progress(tmp_path, work):
