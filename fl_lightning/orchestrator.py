@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -308,7 +309,9 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         self.logger.mute()
         self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
         self.evaluation = dry_run.reduce_evaluation(self.evaluation)
-        self._set_up(dry_run.reduce_worker(self.worker))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the complete experiment have been shown
+            self._set_up(dry_run.reduce_worker(self.worker))
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]

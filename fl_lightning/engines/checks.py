@@ -87,6 +87,14 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
         )
 
 
+def warn_of_cut_steps(trainer: L.Trainer, steps: int) -> None:
+    """Warn if `max_epochs` ends the fit of the smallest client, which takes `steps` steps, before `max_steps`."""
+    if steps < trainer.max_steps:
+        what = f"trainer.max_epochs {trainer.max_epochs} ends the smallest client's fit after {steps} steps"
+        fix = "Set trainer.max_epochs -1 for the same number of steps on all clients."
+        warnings.warn(f"trainer.max_steps: {trainer.max_steps}, but {what}. {fix}", stacklevel=2)
+
+
 def check_class_weights(weights: ClassWeights, objective: Objective, outputs: int, module: ClientModule) -> None:
     """Raise an error if the training loss cannot have class weights, or if the number of weights is wrong."""
     if module.trains_itself:
@@ -213,10 +221,22 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
         optimizer_tensors(optimizer)
 
 
-def check_schedule(module: ClientModule, epochs: int) -> None:
-    """Raise an error if a learning-rate schedule ends before a fit's last epoch, or yields invalid learning rates."""
-    if module.scheduler_factory:
+def check_schedule(module: ClientModule, epochs: int, scaled: bool) -> None:
+    """Raise an error if a learning-rate schedule ends before a fit's last epoch, or yields invalid learning rates.
+
+    Args:
+        module: A client module, which is not used afterwards.
+        epochs: Number of epochs in a fit.
+        scaled: Whether `round_lr_scheduler` scales the learning rates. If so, those of the schedule must be relative.
+    """
+    if not module.scheduler_factory:
+        return
+    rates: list[list[float]] = []
+    for module.lr_scale in (1.0, 0.5) if scaled else (1.0,):
         optimizer = module.optimizer_for(module.backbone.parameters())
-        rates = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
-        for _ in islice(rates, min(epochs + 1, LOOK_AHEAD)):  # one more for the step after the last epoch
-            pass
+        schedule = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
+        rates.append([*islice(schedule, min(epochs + 1, LOOK_AHEAD))])  # one more for the step after the last epoch
+    if scaled and any(abs(rate - 2 * half) > max(rates[0]) / 100 for rate, half in zip(*rates, strict=True)):
+        name = type(module.scheduler_factory(optimizer)).__name__
+        what = f"{name} sets learning rates that round_lr_scheduler does not scale"
+        raise ConfigError(f"lr_scheduler: {what}. Leave one of them out.")

@@ -137,7 +137,7 @@ class Evaluator:
 
     def _tasks(self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any) -> Iterator[Task]:
         """Yield one task for each client, without training. Other fields of `Task` are given as `wanted`."""
-        options = {"fit": False, "upload": False, **wanted}
+        options = {"lr_scale": self.server.lr_scales.of(round), "fit": False, "upload": False, **wanted}
         for client, download in zip(clients, downloads, strict=False):
             yield Task(round, client, download, self.server.memory.get(client, {}), **options)
 
@@ -146,7 +146,7 @@ class Evaluator:
         worker, algorithm = self.worker, self.server.algorithm
         module = worker.modules.build_shared(self.server.state["model"])
         if algorithm.calibrates:
-            module.batch_size = worker.training.batch_size
+            module.batch_size, module.lr_scale = worker.training.batch_size, self.server.lr_scales.of(round)
             seed_everything(self.server.seed, Stream.CALIBRATION, round)
             data, classes = worker.client_data, worker.data.data.num_classes
             every = (data.training_batches(client) for client in range(self.server.clients))

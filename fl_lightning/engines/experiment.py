@@ -77,7 +77,7 @@ class Experiment:
         with blame("model"):
             frozen = worker.frozen
         self.algorithm.start([len(shard.train) for shard in self.data.shards], frozen)
-        worker.check()
+        worker.check(scaled=self.round_lr_scheduler is not None)
         if self.round_lr_scheduler:
             worker.template.require_optimizer("round_lr_scheduler")
         self.engine.check(worker)
@@ -133,7 +133,9 @@ class Experiment:
         if not 0 <= client < self.clients:
             raise ConfigError(f"client: client {client} not found. Clients are 0 to {self.clients - 1}.")
         download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
-        return self.worker.modules.personalize(Task(self.round, client, download, self.memory.get(client, {}))).train()
+        scale = self.server.lr_scales.of(self.round)
+        task = Task(self.round, client, download, self.memory.get(client, {}), scale)
+        return self.worker.modules.personalize(task).train()
 
     def test(self) -> Row:
         """Evaluate the global model, and each client's `client_module` on its own test split."""

@@ -276,13 +276,17 @@ class StackedStep:
             if functions:
                 functions.place = place
             with self._holding(tensors, free):
-                return self.step(x, y)
+                output: StepOutput = self.step(x, y)
+            if output.features is None:  # vmap returns only tensors
+                output = output._replace(features=output.logits.new_empty(0))
+            return output
 
         with functions or nullcontext():
             stacked, places = torch.vmap(one, randomness="same"), torch.arange(len(chosen), device=x.device)
             output: StepOutput = stacked(weights | constants, free, x, y, places)
         self.replaces = functions is not None and functions.used
-        return output
+        missing = output.features is None or not output.features.numel()
+        return output._replace(features=None) if missing else output
 
     def verify(self) -> None:
         """Check that the steps since `watch` have changed no tensor, attribute or random state that they may only read.

@@ -45,6 +45,7 @@ from fl_lightning.engines.checks import (
     check_schedule,
     check_share,
     check_trainer,
+    warn_of_cut_steps,
     warn_of_emulation,
     warn_of_environment,
     warn_of_eval_mode,
@@ -174,8 +175,11 @@ class Worker:
         """Whether clients' optimizer states are kept between rounds."""
         return (self.training.optimizer_state or self.algorithm.optimizer_state) == "kept"
 
-    def check(self) -> None:
+    def check(self, scaled: bool = False) -> None:
         """Check the options, the model, the optimizer and the metrics before the first round.
+
+        Args:
+            scaled: Whether `round_lr_scheduler` scales the clients' learning rates.
 
         Raises:
             ConfigError: The trainer's options, the model or the optimizer do not fit.
@@ -203,14 +207,16 @@ class Worker:
         sizes = self.data.concatenate()[1]
         fewest, most = (max(1, math.ceil(int(n) / self.training.batch_size)) for n in (sizes.min(), sizes.max()))
         check_share(trainer, fewest)
+        work = LocalWork.under(trainer, fewest)
+        warn_of_cut_steps(trainer, work.steps)
         if module.trains_itself:
             warn_of_unused_optimizer(module)
-            self._check_lightning_model(ClientTrainerView(trainer, trainer, LocalWork.under(trainer, fewest)))
+            self._check_lightning_model(ClientTrainerView(trainer, trainer, work))
         with blame("optimizer"):
             spare = self.modules.build().to(self.device)
             if not spare.has_own_optimizer:
                 check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        check_schedule(module, LocalWork.under(trainer, fewest).epochs)
+        check_schedule(spare, work.epochs, scaled)
         with blame("lr_scheduler"):
             if not module.has_own_optimizer:
                 module.configure_optimizers()
@@ -274,6 +280,10 @@ class Worker:
             trainer.fit(module, datamodule=ClientDataModule(batches, self.client_data.ready_to_train))
         if self.client_callbacks and not module.train_losses():
             raise ConfigError("the fit was over before its first step, ended by one of client_callbacks")
+        for name, parameter in module.backbone.named_parameters():
+            if parameter.requires_grad and name in self.frozen:
+                what = f"{name!r} is frozen when the model is built, so it is not sent, but unfrozen in the fit"
+                raise ConfigError(f"model: {what}. Build it trainable, and freeze it in on_fit_start.")
         module.logged = logged_metrics(trainer, module.train_losses())
         return trainer.optimizers[0]
 

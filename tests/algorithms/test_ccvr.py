@@ -1,6 +1,7 @@
 """CCVR: merged class moments, virtual features, and runs with a calibrated head (Luo et al., NeurIPS 2021)."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -130,3 +131,10 @@ def test_a_model_without_an_encoder_is_refused_before_round_1(tmp_path):
     with pytest.raises(ConfigError, match=r"^model: this method reads features, and Plain does not name its head"):
         experiment(tmp_path / "run", CCVR(), model=Plain).fit()
     assert not (tmp_path / "run").exists()
+
+
+def test_calibration_follows_the_schedule_over_rounds(tmp_path):
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    run = experiment(tmp_path, CCVR(epochs=1), rounds=2, round_lr_scheduler=schedule)
+    run.fit()
+    assert run.evaluator.global_module(2).lr_scale == 0.5

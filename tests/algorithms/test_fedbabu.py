@@ -16,6 +16,7 @@ from loops import assert_equals_loop, cross_entropy_steps, rounds_by_hand
 from torch import nn
 
 from fl_lightning.algorithms import FedBABU
+from fl_lightning.algorithms.personalized import fedbabu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
@@ -120,3 +121,23 @@ def test_an_unknown_part_is_refused_before_round_1(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm.frozen: 'tail' is no part of MLP"):
         run.fit()
     assert not run.round
+
+
+@pytest.mark.parametrize("client_model", ["trained", "received"])
+def test_clients_are_fine_tuned_at_the_learning_rate_of_the_last_round(tmp_path, monkeypatch, client_model):
+    seen = []
+    tune = fedbabu.fine_tune
+    monkeypatch.setattr(fedbabu, "fine_tune", lambda module, *args: seen.append(module.lr_scale) or tune(module, *args))
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.1)
+    options = {"round_lr_scheduler": schedule, "evaluation": Evaluation(client_model=client_model)}
+    run = experiment(tmp_path, FedBABU(tune_epochs=1), rounds=3, **options)
+    run.check()
+    run.client_module(0)
+    assert seen == [1.0]
+    run.fit()
+    assert sorted(set(seen)) == pytest.approx([0.01, 0.1, 1.0])
+    seen.clear()
+    run.client_module(0)
+    run.test()
+    assert len(seen) > 1
+    assert set(seen) == {run.server.lr_scales.of(3)}

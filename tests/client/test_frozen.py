@@ -7,9 +7,11 @@ import pytest
 import torch
 from experiments import ONE_EPOCH, digits, experiment, same_bytes
 from methods import CLASSES, METHODS, SIAMESE
+from test_lightning_model import Classifier, own
 from torch import nn
 
 from fl_lightning.algorithms import Ditto, FedPer, FedRep, Local
+from fl_lightning.core.errors import ClientFailure
 from fl_lightning.engines import ProcessesEngine, StackedEngine
 from fl_lightning.models import Backbone
 
@@ -51,6 +53,38 @@ def test_frozen_parameters_are_neither_sent_nor_counted(tmp_path, engine):
     assert not {name for name in tensors_of(run.state) if name.partition("/")[2] in NAMES}
     for less, more in zip(bytes_of(run), bytes_of(free), strict=True):
         assert [all_ - some for some, all_ in zip(less, more, strict=True)] == [4 * SIZE, 4 * SIZE]  # four clients
+
+
+class Unfreezing(Classifier):
+    """A LightningModule that trains its body from the second epoch on."""
+
+    frozen_in = "__init__"
+
+    def __init__(self):
+        super().__init__()
+        if self.frozen_in == "__init__":
+            self.body.requires_grad_(False)
+
+    def on_fit_start(self):
+        if self.frozen_in == "on_fit_start":
+            self.body.requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.body.requires_grad_(self.current_epoch >= 1)
+
+
+def test_parameters_that_the_fit_unfreezes_are_refused_unless_the_fit_also_freezes_them(tmp_path, monkeypatch):
+    message = (
+        r"client \d, round 1: model: 'body.1.weight' is frozen when the model is built, so it is not sent, but "
+        r"unfrozen in the fit. Build it trainable, and freeze it in on_fit_start.$"
+    )
+    with pytest.raises(ClientFailure, match=message):
+        own(Unfreezing, tmp_path / "refused").fit()
+    monkeypatch.setattr(Unfreezing, "frozen_in", "on_fit_start")
+    run = own(Unfreezing, tmp_path / "trained")
+    run.fit()
+    initial = run.worker.template.backbone.state_dict()
+    assert not torch.equal(run.state["model"]["body.1.weight"], initial["body.1.weight"])
 
 
 @pytest.mark.fast_cases(1)

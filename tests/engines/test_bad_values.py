@@ -112,6 +112,7 @@ def test_a_model_larger_than_the_memory_is_refused(width):
 FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "here"]
 SCHEDULE = [*FIT, "--lr_scheduler"]
 ROUNDS = [*FIT, "--round_lr_scheduler"]
+ABSOLUTE = [*ROUNDS, "ExponentialLR", "--round_lr_scheduler.gamma", "0.9", "--lr_scheduler"]
 MUON = hasattr(torch.optim, "Muon")  # since torch 2.9
 ONE_CYCLE = ["--lr_scheduler.max_lr=1", "--lr_scheduler.total_steps=2"]
 STEPS = [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_epochs", "-1", "--trainer.max_steps"]
@@ -147,6 +148,14 @@ KINDS = [
     kind(
         [*ROUNDS, "OneCycleLR", *(f"--round_{word[2:]}" for word in ONE_CYCLE), "--rounds", "4"],
         "round_lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
+    ),
+    kind(
+        [*ABSOLUTE, "OneCycleLR", "--lr_scheduler.max_lr=1", "--lr_scheduler.total_steps=9"],
+        "lr_scheduler: OneCycleLR sets learning rates that round_lr_scheduler does not scale. Leave one of them out.",
+    ),
+    kind(
+        [*ABSOLUTE, "CosineAnnealingLR", "--lr_scheduler.T_max=2", "--lr_scheduler.eta_min=0.05"],
+        "lr_scheduler: CosineAnnealingLR sets learning rates that round_lr_scheduler does not scale.",
     ),
     kind([*ROUNDS, "ExponentialLR", "--round_lr_scheduler.gamma", ".inf"], "round_lr_scheduler: the learning rate"),
     kind([*FIT, "--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: -1", "is below 0; 0 clips nothing"),
@@ -251,6 +260,12 @@ def test_each_schedule_covers_the_run_or_is_refused_before_round_1(tmp_path, nam
     assert refused == "" or refused.startswith(f"{key}: ")
     assert len(refused) != len(f"{key}: ")
     assert (tmp_path / "run").exists() == (not refused)
+
+
+def test_a_schedule_with_a_small_minimum_can_be_scaled_over_rounds(tmp_path):
+    small = partial(lr_scheduler.CosineAnnealingLR, T_max=2, eta_min=1e-4)
+    run = experiment(tmp_path, lr_scheduler=small, round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.9))
+    run.check()
 
 
 def test_a_run_of_ever_so_many_rounds_starts_at_once(tmp_path):

@@ -188,6 +188,7 @@ def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, shared: bool) -
         assert watched.seen == set()
 
 
+@pytest.mark.filterwarnings("ignore:trainer.max_steps")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared fit", "own fit"])
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_every_method(tmp_path, fits, name):
 
 
 @pytest.mark.fast_cases(1)
+@pytest.mark.filterwarnings("ignore:trainer.max_steps")
 @pytest.mark.parametrize("name", LOCAL_WORK)
 def test_local_work_and_clipping(tmp_path, name):
     trainer = {"accelerator": "cpu", **LOCAL_WORK[name]}

@@ -110,6 +110,7 @@ def test_options_of_methods_that_change_a_step(tmp_path, name):
 
 
 @pytest.mark.fast_cases(2)
+@pytest.mark.filterwarnings("ignore:trainer.max_steps")
 @pytest.mark.parametrize("name", LOCAL_WORK)
 def test_local_work_and_clipping(tmp_path, name):
     run = compare(
@@ -180,6 +181,7 @@ class Epochs(LossTerm):
         return step.logits.square().mean() * here * 1e-2
 
 
+@pytest.mark.filterwarnings("ignore:trainer.max_steps")
 @pytest.mark.parametrize("work", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 8}, {"max_steps": 8}])
 @pytest.mark.fast_cases(1)
 def test_a_module_sees_its_own_progress(tmp_path, work):
@@ -461,6 +463,34 @@ class Feedback(LossTerm):
 @pytest.mark.thorough
 def test_shared_knowledge_is_read_again_in_each_step(tmp_path):
     compare(tmp_path, FedAvg(loss_terms=[Feedback()]), trainer=DOUBLE | {"max_epochs": 2})
+
+
+class Net(nn.Module):
+    """A network without a named head, and therefore without features."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.body, self.fc = nn.Linear(64, 16), nn.Linear(16, num_classes)
+
+    def forward(self, x):
+        return self.fc(F.relu(self.body(x.flatten(1))))
+
+
+class WithoutFeatures(Seen):
+    """Checks that training steps have no features."""
+
+    def observe(self, step, epoch):
+        assert step.features is None
+
+    def summarize(self, module, batches, num_classes):
+        return {"mean": self.mean}
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_network_without_a_named_head_is_stacked(tmp_path, observed):
+    term = Feedback()
+    term.seen = WithoutFeatures()
+    compare(tmp_path, FedAvg(loss_terms=[term] if observed else []), model=Net)
 
 
 # --- Refusals ---

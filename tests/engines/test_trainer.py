@@ -7,7 +7,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from experiments import experiment
+from experiments import ONE_EPOCH, experiment
 from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -125,6 +125,19 @@ def test_warnings_and_searches_are_as_before_after_a_fit():
 @pytest.mark.parametrize("shared", [False, True])
 def test_fits_as_they_are_warn_of_nothing(tmp_path, shared):
     experiment(tmp_path, FedBABU(tune_epochs=1), engine=SequentialEngine(shared), rounds=1).fit()
+
+
+def test_a_warning_says_that_max_epochs_ends_a_fit_before_max_steps(tmp_path):
+    trainer = {"accelerator": "cpu", "max_epochs": 1, "max_steps": 100}
+    message = (
+        r"^trainer.max_steps: 100, but trainer.max_epochs 1 ends the smallest client's fit after \d steps. "
+        r"Set trainer.max_epochs -1 for the same number of steps on all clients.$"
+    )
+    with pytest.warns(UserWarning, match=message):
+        experiment(tmp_path, trainer=trainer)._build()
+    for fits in ({"max_epochs": -1}, {"max_steps": 1}, {"max_steps": -1}):  # a warning would be an error
+        experiment(tmp_path, trainer=trainer | fits)._build()
+    experiment(tmp_path, trainer=ONE_EPOCH, batch_size=1000).fit(fast=True)  # which limits the steps to two
 
 
 # --- What the environment says ---
