@@ -33,7 +33,10 @@ LOSSES = ("global/loss", "client/loss_mean", "new_client/loss_mean", "client/tra
 
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
 # refused when a run begins, so reading a run folder needs no torch.
-LOWER_BETTER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
+LOWER_BETTER = (
+    r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence"
+    r"|deviance_score|ranked_probability_score)"
+)
 
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.
 COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")

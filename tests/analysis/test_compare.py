@@ -240,7 +240,14 @@ def test_the_best_of_a_loss_is_the_lowest(tmp_path):
     assert compare_folder(tmp_path, metric="global/loss", lower=False).groups[0].best.mean == 0.5
 
 
-@pytest.mark.parametrize(("metric", "best"), [("client/r2_score_mean", 0.5), ("global/mean_absolute_error", 0.25)])
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("client/r2_score_mean", 0.5),
+        ("global/mean_absolute_error", 0.25),
+        ("client/tweedie_deviance_score_mean", 0.25),
+    ],
+)
 def test_the_best_is_the_lowest_of_errors_and_the_highest_of_scores(tmp_path, metric, best):
     write(tmp_path, accs=[0.5, 0.25, 0.375], name=metric)
     comparison = compare_folder(tmp_path, metric=metric)
