@@ -152,10 +152,10 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
 def label_of(name: str) -> str:
     """Return the label of a metric in tables and figures: `client acc, weighted` for `client/acc_weighted`."""
     whose, _, metric = name.partition("/")
-    metric = metric.removesuffix("_mean")
-    if weighted := metric.endswith("_weighted"):
-        metric = metric.removesuffix("_weighted")
-    return f"{whose.replace('_', ' ')} {metric}{', weighted' if weighted else ''}"
+    ending = ""
+    if column := re.fullmatch("(client|new_client|personal_on_global)/(.+)_(mean|weighted)", name):
+        metric, ending = column[2], ", weighted" if column[3] == "weighted" else ""
+    return f"{whose.replace('_', ' ')} {metric}{ending}"
 
 
 def human_bytes(count: float) -> str:
