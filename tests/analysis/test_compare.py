@@ -612,6 +612,25 @@ def test_percent_multiplies_the_metric_and_its_differences_by_100(form, tmp_path
     assert re.search(r"12.50 ± 0.00 +62.50 ± 17.68", across)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--percent", "--metric", "global/loss"],
+            "percent: global/loss is no fraction: one value is 2. Leave it out.",
+        ),
+        (["--target", "0.5", "30"], "--target: 30 is above 1, but global/acc is a fraction. For 30 %, set it to 0.3"),
+    ],
+)
+def test_percentages_of_what_is_no_fraction_are_refused(options, message, tmp_path):
+    write(tmp_path, "FedAvg", 0, [0.5])
+    write(tmp_path, "FedSKC", 0, [2.0], name="global/loss")
+    outcome = run("compare", tmp_path, *options)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.splitlines()[-1] == f"fl-lightning: error: {message}"
+    assert run("compare", tmp_path, "--metric", "global/loss", "--target", "1.5").code == 0
+
+
 def test_the_lowest_loss_is_bold(tmp_path):
     write(tmp_path, "FedAvg", 0, [0.5], name="global/loss")
     write(tmp_path, "FedDW", 0, [0.75], name="global/loss")
