@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from fl_lightning.analysis.run_groups import (
     Group,
@@ -29,11 +32,15 @@ from fl_lightning.core.config import is_below
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import join_names
 from fl_lightning.evaluation.summary import is_lower_better
+from fl_lightning.runs.curves import scale
 from fl_lightning.runs.reader import Run, known_metric
 from fl_lightning.runs.search import has_value, known_key
 
 DEFAULT_METRICS = ("global/acc", "client/acc_mean", "global/mae", "client/mae_mean")
 """Metrics that are compared by default. Regression has the error `mae` in place of the accuracy `acc`."""
+
+ACCURACY = re.compile(r".*/acc(_mean|_weighted|_worst_decile)?")
+"""Matches columns with an accuracy, which is between 0 and 1."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,13 @@ class Comparison:
         return [f"seeds: {', '.join(map(str, self.seeds))}; some groups lack some."]
 
     def in_percent(self) -> Comparison:
-        """Return a copy of the comparison with the metric and its differences between groups in percent."""
+        """Return a copy of the comparison with the metric and its differences between groups in percent.
+
+        Raises:
+            ConfigError: A value of the metric is no fraction.
+        """
+        spreads = [spread for group in self.groups for spread in (group.last, group.best) if spread]
+        scale(np.array([spread.mean for spread in spreads]), self.metric, percent=True)
         return replace(self, groups=[group.in_percent() for group in self.groups], percent=True)
 
 
@@ -146,8 +159,8 @@ def compare(
         across: A setting whose values become columns or panels. It is added to `by`.
 
     Raises:
-        ConfigError: No run has the metric or a key, the groups do not differ in `across`, or the reference matches no
-            group, or several.
+        ConfigError: No run has the metric or a key, the groups do not differ in `across`, the reference matches no
+            group, or several, or a target is above 1 and the metric is an accuracy.
     """
     texts = {run: compared_settings(run) for run in runs}
     varied = varied_settings(texts)
@@ -158,6 +171,9 @@ def compare(
         option = "--across" if uncompared[0] == across else "--by"
         raise ConfigError(f"{option}: {uncompared[0]} cannot group runs: it does not affect results, or is the seed")
     metric = _default_metric(runs) if metric is None else known_metric(metric, runs, "--metric")
+    if ACCURACY.fullmatch(metric) and (above := [target for target in targets if target > 1]):
+        fix = f"For {above[0]:g} %, set it to {above[0] / 100:g}"
+        raise ConfigError(f"--target: {above[0]:g} is above 1, but {metric} is a fraction. {fix}")
     lower = is_lower_better(metric) if lower is None else lower
     wanted = _reference_settings(reference, keys, runs)
     grouping = Grouping(keys, varied, texts, metric, lower, targets, across)

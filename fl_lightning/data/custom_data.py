@@ -21,7 +21,7 @@ from fl_lightning.core.objectives import objective_of
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.partitions import indices_by_class
-from fl_lightning.data.schema import TableSchema, finite_in_float32
+from fl_lightning.data.schema import TableSchema, finite_in_float32, is_numeric
 from fl_lightning.data.subsampling import stratified_sample
 from fl_lightning.data.text import PADDING, UNKNOWN, encode_texts
 
@@ -91,6 +91,8 @@ def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remov
     if missing.any():
         location = row_location(column, int(missing.argmax()))
         rows = f"{missing.sum():,} of {len(column):,} rows"
+        if not is_numeric(column):
+            fix += ". The words NA, None and null count as no value: to keep one, write another word, such as none"
         raise column_error(column, key, f"has no value in {rows}, first in {location}. {fix}")
 
 

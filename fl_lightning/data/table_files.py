@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -27,6 +27,7 @@ from fl_lightning.data.custom_data import (
     refuse_missing,
 )
 from fl_lightning.data.files import BadFile, open_file
+from fl_lightning.data.schema import is_numeric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,6 +38,8 @@ SEPARATOR = re.compile(r"[^\w\n\r\0\"'()\[\]{}.+-]")
 
 class FileTable(CustomDataset):
     """Base class of datasets with one sample per row of a CSV or Parquet file. `Table` describes the arguments."""
+
+    categorical: Set[str] = frozenset()
 
     def __init__(
         self,
@@ -70,12 +73,18 @@ class FileTable(CustomDataset):
         """
         import pandas as pd
 
-        frame, test = read_table("path", self.path, self.separator), None
+        text = self._text_columns()
+        frame, test = read_table("path", self.path, self.separator, text), None
         self._check_columns(list(frame.columns))
         if self.test_path is None:
             frame = pd.concat([frame], keys=[self.path])
         else:
-            rest = self._read_test(self.test_path).reindex(columns=frame.columns)
+            rest = self._read_test(self.test_path, text).reindex(columns=frame.columns)
+            categorical = self.categorical & set(frame.columns)
+            # `read_csv` reads the code 01 as a number, but as text if the file also has A1.
+            if mixed := [name for name in categorical if is_numeric(frame[name]) != is_numeric(rest[name])]:
+                frame = read_table("path", self.path, self.separator, mixed)
+                rest = read_table("test_path", self.test_path, self.separator, mixed).reindex(columns=frame.columns)
             test = np.arange(len(frame) + len(rest)) >= len(frame)
             frame = pd.concat([frame, rest], keys=[self.path, self.test_path])
         labels = self._read_labels([frame[name] for name in self.label])
@@ -87,8 +96,12 @@ class FileTable(CustomDataset):
     def _read_labels(self, columns: Sequence[pd.Series]) -> Labels:
         return read_labels(columns, self.regression)
 
-    def _read_test(self, path: str) -> pd.DataFrame:
-        test = read_table("test_path", path, self.separator)
+    def _text_columns(self) -> Collection[str]:
+        """Return the names of columns to read as text, also if they look like numbers."""
+        return ()
+
+    def _read_test(self, path: str, text: Collection[str]) -> pd.DataFrame:
+        test = read_table("test_path", path, self.separator, text)
         for name in chain(*self._columns().values()):
             find_column(name, list(test.columns), "test_path")
         if os.path.samefile(self.path, path):
@@ -123,8 +136,11 @@ class FileTable(CustomDataset):
         return (column == "test").to_numpy(dtype=bool)
 
 
-def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
-    """Read a CSV or Parquet file as a data frame, with row numbers from 1 as the index."""
+def read_table(key: str, path: str, separator: str, text: Collection[str] = ()) -> pd.DataFrame:
+    """Read a CSV or Parquet file as a data frame, with row numbers from 1 as the index.
+
+    The columns `text` of a CSV file are read as text, so that the code 01 does not become the number 1.
+    """
     import pandas as pd
 
     if parquet := path.endswith((".parquet", ".pq")):
@@ -138,7 +154,7 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
                 name = one_line(repr(twice[0]))
                 raise BadFile(Path(path), f"two columns have the name {name}. Rename one of them")
             file.seek(0)
-            options = {"sep": separator, "index_col": False, "low_memory": False}
+            options = {"sep": separator, "index_col": False, "low_memory": False, "dtype": dict.fromkeys(text, str)}
             frame = pd.read_parquet(file) if parquet else pd.read_csv(file, **options)
     except BadFile as error:
         raise ConfigError(f"{KEY}.{key}: {error}") from error

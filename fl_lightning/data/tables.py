@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.names import join_names
 from fl_lightning.data.custom_data import (
     FEW,
     KEY,
@@ -99,8 +100,12 @@ class Table(FileTable):
         schema: str | None = None,
     ) -> None:
         super().__init__(path, label, regression, client, split, test_path, test_share, separator)
-        if schema is not None and (features or categorical or exclude):
-            raise ConfigError(f"{KEY}.schema: it names the features. Leave out features, categorical and exclude")
+        if schema is not None:
+            given: dict[str, Any] = {"features": features, "categorical": categorical, "exclude": exclude}
+            given |= {"encoding": encoding != "one_hot", "standardize": not standardize}
+            if refused := [key for key, value in given.items() if value]:
+                fix = f"Leave out {join_names(refused)}"
+                raise ConfigError(f"{KEY}.schema: it defines the features and their encoding. {fix}")
         self.schema = schema
         self.features, self.exclude, self.categorical = features, exclude or (), set(categorical or ())
         self.encoding, self.standardize = encoding, standardize
@@ -113,7 +118,9 @@ class Table(FileTable):
         if known := self._known_schema:
             for each in known.columns:
                 find_column(each.name, list(frame.columns), "schema")
-            return known.encode(known.rows(frame)), {"prepare": Normalize(), "schema": known}
+            rows = known.rows(frame)
+            warn_of_unknown_categories(known, rows.numpy())
+            return known.encode(rows), {"prepare": Normalize(), "schema": known}
         features = self._features(list(frame.columns))
         for name in self.categorical - set(features):
             column = find_column(name, list(frame.columns), "categorical")
@@ -122,7 +129,10 @@ class Table(FileTable):
         if self.features is None:
             self._warn_of_ids(frame[features])
         schema = TableSchema(columns, self.encoding, self.label, classes, self.client)
-        return schema.encode(schema.rows(frame)), {"prepare": Normalize(), "schema": schema}
+        rows = schema.rows(frame)
+        if self.test_path is not None:
+            warn_of_unknown_categories(schema, np.delete(rows.numpy(), fitted, axis=0))
+        return schema.encode(rows), {"prepare": Normalize(), "schema": schema}
 
     @cached_property
     def _known_schema(self) -> TableSchema | None:
@@ -134,6 +144,12 @@ class Table(FileTable):
             held = ", ".join(schema.label or ())
             raise ConfigError(f"{KEY}.label: {', '.join(self.label)} is not the label of the schema. Set it to {held}")
         return schema
+
+    def _text_columns(self) -> Collection[str]:
+        if (known := self._known_schema) is None:
+            return ()
+        values = {column.name: column.categories for column in known.columns} | {self.label[0]: known.classes}
+        return [name for name, each in values.items() if any(isinstance(value, str) for value in each or ())]
 
     def _read_labels(self, columns: Sequence[pd.Series]) -> Labels:
         if (known := self._known_schema) and known.classes:
@@ -324,6 +340,17 @@ def looks_like_id(column: pd.Series) -> bool:
         return False
     share = column.nunique() / len(column)
     return share == 1 or (share > 0.5 and ID_NAME.search(str(column.name)) is not None)
+
+
+def warn_of_unknown_categories(schema: TableSchema, rows: np.ndarray) -> None:
+    """Warn about columns in which most of the rows, as `TableSchema.rows` returns them, have unknown categories."""
+    for column, values in zip(schema.columns, rows.T, strict=True):
+        unknown = int((values < 0).sum())
+        if column.categories and 2 * unknown > len(values):
+            known = one_line(join_names(column.categories))
+            what = f"column {column.name!r}: {unknown:,} of {len(values):,} rows have a category that is not known"
+            fix = f"Write categories like those of the training rows: {known}"
+            warnings.warn(f"{KEY}.features: {what}. {fix}", stacklevel=2)
 
 
 def check_categories(column: pd.Series) -> None:

@@ -31,7 +31,7 @@ class Evaluation:
             `trained`, or the one that each client has `received` after the aggregation.
         personal_on_global: Also evaluate the participants' trained models on the global test set.
         max_clients: Largest number of clients to evaluate with `received`, and of held-out clients, sampled once; all
-            by default.
+            by default. With `trained`, all participants are evaluated.
         target_accuracies: Accuracies for which R_acc, the first round that reaches it, is reported. The accuracy is
             that of the global model or, for methods without one, the clients' mean.
         metrics: Metrics of torchmetrics in addition to loss and accuracy: names (`MulticlassAUROC`, or `AUROC` for the
@@ -41,6 +41,7 @@ class Evaluation:
         every: Rounds between evaluations. The last round is always evaluated.
         new_client_model: The model that is evaluated for `scenario.held_out_clients`: the one that a client has
             `received` from the method, or has `trained` from there for one round. By default as the method says.
+            Without held-out clients, it has no effect.
 
     Raises:
         ConfigError: A target is outside (0, 1], `max_clients` or `every` is below 1, or `positive_class` is not 0

@@ -33,7 +33,10 @@ LOSSES = ("global/loss", "client/loss_mean", "new_client/loss_mean", "client/tra
 
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
 # refused when a run begins, so reading a run folder needs no torch.
-LOWER_BETTER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
+LOWER_BETTER = (
+    r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence"
+    r"|deviance_score|ranked_probability_score)"
+)
 
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.
 COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")
@@ -149,10 +152,10 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
 def label_of(name: str) -> str:
     """Return the label of a metric in tables and figures: `client acc, weighted` for `client/acc_weighted`."""
     whose, _, metric = name.partition("/")
-    metric = metric.removesuffix("_mean")
-    if weighted := metric.endswith("_weighted"):
-        metric = metric.removesuffix("_weighted")
-    return f"{whose.replace('_', ' ')} {metric}{', weighted' if weighted else ''}"
+    ending = ""
+    if column := re.fullmatch("(client|new_client|personal_on_global)/(.+)_(mean|weighted)", name):
+        metric, ending = column[2], ", weighted" if column[3] == "weighted" else ""
+    return f"{whose.replace('_', ' ')} {metric}{ending}"
 
 
 def human_bytes(count: float) -> str:

@@ -128,10 +128,10 @@ def plot_run(rows: Sequence[Row], metrics: Sequence[str], x: XAxis, percent: boo
     """
     with rc_context(STYLE):
         figure, places = paper_figure(width)
-        curves = {label_of(name): mean_curve([rows], name, x, percent) for name in metrics}
+        curves = {name: mean_curve([rows], name, x, percent) for name in metrics}
         lines = draw_curves(places, [{name: curve for name, curve in curves.items() if curve}], list(curves), x)
         if len(lines) > 1:
-            add_legend(figure, lines)
+            add_legend(figure, {label_of(name): line for name, line in lines.items()})
         places[0].set_ylabel(_common_label(metrics, percent))
     return figure
 
@@ -140,9 +140,9 @@ def _common_label(metrics: Sequence[str], percent: bool) -> str:
     """Return the label of an axis with some metrics: `acc (%)` for `global/acc` and `client/acc_mean`."""
     if len(metrics) == 1:
         return axis_label(metrics[0], percent)
-    names = {name.partition("/")[2].removesuffix("_mean") for name in metrics}
+    names = {label_of(name).removeprefix(name.partition("/")[0].replace("_", " ")).strip() for name in metrics}
     if len(names) == 1:
-        return axis_label(f"/{names.pop()}", percent).strip()
+        return f"{names.pop()} (%)" if percent else names.pop()
     return "percent" if percent else ""
 
 

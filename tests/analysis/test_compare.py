@@ -264,7 +264,14 @@ def test_the_best_of_a_loss_is_the_lowest(tmp_path):
     assert compare_folder(tmp_path, metric="global/loss", lower=False).groups[0].best.mean == 0.5
 
 
-@pytest.mark.parametrize(("metric", "best"), [("client/r2_score_mean", 0.5), ("global/mean_absolute_error", 0.25)])
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("client/r2_score_mean", 0.5),
+        ("global/mean_absolute_error", 0.25),
+        ("client/tweedie_deviance_score_mean", 0.25),
+    ],
+)
 def test_the_best_is_the_lowest_of_errors_and_the_highest_of_scores(tmp_path, metric, best):
     write(tmp_path, accs=[0.5, 0.25, 0.375], name=metric)
     comparison = compare_folder(tmp_path, metric=metric)
@@ -627,6 +634,25 @@ def test_percent_multiplies_the_metric_and_its_differences_by_100(form, tmp_path
         assert "global/acc in percent, in the last evaluated and in the best round: mean" in out
     across = run("compare", tmp_path, "--percent", "--across", "algorithm").out
     assert re.search(r"12.50 ± 0.00 +62.50 ± 17.68", across)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--percent", "--metric", "global/loss"],
+            "percent: global/loss is no fraction: one value is 2. Leave it out.",
+        ),
+        (["--target", "0.5", "30"], "--target: 30 is above 1, but global/acc is a fraction. For 30 %, set it to 0.3"),
+    ],
+)
+def test_percentages_of_what_is_no_fraction_are_refused(options, message, tmp_path):
+    write(tmp_path, "FedAvg", 0, [0.5])
+    write(tmp_path, "FedSKC", 0, [2.0], name="global/loss")
+    outcome = run("compare", tmp_path, *options)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.splitlines()[-1] == f"fl-lightning: error: {message}"
+    assert run("compare", tmp_path, "--metric", "global/loss", "--target", "1.5").code == 0
 
 
 def test_the_lowest_loss_is_bold(tmp_path):

@@ -507,6 +507,12 @@ def test_a_nul_character_in_a_client_id_or_category_is_refused(
             {},
             "text: column 'text' has no value in 1 of 40 rows, first in row 1 of t.csv",
         ),
+        (
+            {"text": ["None", *["a b"] * 39]},
+            {},
+            "text: column 'text' has no value in 1 of 40 rows, first in row 1 of t.csv. Fill it in, or remove the row. "
+            "The words NA, None and null count as no value: to keep one, write another word, such as none",
+        ),
         ({"text": list(range(40))}, {}, "text: column 'text' holds 0 in row 1 of t.csv, which is not text"),
         ({}, {"length": 0}, "length: 0 is below 1"),
         ({}, {"vocab_size": 2}, "vocab_size: 2 is below 3"),

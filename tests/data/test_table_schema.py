@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -222,7 +223,8 @@ def test_a_table_with_a_schema_is_encoded_like_the_table_that_it_comes_from(tmp_
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"features": ["age"]}, "^scenario.dataset.schema: it names the features. Leave out features"),
+        ({"features": ["age"]}, "^scenario.dataset.schema: it defines the features and their .* Leave out features$"),
+        ({"encoding": "codes", "standardize": False}, "encoding. Leave out encoding, standardize$"),
         ({"label": "town"}, "^scenario.dataset.label: town is not the label of the schema. Set it to sick"),
         ({"schema": "other.json"}, "^scenario.dataset.schema: other.json: no such file"),
     ],
@@ -238,3 +240,49 @@ def test_a_label_that_the_schema_does_not_know_is_refused(tmp_path):
     part.write_text(part.read_text().replace("yes", "maybe", 1))
     with pytest.raises(ConfigError, match=r"holds 'maybe' in row 1 of .*, which is not a class of the schema"):
         Table(str(part), "sick", schema=str(tmp_path / "schema.json")).load()
+
+
+def write_codes(path, codes):
+    """Write a table with five rows of each code, the code once more in the column `same`, and a label."""
+    path.write_text("code,same,label\n" + "".join(f"{code},{code},{'ab'[i % 2]}\n" for i, code in enumerate(codes * 5)))
+    return str(path)
+
+
+def test_codes_of_digits_stay_text_if_the_schema_has_text(tmp_path):
+    whole, part = write_codes(tmp_path / "whole", ["01", "2", "A1"]), write_codes(tmp_path / "part", ["01", "2"])
+    schema = Table(whole, "same", features=["code"], categorical=["code"]).load().schema
+    (tmp_path / "schema.json").write_text(schema.to_json())
+    loaded = Table(part, "same", schema=str(tmp_path / "schema.json")).load()
+    assert loaded.class_names == ["01", "2", "A1"]
+    assert loaded.x_train.argmax(dim=1).tolist() == loaded.y_train.tolist()
+    assert loaded.x_train.sum(dim=0).tolist() == [4, 4, 0]
+
+
+@pytest.mark.parametrize("letter_in", ["train", "test"])
+def test_codes_of_digits_are_text_if_the_other_file_has_text(tmp_path, letter_in):
+    codes = {name: ["01", "2"] + ["A1"] * (name == letter_in) for name in ("train", "test")}
+    train, test = (write_codes(tmp_path / name, codes[name]) for name in codes)
+    loaded = Table(train, "label", features=["code"], categorical=["code"], test_path=test).load()
+    assert loaded.schema.columns[0].categories == codes["train"]
+    assert loaded.x_test[:, :2].sum(dim=0).tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("with_schema", [False, True])
+def test_a_column_of_unknown_categories_is_warned_of(tmp_path, with_schema):
+    train, test = write_codes(tmp_path / "train", ["x", "yy"]), write_codes(tmp_path / "test", ["x", "Y", "ZZ"])
+    table = partial(Table, label="label", features=["code"])
+    if with_schema:
+        (tmp_path / "schema.json").write_text(table(train).load().schema.to_json())
+        table = partial(Table, test, "label", schema=str(tmp_path / "schema.json"))
+    else:
+        table = partial(table, train, test_path=test)
+    with pytest.warns(UserWarning, match="^scenario.dataset.features: ") as seen:
+        table().load()
+    assert [str(each.message) for each in seen] == [
+        "scenario.dataset.features: column 'code': 10 of 15 rows have a category that is not known. Write categories "
+        "like those of the training rows: x, yy"
+    ]
+    Path(test).write_text(Path(test).read_text().replace("ZZ", "yy"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table().load()

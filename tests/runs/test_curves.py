@@ -102,6 +102,20 @@ def test_a_run_plots_the_models_accuracies(tmp_path):
         run.plot("acc")
 
 
+def test_a_metric_whose_name_ends_like_a_column_has_its_own_curve_and_label(tmp_path):
+    labels = {
+        "client/auroc_weighted": "client auroc, weighted",
+        "client/auroc_weighted_mean": "client auroc_weighted",
+        "new_client/auroc_weighted_weighted": "new client auroc_weighted, weighted",
+        "global/auroc_weighted": "global auroc_weighted",
+        "global/auroc_mean": "global auroc_mean",
+    }
+    rows = [row | {name: i / 10 for i, name in enumerate(labels)} for row in ROUNDS]
+    figure = open_run_folder(write_run(tmp_path / "run", None, rows)).plot(*labels)
+    assert [line.get_ydata()[0] for line in figure.axes[0].lines] == [0, 0.1, 0.2, 0.3, 0.4]
+    assert {text.get_text() for text in figure.legends[0].texts} == set(labels.values())
+
+
 def test_files_embed_their_fonts_and_do_not_depend_on_where_they_are_saved(tmp_path):
     run = open_run_folder(write_run(tmp_path / "run"))
     figure = run.plot()
