@@ -17,7 +17,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result
 from fl_lightning.data import Dataset, FederatedData
 from fl_lightning.data.federated_data import sha256
-from fl_lightning.data.remote import describe, describe_differences, load_own
+from fl_lightning.data.remote import describe, describe_differences
 from fl_lightning.engines.flower import describe_client
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
@@ -30,6 +30,7 @@ from fl_lightning.engines.flower_records import (
 )
 from fl_lightning.engines.worker import Worker
 from fl_lightning.flower.client_states import ClientStates
+from fl_lightning.flower.own_data import load_own
 from fl_lightning.orchestrator import FederatedOrchestrator
 
 if TYPE_CHECKING:
