@@ -50,8 +50,8 @@ class Site:
         local_test: Share of the training samples that the client is tested on, in [0, 1). By default it is tested on
             the dataset's test samples.
         max_megabytes: Largest message that is accepted from the server.
-        sends: Names of what a method may send from this machine in addition to the number of training samples, such as
-            `model`. By default everything.
+        sends: Names of what a method may upload or publish from this machine, such as `model`. By default everything.
+            The number of training samples, mean losses, logged metrics and test metrics are always sent.
         allow: SHA-256 digests of experiments that may name classes outside of this package. Others may name only its
             classes.
         export: File to which this client's model is written at the end of each run, in the format of its ending:
