@@ -18,13 +18,13 @@ from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.catalogue import SET_BY_DATA
 from fl_lightning.cli.class_names import as_backbone
 from fl_lightning.cli.errors import readable_errors, refuse_nulls
-from fl_lightning.cli.experiment_parser import experiment_parser
+from fl_lightning.cli.experiment_parser import config_argument, experiment_parser
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
-from fl_lightning.runs.trust import run_config
+from fl_lightning.runs.trust import restrict_and_load_config
 
 RECORDED_BARE = ("FedAvg", "FedSKC")
 """Algorithms that a run's `config.yaml` records without a module: as `fl_lightning.FedAvg`."""
@@ -119,11 +119,11 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
     """Load a run like `open_run`. The import restrictions of an untrusted run stay in force after the call."""
     parser = experiment_parser()
-    text = run_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
+    config = restrict_and_load_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
     with readable_errors(parser):
-        config = parser.parse_args(["--config", text, "--logger", "null"])
-    orchestrator = build(config, parser, run_dir)
-    orchestrator.load(find_round(checkpoint, run_dir), plain_config(config, parser))
+        given = parser.parse_args(["--config", config_argument(config), "--logger", "null"])
+    orchestrator = build(given, parser, run_dir)
+    orchestrator.load(find_round(checkpoint, run_dir), plain_config(given, parser))
     if not orchestrator.round:
         raise CheckpointError(f"{run_dir} holds no checkpoint yet")
     return orchestrator

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -35,3 +38,11 @@ def experiment_parser() -> ArgumentParser:
     parser.add_class_arguments(Trainer, "trainer", skip=unsupported, instantiate=False)
     parser.set_defaults(EXPERIMENT_DEFAULTS)
     return parser
+
+
+def config_argument(config: Mapping[str, Any]) -> str:
+    """Return a config as text for the option `--config`, which otherwise takes the path of a file.
+
+    The text begins with a comment that is too long for a file name, so that jsonargparse does not read it as a path.
+    """
+    return f"#{' ' * 256}\n{yaml.safe_dump(dict(config), sort_keys=False)}"

@@ -21,7 +21,7 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import build, plain_config, run_keys
-from fl_lightning.cli.experiment_parser import experiment_parser
+from fl_lightning.cli.experiment_parser import config_argument, experiment_parser
 from fl_lightning.core.config import parse_config
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.interrupt import raise_on_signal
@@ -31,7 +31,7 @@ from fl_lightning.engines.flower import ClientLink, FlowerEngine
 from fl_lightning.engines.flower_records import MEGABYTE, limit_answers
 from fl_lightning.flower.server_run import start_run
 from fl_lightning.orchestrator import FederatedOrchestrator
-from fl_lightning.runs.trust import NO_PATH, run_config
+from fl_lightning.runs.trust import restrict_and_load_config
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
@@ -145,9 +145,12 @@ def run_experiment(file: Path, grid: Grid, options: Mapping[str, Any]) -> None:
     run_dir, resume = Path(str(options.get("run-dir", ""))), bool(options.get("resume", False))
     if not run_dir.is_absolute():
         raise ConfigError(f"run-dir: {str(run_dir)!r} is not an absolute path. Set it with flwr run --run-config")
-    content = run_config(run_dir, run_keys(), allowed_objects).encode() if resume else file.read_bytes()
+    if resume:
+        stated = restrict_and_load_config(run_dir, run_keys(), allowed_objects)
+    else:
+        stated = parse_config(file.read_bytes(), str(file))
     parser = experiment_parser()
-    given = parse_text(parse_config(content, str(run_dir if resume else file)), parser)
+    given = parse_mapping(stated, parser)
     run, config = build(given, parser, run_dir), plain_config(given, parser)
     connect_clients(run, config, grid, resume)
     run.fit(resume, config)
@@ -182,13 +185,13 @@ def client_experiment(text: str, trusted: bool) -> FederatedOrchestrator:
         digest = sha256(text.encode()).hexdigest()
         fix = f"If you trust the server, add {digest} to allow in the file of this machine"
         begin(Untrusted(config, "the experiment: ", fix, None, allowed_objects))
-    orchestrator = build(parse_text(config, parser), parser, Path(gettempdir(), "fl-lightning-node"))
+    orchestrator = build(parse_mapping(config, parser), parser, Path(gettempdir(), "fl-lightning-node"))
     if not isinstance(orchestrator.scenario.dataset, RemoteClients):
         raise ConfigError("scenario.dataset: the experiment names data of this machine. It needs RemoteClients")
     return orchestrator
 
 
-def parse_text(config: Mapping[str, Any], parser: ArgumentParser) -> Namespace:
+def parse_mapping(config: Mapping[str, Any], parser: ArgumentParser) -> Namespace:
     """Parse an experiment's config, given as a mapping instead of a file."""
     with readable_errors(parser):
-        return parser.parse_args(["--config", NO_PATH + yaml.safe_dump(dict(config), sort_keys=False)])
+        return parser.parse_args(["--config", config_argument(config)])

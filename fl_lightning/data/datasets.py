@@ -121,15 +121,6 @@ class Dataset(ArgumentsMixin, ABC):
         return data
 
     @property
-    def remote_clients(self) -> int | None:
-        """Number of clients whose data are on their own machines; None if the data are on this machine."""
-        return None
-
-    def federated(self, objective: Objective | None) -> Any:
-        """Return the `FederatedData` if the dataset defines its clients; None if `scenario.partition` defines them."""
-        return None
-
-    @property
     def error_prefix(self) -> str:
         """Return the beginning of error messages about the data: the config key and the class."""
         return f"scenario.dataset: {type(self).__name__}"

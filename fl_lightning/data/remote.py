@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
-from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import Objective, objective_of
 from fl_lightning.data.custom_data import read_schema
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.federated_data import FederatedData, PackedShards, Shard
-from fl_lightning.data.partitions import ClientSplits, Partition
-from fl_lightning.data.scenario import Scenario
 from fl_lightning.data.transforms import Normalize
 
 Labels = Literal["classes", "labels", "numbers"]
@@ -94,11 +91,6 @@ class RemoteClients(Dataset):
         except TypeError as error:
             raise ConfigError(f"scenario.dataset.described: {one_line(error)}. Leave it out") from error
 
-    @property
-    def remote_clients(self) -> int:
-        """Number of clients, all on their own machines."""
-        return self.clients
-
     def load(self) -> LoadedData:
         """Return placeholders of the clients' samples, which take no memory, and the global test set, if any.
 
@@ -167,39 +159,6 @@ class RemoteData(FederatedData):
         described = hashlib.sha256(repr([asdict(each) for each in self.described]).encode()).hexdigest()
         test = {key: value for key, value in super().digest().items() if key in ("x_test", "y_test")}
         return {"clients": f"sha256:{described}"} | (test if self.has_test else {})
-
-
-class OwnData(Partition):
-    """Partition with a single client, which has all training and test samples of the dataset."""
-
-    def split_dataset(
-        self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
-    ) -> ClientSplits:
-        """Return the indices of all training and test samples, assigned to a single client."""
-        return ClientSplits([np.arange(len(data.y_train))], [np.arange(len(data.y_test))])
-
-    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return the indices of all samples, assigned to a single client."""
-        return [np.arange(len(labels))]
-
-
-def load_own(dataset: Dataset, client: int, local_test: float | None) -> FederatedData:
-    """Load a client's data on the client's machine, as federated data in which no other client has samples.
-
-    Args:
-        dataset: The client's dataset.
-        client: The client's id.
-        local_test: Share of the training samples to test on; by default the dataset's test samples.
-
-    Raises:
-        ConfigError: The data cannot be loaded, or a sample has several inputs.
-    """
-    data = Scenario(dataset, OwnData(), 1, local_test).build(seed=0)
-    if isinstance(data.data.x_train, Inputs):
-        raise ConfigError(f"{dataset.error_prefix}: several inputs per sample are not supported on remote clients")
-    none = Shard(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-    data.shards = PackedShards.from_shards([none] * client + [data.shards[0]])
-    return data
 
 
 def describe(data: LoadedData, shard: Shard, digest: str) -> DataDescription:

@@ -21,6 +21,7 @@ from fl_lightning.data.datasets import Dataset, LoadedData, naming_class
 from fl_lightning.data.federated_data import FederatedData, PackedShards, Shard
 from fl_lightning.data.natural_partitions import ByClient
 from fl_lightning.data.partitions import ClientSplits, Partition, assign_samples, check_split
+from fl_lightning.data.remote import RemoteClients
 from fl_lightning.data.subsampling import apportion, make_long_tailed, stratified_sample, subsample
 
 TEST_SHARE = 0.25
@@ -68,8 +69,8 @@ class Scenario:
     held_out_clients: int | float | None = None
 
     def __post_init__(self) -> None:
-        if self.dataset.remote_clients is not None:
-            self._refuse_splitting(self.dataset.remote_clients)
+        if isinstance(self.dataset, RemoteClients):
+            self._refuse_splitting(self.dataset.clients)
         check_number("scenario.clients", self.clients, "[1, inf)")
         share, rho = self.local_test, self.long_tail
         if share is not None and share != "official" and not (_is_number(share) and 0 <= share < 1):
@@ -100,8 +101,8 @@ class Scenario:
             ConfigError: The data cannot be read or are invalid, the partition is not possible, or a client would have
                 no training sample.
         """
-        if (remote := self.dataset.federated(self.objective)) is not None:
-            return remote
+        if isinstance(self.dataset, RemoteClients):
+            return self.dataset.federated(self.objective)
         data = self.dataset.checked(self.objective)
         if self.validation_share and data.evaluate is not None:
             what = f"{type(self.dataset).__name__} has its own evaluation, which needs its own test set"

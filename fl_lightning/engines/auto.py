@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Literal
+from typing import Any, Literal
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number
 from fl_lightning.core.task import Result, Task
@@ -79,11 +79,11 @@ class AutoEngine(Engine):
         if self._chosen:
             self._chosen.close()
 
-    def state_dict(self) -> dict[str, str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the name of the chosen engine for checkpoints; empty before the choice."""
         return {"chosen": self.choice} if self.choice else {}
 
-    def load_state_dict(self, state: dict[str, str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the engine whose name `state_dict` returned, without measuring again."""
         if state:
             self.choice = state["chosen"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.worker import Worker
@@ -59,11 +59,14 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027, most engines hold nothing
         """Release processes and memory. Called at the end of every run; `run` may be called again afterwards."""
 
-    def state_dict(self) -> dict[str, str]:
-        """Return the engine's state for checkpoints, such as a choice that a resumed run must keep."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the engine's state for checkpoints, such as a choice that a resumed run must keep.
+
+        It consists of nested dicts and lists of tensors, numbers and strings.
+        """
         return {}
 
-    def load_state_dict(self, state: dict[str, str]) -> None:  # noqa: B027, most engines have no choices to keep to
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027, most engines have no choices to keep to
         """Restore the engine's state that `state_dict` returned."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 from uuid import uuid4
 
-from fl_lightning.core.errors import ConfigError, FLError, check_number, one_line
+from fl_lightning.core.errors import ConfigError, FLError, check_number
 from fl_lightning.core.names import join_names
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.core.trusted_imports import require_trust
@@ -19,12 +19,12 @@ from fl_lightning.data.remote import INPUTS, DataDescription, Labels, RemoteData
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
-    TOO_LARGE,
     BadMessage,
     check_upload,
     import_flower,
     pack,
     pack_task,
+    read_excess,
     unpack,
     unpack_result,
 )
@@ -134,22 +134,21 @@ class FlowerEngine(Engine):
             raise ConfigError("engine: FlowerEngine needs the command line. Start the run with `fl-lightning fit`")
         link, waiting = self._link, dict[int, Waiting]()
         link.check_interrupt = self.check_interrupt
-        link.idle_clients()  # those of earlier questions
+        link.idle.clear()
         for task in tasks:
             waiting[task.client] = Waiting(task, time.monotonic() + (self.timeout or float("inf")))
             self._send(link, waiting[task.client])
         asked = time.monotonic()
         while waiting:
             self.check_interrupt()
-            answers = link.answers([name for one in waiting.values() for name in one.sent])
+            answers = link.poll([name for one in waiting.values() for name in one.sent])
             for client, one in list(waiting.items()):
                 answer = next((answers[name] for name in one.sent if name in answers), None)
-                is_away = answer is not None and answer.has_error() and TOO_LARGE not in answer.error.reason
-                if is_away:  # it gets the task when it is back
+                if answer and answer.has_error() and not read_excess(answer):  # it gets the task when it is back
                     one.sent.clear()
                     link.machines.pop(client, None)
                     continue
-                if answer is not None:
+                if answer:
                     result = self._result(worker, one.task, answer)
                 elif time.monotonic() > one.deadline:
                     error = NoAnswer(f"no answer in {self.timeout:g} seconds (engine.timeout)")
@@ -161,25 +160,22 @@ class FlowerEngine(Engine):
             if time.monotonic() - asked > ASK:
                 asked = time.monotonic()
                 link.ask(waiting)
-            for client in link.idle_clients() & waiting.keys():
+            for client in link.idle & waiting.keys():
                 self._send(link, waiting[client])
+            link.idle.clear()
             if waiting:
                 time.sleep(POLL)
 
-    def state_dict(self) -> dict[str, str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the run's id, and the rounds after which each client stored its state."""
-        rounds = {str(client): " ".join(map(str, rounds)) for client, rounds in self._trained.items()}
-        return {"run": self._run, **rounds}
+        return {"run": self._run, "trained": dict(self._trained)}
 
-    def load_state_dict(self, state: dict[str, str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the run's id, and the rounds after which each client stored its state."""
         if "run" in state:
-            self._run = state["run"]
-            self._trained = {
-                int(client): [int(round) for round in rounds.split()]
-                for client, rounds in state.items()
-                if client != "run"
-            }
+            texts = {int(key): text for key, text in state.items() if key.isdecimal()}  # older checkpoints
+            old = {client: [int(round) for round in text.split()] for client, text in texts.items()}
+            self._run, self._trained = state["run"], dict(state.get("trained", old))
 
     def _send(self, link: ClientLink, one: Waiting) -> None:
         task = one.task
@@ -193,8 +189,8 @@ class FlowerEngine(Engine):
         algorithm, data = worker.algorithm, worker.data
         assert isinstance(data, RemoteData)
         try:
-            if answer.has_error():
-                raise BadMessage(TOO_LARGE + one_line(answer.error.reason).partition(TOO_LARGE)[2])
+            if excess := read_excess(answer):
+                raise BadMessage(excess)
             contents = unpack(answer.content, self.max_megabytes * MEGABYTE)
             result = unpack_result(task, contents, algorithm.public)
             if result.upload:
@@ -220,6 +216,8 @@ class ClientLink:
     Attributes:
         machines: The id of each client's machine, by client id.
         found: The description that each client's machine has sent, by client id.
+        idle: The clients whose machines have described their data since the engine cleared this set. A machine
+            describes its data only when it is idle.
     """
 
     def __init__(self, grid: Grid, expected: Sequence[DataDescription] | None = None) -> None:
@@ -228,7 +226,7 @@ class ClientLink:
         self.found: dict[int, DataDescription] = {}
         self._questions: dict[str, int] = {}
         self._asked: dict[int, float] = {}
-        self._idle: set[int] = set()
+        self.idle: set[int] = set()
         self.check_interrupt: Callable[[], None] = lambda: None
         self._threads = ThreadPoolExecutor(THREADS)
         self._pulls: dict[str, Future[Iterable[Message]]] = {}
@@ -253,7 +251,7 @@ class ClientLink:
                 report(f"waiting up to {left:.0f} s for {len(missing)} of {clients} machines: clients {names}")
                 reported = len(missing)
             self.ask(missing)
-            self.answers([])
+            self.poll()
             time.sleep(POLL)
         descriptions = [self.found[client] for client in range(clients)]
         for client, each in enumerate(descriptions):
@@ -279,8 +277,15 @@ class ClientLink:
                 question = flower.Message(pack({}, {}, {"kind": "describe"}), machine, "query")
                 self._questions[self._push(question)], self._asked[machine] = machine, now
 
-    def answers(self, ids: Sequence[str]) -> dict[str, Message]:
-        """Return the answers to these messages that have arrived, by the messages' ids."""
+    def poll(self, ids: Iterable[str] = ()) -> dict[str, Message]:
+        """Receive the descriptions that `ask` has asked for, and the answers to other messages.
+
+        Args:
+            ids: Ids of the messages.
+
+        Returns:
+            The answers that have arrived, by the ids of their messages.
+        """
         for name in {*ids, *self._questions} - self._pulls.keys():
             self._pulls[name] = self._threads.submit(self.grid.pull_messages, [name])
         wait(self._pulls.values(), timeout=PATIENCE)  # an answer whose machine was killed while sending takes minutes
@@ -290,14 +295,6 @@ class ClientLink:
         for question in arrived.keys() & self._questions.keys():
             self._learn(self._questions.pop(question), arrived[question])
         return arrived
-
-    def idle_clients(self) -> set[int]:
-        """Return the clients whose machines have described their data since the last call.
-
-        A machine describes its data only when it is idle.
-        """
-        idle, self._idle = self._idle, set()
-        return idle
 
     def _push(self, message: Message) -> str:
         """Send a message, and return its id. It is sent again if the SuperLink is restarted meanwhile."""
@@ -337,7 +334,7 @@ class ClientLink:
             return
         self.machines[client] = machine
         self._asked.pop(machine, None)
-        self._idle.add(client)
+        self.idle.add(client)
 
 
 def describe_client(client: int, described: DataDescription) -> RecordDict:

@@ -20,6 +20,7 @@ from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, failed_result
 
 if TYPE_CHECKING:
+    from flwr.app import Message as FlowerMessage
     from flwr.app import RecordDict
 
 MEGABYTE = 1 << 20
@@ -102,6 +103,12 @@ def describe_excess(size: float, most_bytes: float) -> str:
     """Return the text of the error for a message that is too large."""
     what = f"{size / MEGABYTE:,.1f} MB are above {most_bytes / MEGABYTE:,.1f} MB"
     return f"{TOO_LARGE}{what} (max_megabytes)"
+
+
+def read_excess(answer: FlowerMessage) -> str:
+    """Return the text of `describe_excess` if Flower stopped receiving an answer because of its size, else no text."""
+    reason = answer.error.reason if answer.has_error() else None
+    return "".join(one_line(reason or "").partition(TOO_LARGE)[1:])
 
 
 def limit_answers(client: Any, most_bytes: float) -> None:

@@ -17,7 +17,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result
 from fl_lightning.data import Dataset, FederatedData
 from fl_lightning.data.federated_data import sha256
-from fl_lightning.data.remote import describe, describe_differences, load_own
+from fl_lightning.data.remote import describe, describe_differences
 from fl_lightning.engines.flower import describe_client
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
@@ -30,6 +30,7 @@ from fl_lightning.engines.flower_records import (
 )
 from fl_lightning.engines.worker import Worker
 from fl_lightning.flower.client_states import ClientStates
+from fl_lightning.flower.own_data import load_own
 from fl_lightning.orchestrator import FederatedOrchestrator
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class Site:
         local_test: Share of the training samples that the client is tested on, in [0, 1). By default it is tested on
             the dataset's test samples.
         max_megabytes: Largest message that is accepted from the server.
-        sends: Names of what a method may send from this machine in addition to the number of training samples, such as
-            `model`. By default everything.
+        sends: Names of what a method may upload or publish from this machine, such as `model`. By default everything.
+            The number of training samples, mean losses, logged metrics and test metrics are always sent.
         allow: SHA-256 digests of experiments that may name classes outside of this package. Others may name only its
             classes.
         export: File to which this client's model is written at the end of each run, in the format of its ending:

@@ -19,8 +19,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_lightning.core.config import parse_config
 from fl_lightning.core.config_files import config_file
 from fl_lightning.core.errors import ConfigError, one_line
@@ -30,9 +28,6 @@ from fl_lightning.core.trusted_imports import Untrusted, begin, is_untrusted
 from fl_lightning.runs.folder import SIGNATURE
 
 TO_TRUST = "If you trust its author, use --trust (in Python trust=True)"
-NO_PATH = f"#{' ' * 256}\n"
-"""Prefix of text that jsonargparse must not read as a file path: file names cannot be that long."""
-
 DESCRIPTION = "# Describes a run that was started from Python without `config`.\n"
 """First line of a `config.yaml` from which the experiment cannot be rebuilt."""
 
@@ -44,17 +39,17 @@ PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
 # --- The config of a run folder ---
 
 
-def run_config(
+def restrict_and_load_config(
     run_dir: Path,
     keys: Collection[str],
     allowed: Callable[[], Mapping[str, Any]],
     trust: bool = False,
     without: Collection[str] = (),
-) -> str:
-    """Return the config of a run folder as text for jsonargparse's option `--config`.
+) -> dict[str, Any]:
+    """Return the config of a run folder. If it is not trusted, restrict imports and writes from here on.
 
-    If the config is not trusted, imports and writes are restricted from here on in the calling context. The file is
-    read once, so the parsed text is the verified text.
+    The restriction lasts until the caller's `contextvars` context ends. The file is read once, so the config is that of
+    the verified text.
 
     Args:
         run_dir: The run's folder.
@@ -80,7 +75,7 @@ def run_config(
         begin(untrusted)
         if unknown := sorted(map(str, rest.keys() - set(keys))):
             raise untrusted.refuse("a key that no run writes", unknown[0])
-    return NO_PATH + yaml.safe_dump(rest, sort_keys=False)
+    return rest
 
 
 # --- Modules in the working folder ---

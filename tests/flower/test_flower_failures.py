@@ -3,6 +3,7 @@
 import itertools
 import re
 import signal
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.core.interrupt import Stopped
 from fl_lightning.core.task import Result
 from fl_lightning.core.trusted_imports import Untrusted, untrusted
+from fl_lightning.engines import flower as engine_module
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
 from fl_lightning.engines.flower_records import MEGABYTE, describe_excess, limit_answers, pack, unpack
 from fl_lightning.flower.node import Node
@@ -119,6 +121,21 @@ def test_a_machine_that_lost_its_task_gets_it_again(tmp_path, alone):
     assert grid.kinds.count("train") == 5 * 4 + len({100, 102, 104} - grid.lost)
 
 
+@pytest.mark.thorough
+def test_a_lost_task_is_sent_again_once_though_its_answer_takes_several_looks(tmp_path, alone, monkeypatch):
+    monkeypatch.setattr(engine_module, "ASK", 0.5)
+    run, grid = remote(tmp_path, alone, rounds=1, clients_per_round=6)
+    pull, looks = grid.pull_messages, Counter()
+
+    def pull_late(names):
+        looks.update(names)
+        return pull(names) if looks[names[0]] > 3 else []
+
+    grid.lost, grid.pull_messages = {102}, pull_late
+    run.fit()
+    assert grid.kinds.count("train") == 6 + 1
+
+
 def test_tasks_that_are_delivered_again_change_nothing(tmp_path, alone):
     """Each task is delivered twice, and then the task of the client's round before: its state stays that of the run."""
     run, grid = remote(tmp_path, alone)
@@ -147,9 +164,10 @@ def test_tasks_that_are_delivered_again_change_nothing(tmp_path, alone):
 
 
 @pytest.mark.thorough
-def test_a_machine_that_flower_does_not_reach_gets_its_task_later(tmp_path, alone):
+@pytest.mark.parametrize("reason", ["the node is away", None])
+def test_a_machine_that_flower_does_not_reach_gets_its_task_later(tmp_path, alone, reason):
     run, grid = remote(tmp_path, alone)
-    grid.unreachable = {100, 101, 102, 103}
+    grid.unreachable, grid.reason = {100, 101, 102, 103}, reason
     run.fit()
     assert_same(alone, run)
     assert not grid.unreachable
@@ -196,6 +214,14 @@ def test_a_server_that_is_killed_resumes(tmp_path, alone, rounds_back):
     with pytest.warns(UserWarning, match="state.pt") if rounds_back else nullcontext():
         run.fit(resume=True)
     assert_same(alone, run)
+
+
+def test_the_state_of_the_engine_is_also_read_from_older_checkpoints():
+    state = {"run": "0a", "trained": {0: [3, 4], 12: [1]}}
+    for saved in (state, {"run": "0a", "0": "3 4", "12": "1"}):
+        engine = FlowerEngine()
+        engine.load_state_dict(saved)
+        assert engine.state_dict() == state
 
 
 @pytest.mark.thorough

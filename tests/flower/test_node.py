@@ -243,6 +243,7 @@ def test_what_the_site_permits_is_sent(node):
     node.site.sends = ["model", "structural"]
     answer = ask(node, experiment(node, algorithm=METHODS + "FedSKC"))
     assert {name.split("/")[1] for name in answer.tensors} == {"model", "structural"}
+    assert {"upload/n_samples", "losses/loss"} <= answer.numbers.keys()  # always sent
 
 
 @pytest.mark.parametrize("method", ["FedSKC", "FedProto", "FedDistill", "FedFomo"])

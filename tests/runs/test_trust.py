@@ -21,6 +21,7 @@ from jsonargparse import _typehints
 
 from fl_lightning.cli import allowed_objects, catalogue
 from fl_lightning.cli.experiment import experiment_parser, instantiate, open_run, run_keys
+from fl_lightning.cli.experiment_parser import config_argument
 from fl_lightning.core import trusted_imports
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import trainer
@@ -232,7 +233,7 @@ def test_text_of_a_config_is_never_taken_as_a_path(theirs):
     (theirs / "config.yaml").write_text("rounds: 3\n")
     Path("rounds: 3\n").write_text("model: evil_installed.Net\n")
     with pytest.raises(OSError, match="too long"):
-        os.stat(copy_context().run(trust.run_config, theirs, run_keys(), dict))
+        os.stat(config_argument(copy_context().run(trust.restrict_and_load_config, theirs, run_keys(), dict)))
 
 
 def test_settings_replaced_on_the_command_line_do_not_matter(theirs, tmp_path):
@@ -289,7 +290,7 @@ def test_shipped_configs_pass_the_gate(monkeypatch):
         for config in configs:
             content = yaml.safe_load(config.read_text())
             content.pop("baselines", None)
-            instantiate(parser.parse_args(["--config", trust.NO_PATH + yaml.safe_dump(content)]), parser)
+            instantiate(parser.parse_args(["--config", config_argument(content)]), parser)
     assert len(named) > 50
 
 
@@ -325,7 +326,7 @@ def test_own_run_needs_no_trust(own, here, tmp_path):
     assert (code, err) == (0, "")
     shutil.move(own, tmp_path / "moved")
     forget_modules(here)
-    copy_context().run(trust.run_config, tmp_path / "moved", run_keys(), dict)
+    copy_context().run(trust.restrict_and_load_config, tmp_path / "moved", run_keys(), dict)
     assert str(here) in sys.path
     about = key_of(tmp_path).stat()
     assert (stat.S_IMODE(about.st_mode), about.st_size) == (0o600, 32)

@@ -19,6 +19,7 @@ from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.class_names import correct_case
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
+from fl_lightning.cli.experiment_parser import config_argument
 from fl_lightning.cli.flower_app import connected_clients
 from fl_lightning.core.config import flatten, is_below, read_config
 from fl_lightning.core.config_files import config_file, with_config_paths
@@ -30,7 +31,7 @@ from fl_lightning.runs import dry_run
 from fl_lightning.runs.fingerprint import MAY_CHANGE
 from fl_lightning.runs.folder import new_run_dir
 from fl_lightning.runs.reader import Run, read_clients
-from fl_lightning.runs.trust import allow_local_modules, run_config
+from fl_lightning.runs.trust import allow_local_modules, restrict_and_load_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
@@ -111,8 +112,9 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
     if not resumed or values(words, "config"):
         return list(words)
     replaced = [key for key in WATCHERS if values(words, key)]
-    config = run_config(Path(resumed[-1][1]), run_keys(), allowed_objects, trust="--trust" in words, without=replaced)
-    return ["--config", config, *words]
+    run_dir, trust = Path(resumed[-1][1]), "--trust" in words
+    config = restrict_and_load_config(run_dir, run_keys(), allowed_objects, trust, without=replaced)
+    return ["--config", config_argument(config), *words]
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
