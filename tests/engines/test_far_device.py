@@ -133,7 +133,7 @@ def test_options_give_the_same_bytes(tmp_path: Path, name: str) -> None:
 
 
 def test_stacked_clients_whose_rows_are_not_consecutive_give_the_same_bytes(tmp_path: Path) -> None:
-    """Some last batches have the same size although their clients are not neighbours. No client may be trained alone."""
+    """Clients that are not neighbours have last batches of the same size. A warning would mean separate training."""
     near, far, _ = both(tmp_path, FedProx, engine=StackedEngine(), batch_size=8, clients_per_round=6)
     assert_same_run(near, far)
 
