@@ -189,7 +189,8 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     if path := difference(*shapes):
         kind = type(shapes[0].get(path)).__name__
         raise ConfigError(f"{path.removeprefix('client.')!r}, of type {kind}, is not the same for two new clients")
-    step_of_all = StackedStep(steps, x.device, [RandomStates(x.device) for _ in clients])
+    random_states = {row: RandomStates(x.device) for row in range(len(clients))}
+    step_of_all = StackedStep(dict(enumerate(steps)), x.device, random_states)
     tensors = [dict(tensors_of(client.backbone)) for client in clients]
     stacked = {
         name: torch.stack([one[name].detach() for one in tensors]).requires_grad_(value.requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -123,15 +123,19 @@ class StackedFit:
 
     Attributes:
         clients: The clients that have been started. Client i has row i of the stacks.
+        kinds: The steps of the groups of clients whose steps differ only in the values of tensors.
+        alike_slots: The slots, if all clients differ only in the weights of their backbones.
+        draws: Whether training may draw random numbers.
     """
 
     def __init__(self, worker: Worker, trainer: L.Trainer, slots: StackedSlots | None) -> None:
         self.worker, self.trainer, self.slots = worker, trainer, slots
         self.alone, self.data, self.device = worker.idle_trainer, worker.data.data, worker.device
         self.clients: list[Client] = []
-        self.kinds: list[tuple[StackedStep, dict[int, int]]] = []
+        self.kinds: list[StackedStep] = []
         self.epoch = 0
-        self.alike = slots is not None and differ_in_weights_only(worker)
+        self.alike_slots = slots if slots and differ_in_weights_only(worker) else None
+        self.draws = not self.alike_slots or self.alike_slots.draws or self.data.augment is not None
 
     def start(self, task: Task) -> None:
         """Build a client's module, start its fit, and give the client the next row of the stacked weights.
@@ -142,19 +146,15 @@ class StackedFit:
         module = self.worker.modules.receive(task, slot=slot)
         if slot is None:  # newly built
             module.to(self.device).train()
-        tensors = self.clients[0].tensors if self.alike and self.clients else dict(tensors_of(module.backbone))
+        tensors = self.clients[0].tensors if self.alike_slots and self.clients else dict(tensors_of(module.backbone))
         batches = self.worker.client_data.batches(task)
         work = LocalWork.under(self.alone, len(batches))
         module.trainer = progress = ClientTrainerView(self.trainer, self.alone, work)  # type: ignore[assignment]
         with own_settings():
             module.on_fit_start()
-        random_states = RandomStates(self.device) if self._draws(task) else None  # which takes time
+        only_copied = self.worker.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
+        random_states = RandomStates(self.device) if self.draws or not only_copied else None  # which takes time
         self.clients.append(Client(task, slot, module, tensors, batches, work, progress, random_states))
-
-    def _draws(self, task: Task) -> bool:
-        """Return whether a client's training or upload may draw random numbers."""
-        copies = self.worker.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
-        return not (self.alike and copies) or self.data.augment is not None or (not self.slots or self.slots.draws)
 
     def train(self) -> None:
         """Train the clients that have been started. A client's failure is stored in its `error`.
@@ -173,8 +173,6 @@ class StackedFit:
                     if self.trainer.received_sigterm:
                         raise SIGTERMException
                 self._end_epoch()
-            if self.alike and self.slots:
-                self.slots.draws = self.slots.step().replaces
 
     def finish(self, row: int) -> UnreadResult:
         """Return the result of a client after its training."""
@@ -223,7 +221,7 @@ class StackedFit:
             ConfigError: A step has changed what it may only read.
         """
         if not self.checks_each_step and (self.hooked or self.epoch == self.epochs - 1):
-            for step_of_all, _ in self.kinds:
+            for step_of_all in self.kinds:
                 step_of_all.verify()
         for client in self.begun:
             if not client.error:
@@ -235,14 +233,14 @@ class StackedFit:
 
     def _group(self) -> None:
         """Group the clients that can be stacked with each other in their current state."""
-        if not self.alike:
+        if self.alike_slots:
+            step = self.alike_slots.step()
+            step.random_states = self._random_states(range(len(self.clients))) if self.draws else {}
+            step.watch()
+            self.kinds = [step]
+        else:
             self._stack()
             self._look()
-        elif self.slots:
-            step = self.slots.step()
-            step.random_states = [state for client in self.clients if (state := client.random_states)]
-            step.watch()
-            self.kinds = [(step, {row: row for row in range(len(self.clients))})]
 
     def _stack(self) -> None:
         """Move the clients' weights and buffers to the rows of the stacked tensors.
@@ -260,22 +258,22 @@ class StackedFit:
 
     def _look(self) -> None:
         """Group the active clients whose steps differ only in the values of tensors."""
-        kinds: list[tuple[dict[str, Any], list[int], list[StepContents]]] = []
+        kinds: list[tuple[dict[str, Any], dict[int, StepContents]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.epoch):
                 step = StepContents(ClientStep(client.module))
                 shape = step.shape()
-                for other, rows, steps in kinds:
+                for other, steps in kinds:
                     if difference(shape, other) is None:
-                        rows.append(row)
-                        steps.append(step)
+                        steps[row] = step
                         break
                 else:
-                    kinds.append((shape, [row], [step]))
-        self.kinds = []
-        for _, rows, steps in kinds:
-            random_states = [state for row in rows if (state := self.clients[row].random_states)]
-            self.kinds.append((StackedStep(steps, self.device, random_states), {row: i for i, row in enumerate(rows)}))
+                    kinds.append((shape, {row: step}))
+        self.kinds = [StackedStep(steps, self.device, self._random_states(steps)) for _, steps in kinds]
+
+    def _random_states(self, rows: Iterable[int]) -> dict[int, RandomStates]:
+        """Return the random states of the clients in these rows that have their own."""
+        return {row: state for row in rows if (state := self.clients[row].random_states)}
 
     # --- Steps ---
 
@@ -307,11 +305,11 @@ class StackedFit:
         x, y = send(batch.x, self.device), send(batch.y, self.device)
         x, parts = self._prepared(batch.rows, x), []
         with self.alone.precision_plugin.train_step_context():
-            for step_of_all, numbers in self.kinds:
-                chosen = [i for i, row in enumerate(batch.rows) if row in numbers]
+            for step_of_all in self.kinds:
+                chosen = [i for i, row in enumerate(batch.rows) if row in step_of_all.numbers]
                 if chosen:
                     own, rows = as_rows(chosen, self.device), [batch.rows[i] for i in chosen]
-                    parts.append(self._forward(step_of_all, numbers, StackedBatch(rows, x[own], y[own])))
+                    parts.append(self._forward(step_of_all, StackedBatch(rows, x[own], y[own])))
         for *_, loss in parts:  # outside of the precision context, as in a client's own fit
             loss.sum().backward()
         for rows, tensors, _ in parts:  # only now: this writes buffers to the tensor that all weights are views of
@@ -333,9 +331,7 @@ class StackedFit:
             x = torch.stack(augmented)
         return convert(x)
 
-    def _forward(
-        self, step_of_all: StackedStep, numbers: dict[int, int], batch: StackedBatch
-    ) -> tuple[list[int], Tensors, Tensor]:
+    def _forward(self, step_of_all: StackedStep, batch: StackedBatch) -> tuple[list[int], Tensors, Tensor]:
         """Compute the losses of the clients in a batch.
 
         Returns:
@@ -344,7 +340,7 @@ class StackedFit:
         rows, tensors = batch.rows, self._of(batch.rows)
         if self.checks_each_step:
             step_of_all.watch()
-        output = step_of_all(tensors, [numbers[row] for row in rows], batch.x, batch.y)
+        output = step_of_all(tensors, rows, batch.x, batch.y)
         self._record(rows, output)
         if self.checks_each_step:
             step_of_all.verify()

@@ -20,12 +20,10 @@ class StackedSlots:
     Attributes:
         count: Number of rows.
         stacks: The parameters and buffers of all backbones by name, `(count, ...)`. Row i belongs to slot i.
-        draws: Whether training steps may draw random numbers; False once it is known that they do not.
     """
 
     def __init__(self, modules: ModuleFactory, first: ClientSlot, count: int) -> None:
         self.modules, self.count = modules, count
-        self.draws = True
         self._step: StackedStep | None = None
         self._slots: list[ClientSlot] = []
         self._unsent: list[list[tuple[Tensor, int]]] = []  # tensors that are not in the flat tensor, and their places
@@ -45,13 +43,17 @@ class StackedSlots:
             self._add(slot)
         return self._slots[row]
 
+    @property
+    def draws(self) -> bool:
+        """Whether training steps may draw random numbers; False once it is known that they do not."""
+        return self._step is None or bool(self._step.random_states)
+
     def step(self) -> StackedStep:
         """Return the batched training step of all clients, which differ only in the weights of their backbones."""
         if self._step is None:
             # also kept: this round's class counts, which no step without loss terms reads
-            steps = [StepContents(ClientStep(slot.module)) for slot in self._slots]
-            self._step = StackedStep(steps, self._flat.device)
-            self._step.replaces = self.draws
+            steps = {row: StepContents(ClientStep(slot.module)) for row, slot in enumerate(self._slots)}
+            self._step = StackedStep(steps, self._flat.device, {})
         return self._step
 
     def _is_intact(self, row: int) -> bool:

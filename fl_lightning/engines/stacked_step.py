@@ -220,22 +220,25 @@ class StackedStep:
     """A training step of several clients as one batched call. Their modules differ only in the values of tensors.
 
     Args:
-        steps: The clients' steps in their current state. The module of the first client computes the steps of all.
+        steps: The clients' steps in their current state, by row in ascending order. The module of the first client
+            computes the steps of all.
         device: The training device.
-        random_states: The clients' random states, which dropout, `torch.rand` and `torch.randn` draw from.
+        random_states: The clients' random states by row, which dropout, `torch.rand` and `torch.randn` draw from.
 
     Attributes:
-        replaces: Whether functions that `ClientFunctions` replaces are called, as far as is known.
+        random_states: The same; empty once a step has called none of the functions that `ClientFunctions` replaces.
     """
 
     def __init__(
-        self, steps: Sequence[StepContents], device: torch.device, random_states: Sequence[RandomStates] = ()
+        self, steps: Mapping[int, StepContents], device: torch.device, random_states: Mapping[int, RandomStates]
     ) -> None:
-        first, self.device, self.random_states, self.replaces = steps[0], device, random_states, True
+        self.numbers = {row: number for number, row in enumerate(steps)}
+        contents = list(steps.values())
+        first, self.device, self.random_states = contents[0], device, random_states
         self.step, self.homes, self.names = first.step, first.homes, first.names
         constant = [name for name in first.registered if not name.startswith(BACKBONE)]
-        self.constants = {name: torch.stack([one.registered[name].detach() for one in steps]) for name in constant}
-        free = [step.free() for step in steps]
+        self.constants = {name: torch.stack([one.registered[name].detach() for one in contents]) for name in constant}
+        free = [one.free() for one in contents]
         self.free = {path: torch.stack([one[path].detach() for one in free]) for path in free[0]}
         held = (*self.constants.values(), *self.free.values())
         self._devices = {value.device for value in held}  # class counts are on the CPU
@@ -252,25 +255,26 @@ class StackedStep:
         self.held, self.written = plain(self.step), versions({**self.constants, **self.free})
         self.outside = RandomStates(self.device)
 
-    def __call__(self, backbone: Tensors, chosen: list[int], x: Tensor, y: Tensor) -> StepOutput:
+    def __call__(self, backbone: Tensors, rows: list[int], x: Tensor, y: Tensor) -> StepOutput:
         """Run a training step of some of the clients as one batched call.
 
         Args:
             backbone: Weights and buffers of the backbone by name, `(n, ...)`. The buffers are updated.
-            chosen: Ascending numbers of the n clients.
+            rows: Ascending rows of the n clients.
             x: Their inputs, `(n, B, ...)`.
             y: Their labels, `(n, B)`.
 
         Raises:
             ConfigError: The step replaces a tensor.
         """
-        rows = {device: as_rows(chosen, device) for device in self._devices}
+        chosen = [self.numbers[row] for row in rows]
+        index = {device: as_rows(chosen, device) for device in self._devices}
         constants, free = (
-            {name: value[rows[value.device]] for name, value in part.items()} for part in (self.constants, self.free)
+            {name: value[index[value.device]] for name, value in part.items()} for part in (self.constants, self.free)
         )
         weights = {BACKBONE + name: value for name, value in backbone.items()}
         # interception takes time; `verify` detects other draws
-        functions = ClientFunctions([self.random_states[i] for i in chosen]) if self.replaces else None
+        functions = ClientFunctions([self.random_states[row] for row in rows]) if self.random_states else None
 
         def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> StepOutput:
             if functions:
@@ -282,9 +286,10 @@ class StackedStep:
             return output
 
         with functions or nullcontext():
-            stacked, places = torch.vmap(one, randomness="same"), torch.arange(len(chosen), device=x.device)
+            stacked, places = torch.vmap(one, randomness="same"), torch.arange(len(rows), device=x.device)
             output: StepOutput = stacked(weights | constants, free, x, y, places)
-        self.replaces = functions is not None and functions.used
+        if functions and not functions.used:
+            self.random_states = {}
         missing = output.features is None or not output.features.numel()
         return output._replace(features=None) if missing else output
 

@@ -116,21 +116,24 @@ class Ended(FedAvg):
         return super().upload(module, *rest)
 
 
-def ends(tmp_path, shared, moment, **options):
+def ends(tmp_path, fits, shared, moment, **options):
     """What becomes of two clients that stop, or not, and where their modules are then."""
     method = Ended(loss_terms=[Stops(moment)])
     method.seen = []
     run = experiment(tmp_path / str(shared), method, **options)
     run._build()
     tasks = [task_of_round(run, 1, client) for client in (0, 1)]
-    return run_tasks(SequentialEngine(shared), run.worker, tasks), method.seen
+    fits.clear()
+    results = run_tasks(SequentialEngine(shared), run.worker, tasks)
+    assert [type(module) for module in fits] == ([shared_fit.SharedFit] if shared else [ClientModule, ClientModule])
+    return results, method.seen
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("moment", ["fit", "epoch 0", "epoch 1", "step 1", "step 5"])
-def test_a_client_stops_when_asked(tmp_path, moment):
+def test_a_client_stops_when_asked(tmp_path, fits, moment):
     options = {"trainer": {"accelerator": "cpu", "max_epochs": 3}, "batch_size": 16}
-    (common, here), (alone, there) = (ends(tmp_path, shared, moment, **options) for shared in (True, False))
+    (common, here), (alone, there) = (ends(tmp_path, fits, shared, moment, **options) for shared in (True, False))
     assert here == there
     for one, other in zip(common, alone, strict=True):
         assert one.losses == other.losses

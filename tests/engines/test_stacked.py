@@ -270,8 +270,8 @@ def test_a_step_of_every_model(name):
         name: torch.stack([one[name].detach() for one in own]).requires_grad_(value.requires_grad)
         for name, value in own[0].items()
     }
-    steps = [StepContents(ClientStep(client)) for client in clients]
-    outcome = StackedStep(steps, torch.device("cpu"), draws)(stacked, [0, 1, 2], x, y)
+    steps = {row: StepContents(ClientStep(client)) for row, client in enumerate(clients)}
+    outcome = StackedStep(steps, torch.device("cpu"), dict(enumerate(draws)))(stacked, [0, 1, 2], x, y)
     outcome.loss.sum().backward()
     for i, client in enumerate(clients):
         torch.manual_seed(i)
