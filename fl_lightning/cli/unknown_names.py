@@ -51,14 +51,14 @@ def check_names(command: str, words: Sequence[str]) -> None:
     """
     if command in EXPERIMENTS:
         load("fl_lightning.runs.trust").allow_local_modules(words)  # imports numpy
-    known = Names(command, words)
+    known = KeyChecker(command, words)
     for content in known.contents:
         known.check_keys(content)
     for place, (option, value) in enumerate(known.typed):
         known.check_option(option, value, [later for later, _ in known.typed[place + 1 :]])
 
 
-class Names:
+class KeyChecker:
     """The valid keys of a command, and the classes that a command line and its config files choose.
 
     Args:

@@ -62,7 +62,7 @@ def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
     commands = parser.add_subparsers(dest="command")
     for name, line in COMMANDS.items():
-        subparser = help.command_parser(name)
+        subparser = help.help_parser_of(name)
         if name in words[:1]:
             for key, option in options_of_classes(name, words):
                 text = option["help"].replace("%", "%%")
