@@ -213,6 +213,7 @@ def test_size_and_ticks_of_the_figure(clients: int, classes: int, figures: list[
     write_figure(tmp_path / "partition.png", np.ones((clients, classes), int))
     assert max(figures[0].get_size_inches()) <= 24
     (axes,) = figures[0].axes
+    assert axes.get_title() == f"{clients * classes:,} training samples; the largest bubble is 1"
     for ticks, size in ((axes.get_xticks(), clients), (axes.get_yticks(), classes)):
         assert ticks[0] == 0
         assert ticks[-1] < size
