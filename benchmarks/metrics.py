@@ -43,7 +43,7 @@ def by_torchmetrics(module, batches, classes):
 def compare(*words):
     """Print the times of both ways on one experiment."""
     parser = experiment_parser()
-    words = with_config_paths(["--config", "digits_fedavg.yaml", "--logger", "null", *words])
+    words = with_config_paths(["--config=digits_fedavg.yaml", "--logger", "null", *words])
     run = build(parser.parse_args(words), parser, "runs/unused")
     run._build()
     worker, classes = run.worker, run.data.data.num_classes

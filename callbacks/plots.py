@@ -13,28 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from fl_lightning.core.files import write_atomically
-from fl_lightning.core.names import Names
-from fl_lightning.runs.paper_figure import draw_partition, heat_map, set_ticks
-from fl_lightning.runs.partition import MAX_COLUMNS
-
-
-def partition_figure(counts: np.ndarray, path: Path, names: Names = Names()) -> None:
-    """Draw a partition to a PNG file: a bubble per client and class, or a heat map for more than 200 clients.
-
-    Args:
-        counts: `(clients, C)` samples.
-        path: The PNG to write.
-        names: The names of the clients and classes.
-    """
-    clients, classes = counts.shape
-    bubbles = clients <= MAX_COLUMNS
-    width, height = max(2 + 0.35 * clients, 4), 1.5 + 0.3 * classes + bool(names.clients)  # names may be rotated
-    size = (min(width, 24), min(height, 24)) if bubbles else (4.0, 3.4)
-    figure = Figure(figsize=size, layout="constrained")
-    draw_partition(axes := figure.subplots(), counts, names=names)
-    if bubbles:
-        axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
-    write_png(figure, path)
+from fl_lightning.runs.paper_figure import heat_map, set_ticks
 
 
 def write_png(figure: Figure, path: Path) -> None:

@@ -34,17 +34,21 @@ SHARED_OPTIONS = ("loss_terms", "aggregator", "buffers")
 
 
 def expand_baseline(words: Sequence[str]) -> list[str]:
-    """Replace `--algorithm NAME` on a command line by the options of the baseline NAME.
+    """Replace `--algorithm=NAME` on a command line by the options of the baseline NAME.
 
     An algorithm other than the config's own starts from its own defaults. Otherwise an option that both have, such as
     `tau`, would keep the config's value. The options that most algorithms share (`loss_terms`, `aggregator`, `buffers`)
     keep the config's values if the algorithm has them.
+
+    Args:
+        words: The command line, with each option and its value as one word.
     """
-    configs = [value for _, value in option_values(words, "config")]
-    algorithms = option_values(words, "algorithm")
-    if not configs or not algorithms:
+    configs = option_values(words, "config")
+    places = [place for place, word in enumerate(words) if word.startswith("--algorithm=")]
+    if not configs or not places:
         return list(words)
-    position, name = algorithms[-1]
+    *_, place = places
+    name = words[place].partition("=")[2]
     baselines: Baselines = {}
     own_algorithm = None
     for config in configs:
@@ -52,13 +56,12 @@ def expand_baseline(words: Sequence[str]) -> list[str]:
         baselines = merge_baselines(baselines, content.get("baselines"), Path(config))
         own_algorithm = content.get("algorithm", own_algorithm)
     options = {"algorithm": name} | baselines.get(name, {})
-    expanded = [word for key, value in options.items() for word in (f"--{key}", to_word(value))]
+    expanded = setting_words(options)
     if isinstance(own_algorithm, dict):
         own_algorithm = own_algorithm["class_path"]
     if class_name(options["algorithm"]) != class_name(own_algorithm):
-        expanded = ["--algorithm", BASE_CLASS, *expanded]
-    width = 1 if "=" in words[position] else 2
-    return [*words[:position], *expanded, *words[position + width :]]
+        expanded = [f"--algorithm={BASE_CLASS}", *expanded]
+    return [*words[:place], *expanded, *words[place + 1 :]]
 
 
 def warn_of_dropped_options(configs: Sequence[str], resolved: Mapping[str, Any]) -> None:
@@ -87,14 +90,14 @@ def class_name(path: object) -> str:
     return str(path).rpartition(".")[2]
 
 
-def option_values(words: Sequence[str], option: str) -> list[tuple[int, str]]:
-    """Return the position and the value of each occurrence of an option on a command line."""
+def option_values(words: Sequence[str], option: str) -> list[str]:
+    """Return the value of each occurrence of an option on a command line: `--key value` or `--key=value`."""
     long, found = f"--{option}", []
     for i, word in enumerate(words):
         if word.startswith(f"{long}="):
-            found.append((i, word.partition("=")[2]))
+            found.append(word.partition("=")[2])
         elif word in (long, "-c" if option == "config" else long) and i + 1 < len(words):
-            found.append((i, words[i + 1]))
+            found.append(words[i + 1])
     return found
 
 
@@ -132,6 +135,11 @@ def split_setting(word: str) -> tuple[str, str]:
     if not sign or not key:
         raise ConfigError(f"--set: {word!r} is not of the form KEY=VALUE")
     return key, value
+
+
+def setting_words(settings: Mapping[str, Any]) -> list[str]:
+    """Convert settings to command-line options `--KEY=VALUE`."""
+    return [f"--{key}={to_word(value)}" for key, value in settings.items()]
 
 
 def to_word(value: Any) -> str:

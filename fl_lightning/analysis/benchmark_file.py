@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.analysis.baselines import split_setting, to_word
+from fl_lightning.analysis.baselines import setting_words, split_setting
 from fl_lightning.analysis.executor import folder_name
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
@@ -172,11 +172,6 @@ class Entry:
         own = {f"algorithm.{key}": value for key, value in search_space.items()}
         found = own | dict(self.benchmark.search) | dict(self.options.search)
         return {key: value for key, value in found.items() if value is not None}
-
-
-def setting_words(settings: Settings) -> list[str]:
-    """Convert settings to command-line options `--KEY=VALUE`."""
-    return [f"--{key}={to_word(value)}" for key, value in settings.items()]
 
 
 # --- The file --------------------------------------------------------------------------------------------------------

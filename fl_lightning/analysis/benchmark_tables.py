@@ -55,7 +55,7 @@ def score_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool
     for method in methods:
         spreads = [result.result(table.name, scenario, method).spread() for scenario in scenarios]
         end = [f"{ranks[method]:.2f}", *([f"{before[method]:.2f}"] if has_untuned else [])]
-        rows.append([method, *(format_spread(each, in_percent) for each in spreads), *end])
+        rows.append([method, *(format_metric(each, in_percent) for each in spreads), *end])
     for j, scenario in enumerate(scenarios):
         places = result.ranks(table.name)
         best = min(places[method][j] for method in methods)
@@ -83,7 +83,7 @@ def difference_table(result: BenchmarkResult, table: BenchmarkTable, in_percent:
                 (result.result(table.name, scenario, method), result.result(table.name, scenario, reference))
                 for scenario in scenarios
             )
-            rows.append([method, *(format_difference(ours.difference(base), in_percent) for ours, base in pairs)])
+            rows.append([method, *(format_interval(ours.difference(base), in_percent) for ours, base in pairs)])
     note = f"difference from the tuned {reference} with the same seeds: mean [95 % confidence interval, paired t-test]."
     return ResultTable([f"minus {reference}", *(name or table.metric for name in scenarios)], rows, notes=[note])
 
@@ -102,7 +102,7 @@ def tuning_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: boo
                 format_trials(one),
                 format_values(one),
                 MISSING if one.tuned.best is None else _number(one.tuned.best.value, in_percent),
-                *(format_spread(each, in_percent) for each in readings),
+                *(format_metric(each, in_percent) for each in readings),
                 MISSING if one.bytes is None else human_bytes(one.bytes),
                 MISSING if one.processor_seconds is None else f"{one.processor_seconds:.1f}",
                 f"{used_seconds(one.tuned.trials):.1f}",
@@ -147,13 +147,13 @@ def _short(word: str) -> str:
         return word
 
 
-def format_spread(figures: Spread | None, in_percent: bool) -> str:
+def format_metric(figures: Spread | None, in_percent: bool) -> str:
     """Return mean ± standard deviation as text; a dash if missing."""
     shown = percent(figures) if in_percent else figures
     return mean_and_std(shown.mean, shown.std, ".2f" if in_percent else ".4f") if shown else MISSING
 
 
-def format_difference(difference: Difference | None, in_percent: bool) -> str:
+def format_interval(difference: Difference | None, in_percent: bool) -> str:
     """Return a difference as text, with its 95 % confidence interval if there is one."""
     shown = percent(difference) if in_percent else difference
     if shown is None:

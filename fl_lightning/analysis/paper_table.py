@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from fl_lightning.analysis.baselines import expand_baseline, split_setting, to_word
+from fl_lightning.analysis.baselines import expand_baseline, setting_words, split_setting, to_word
 from fl_lightning.analysis.executor import Job, folder_name, run_folder
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import named_file, nearest_file, with_config_paths
@@ -128,8 +128,8 @@ class PaperTable:
     def words(self, column: str, row: str) -> list[str]:
         """Return the `fit` command line of a cell's runs, without the seed: options of the column, then of the row."""
         algorithm_first = sorted(self.rows[row].items(), key=lambda option: option[0] != "algorithm")
-        options = [*self.columns[column].items(), *algorithm_first]
-        return [word for key, value in options if key != "metric" for word in (f"--{key}", to_word(value))]
+        parts = (self.columns[column], dict(algorithm_first))
+        return [word for part in parts for word in setting_words(part) if not word.startswith("--metric=")]
 
 
 # --- The file --------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def table_jobs(
         ConfigError: An override is not of that form or sets what rows and columns set, the scale is out of range, or a
             config cannot be read.
     """
-    override_words = [word for pair in overrides for word in _option(pair)]
+    override_words = [_override_word(pair) for pair in overrides]
     jobs = {}
     for column, row in product(table.columns, table.rows):
         words = table.words(column, row)
@@ -274,7 +274,7 @@ def table_jobs(
         settings |= settings_of(extra)
         folder = out / _column_folder(table.columns[column]) / folder_name(row)
         for seed in table.seeds:
-            words_of_run = (*words, "--seed", str(seed), *extra)
+            words_of_run = (*words, f"--seed={seed}", *extra)
             jobs[column, row, seed] = Job(run_folder(folder, seed, settings), words_of_run)
     return jobs
 
@@ -300,22 +300,21 @@ def scaling(settings: Settings, scale: float) -> list[str]:
     samples = settings.get("scenario.train_samples")
     share = (samples or 1) * scale
     smaller["scenario.train_samples"] = _scale_number(samples, scale) if isinstance(samples, int) else share
-    return [word for key, value in smaller.items() for word in (f"--{key}", to_word(value))]
+    return setting_words(smaller)
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
     """Return all settings of a `fit` command line by dotted key, including those of its configs and baseline.
 
     Args:
-        words: Options and values, alternating; later ones override earlier ones.
+        words: Options `--KEY=VALUE`; later ones override earlier ones.
 
     Raises:
         ConfigError: A config or its baselines cannot be read.
     """
-    expanded = expand_baseline(with_config_paths(words))
     settings: dict[str, Any] = {}
-    for option, value in zip(expanded[::2], expanded[1::2], strict=True):
-        key = option.removeprefix("--")
+    for word in expand_baseline(with_config_paths(words)):
+        key, _, value = word.removeprefix("--").partition("=")
         if key == "config":
             content = read_config(Path(value))
             settings |= flatten({name: part for name, part in content.items() if name != "baselines"})
@@ -328,11 +327,11 @@ def _scale_number(number: int, scale: float) -> int:
     return max(math.ceil(round(number * scale, 9)), 1)  # 0.07 * 100 > 7 in floating point
 
 
-def _option(pair: str) -> tuple[str, str]:
-    key, value = split_setting(pair)
+def _override_word(pair: str) -> str:
+    key, _ = split_setting(pair)
     if key in SET_ELSEWHERE:
         raise ConfigError(f"--set: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
-    return f"--{key}", value
+    return f"--{pair}"
 
 
 def _value(word: str) -> Any:

@@ -41,7 +41,7 @@ def describe_sweep(folder: Path, sweep: Sweep, seed: int) -> None:
         ConfigError: The folder holds another sweep (the message names the differences), or a file of it is lost.
     """
     words = [*sweep.words, *sweep.words_after]
-    configs = {name: read_config(Path(config_path(name))) for _, name in option_values(words, "config")}
+    configs = {name: read_config(Path(config_path(name))) for name in option_values(words, "config")}
     related = {key: value for key, value in sweep.content.items() if key not in {*UNRELATED_KEYS, "run_cap", "command"}}
     now = {"command": shlex.join(["fit", *words]), **related, "seed": seed, "configs": configs}
     text, path, database = yaml.safe_dump(now, sort_keys=False), folder / SWEEP, folder / DATABASE

@@ -18,26 +18,26 @@ NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 def correct_case(words: Sequence[str]) -> list[str]:
     """Correct the case of class names on a command line, and rewrite nested nulls that jsonargparse would read as text.
 
-    In `--model.head.prediction null`, jsonargparse turns null into the text `None`. It reads the mapping in
-    `--model.head {prediction: null}` correctly.
+    In `--model.head.prediction=null`, jsonargparse turns null into the text `None`. It reads the mapping in
+    `--model.head={prediction: null}` correctly.
+
+    Args:
+        words: The command line, with each option and its value as one word.
     """
-    found = list(words)
-    for place, word in enumerate(words):
-        option, apart, value = word.partition("=")
-        if not option.startswith("--"):
-            continue
-        at = place if apart else place + 1
-        value = value if apart else "".join(words[at : at + 1])
+    return [_correct_word(word) for word in words]
+
+
+def _correct_word(word: str) -> str:
+    option, sign, value = word.partition("=")
+    if not sign or not option.startswith("--"):
+        return word
+    if value == "null" and NESTED.fullmatch(option):
+        option, _, last = option.rpartition(".")
+        return f"{option}={{{last}: null}}"
+    if value != "null" and re.fullmatch(r"[A-Za-z][\w-]*", value):
         key = option.removeprefix("--").removesuffix("+").removesuffix(".class_path")
-        new = value
-        if value == "null" and NESTED.fullmatch(option):
-            option, _, last = option.rpartition(".")
-            new = f"{{{last}: null}}"
-        elif re.fullmatch(r"[A-Za-z][\w-]*", value) and value != "null":
-            new = _correct_name(value, key)
-        if new != value:
-            found[place : at + 1] = [f"{option}={new}"] if apart else [option, new]
-    return found
+        return f"{option}={_correct_name(value, key)}"
+    return word
 
 
 def _correct_name(name: str, key: str) -> str:

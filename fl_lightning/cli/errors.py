@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.catalogue import CLASS_KEYS
-from fl_lightning.cli.unknown_names import CLASS_EXPECTED, Names, class_choices, quote
+from fl_lightning.cli.unknown_names import CLASS_EXPECTED, KeyChecker, class_choices, quote
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.trusted_imports import find_object, refusal
 
@@ -68,7 +68,7 @@ def _missing_argument(message: str, program: str, is_experiment: bool) -> str | 
 def _unknown_argument(key: str, message: str, words: Sequence[str]) -> str | None:
     """Return our message about an unknown argument of a user's own class; None for another error."""
     option, paths = re.search(r"Option '([\w.-]+)", message), re.findall(r"class_path[ =]'([\w.]+)'", message)
-    return Names("fit", words).unknown_argument(option[1], paths[-1], key) if option and paths else None
+    return KeyChecker("fit", words).unknown_argument(option[1], paths[-1], key) if option and paths else None
 
 
 def _wrong_value(key: str, message: str) -> str | None:

@@ -56,7 +56,7 @@ def requested_help(command: str, words: Sequence[str]) -> str | None:
     for word, after in pairwise([*words, "--"]):
         about = None if after.startswith("-") else after
         if word in ("-h", "--help"):
-            return key_help(command, about) if about else command_parser(command).format_help()
+            return key_help(command, about) if about else help_parser_of(command).format_help()
         option, _, given = word.partition("=")
         key = option.removeprefix("--").removesuffix(".help")
         if option == f"--{key}.help" and key.partition(".")[0] in top_level_keys:
@@ -124,7 +124,7 @@ class Formatter(HelpFormatter):
             super().add_usage(usage, *rest, **kwargs)
 
 
-def command_parser(command: str) -> ArgumentParser:
+def help_parser_of(command: str) -> ArgumentParser:
     """Build a plain argparse parser of a command's options, without types, for help and completion."""
     options = options_of(command)
     experiment = "config" in options

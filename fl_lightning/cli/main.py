@@ -144,8 +144,10 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         print(text.rstrip("\n"))
         return 0
     if name == "fit" and load("fl_lightning.cli.options").is_multirun(words):
-        name = "multirun"  # checks the names of each of its runs
+        name = "multirun"  # normalizes and checks the words of each of its runs
     else:
+        if name in load("fl_lightning.cli.options").EXPERIMENTS:
+            words = load("fl_lightning.cli.command_line").normalize_words(name, words)
         load("fl_lightning.cli.unknown_names").check_names(name, words)
     command = load(f"fl_lightning.cli.commands.{name}")
     parser = load("fl_lightning.cli.options").command_parser(name)

@@ -12,13 +12,12 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_source, kind_of, names
-from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, correct_case
+from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision
 from fl_lightning.cli.options import EXPERIMENTS, MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.other_frameworks import CLASSES, OPTIONS
 from fl_lightning.core.config import read_config
-from fl_lightning.core.config_files import is_run, shipped, with_config_paths
+from fl_lightning.core.config_files import is_run, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.renamed import new_class, refuse_old_option
@@ -45,22 +44,21 @@ def check_names(command: str, words: Sequence[str]) -> None:
 
     Args:
         command: The command.
-        words: The command line after the command.
+        words: The command line after the command; that of an experiment in normal form.
 
     Raises:
         ConfigError: Names the unknown key or class, and the most similar valid name.
     """
     if command in EXPERIMENTS:
-        words = expand_baseline(correct_case(with_config_paths(words)))
         load("fl_lightning.runs.trust").allow_local_modules(words)  # imports numpy
-    known = Names(command, words)
+    known = KeyChecker(command, words)
     for content in known.contents:
         known.check_keys(content)
     for place, (option, value) in enumerate(known.typed):
         known.check_option(option, value, [later for later, _ in known.typed[place + 1 :]])
 
 
-class Names:
+class KeyChecker:
     """The valid keys of a command, and the classes that a command line and its config files choose.
 
     Args:

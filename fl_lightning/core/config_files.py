@@ -20,14 +20,9 @@ DIGITS = "digits_fedavg.yaml"
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with each `--config` value, a name or a path, replaced by the file's path."""
-    found = list(words)
-    for i, word in enumerate(words):
-        if word in ("-c", "--config") and i + 1 < len(words):
-            found[i + 1] = config_path(words[i + 1])
-        elif word.startswith("--config="):
-            found[i] = f"--config={config_path(word.removeprefix('--config='))}"
-    return found
+    """Return the words of a command line with each `--config=NAME`, a name or a path, replaced by the file's path."""
+    start = "--config="
+    return [f"{start}{config_path(word.removeprefix(start))}" if word.startswith(start) else word for word in words]
 
 
 def config_path(name: str) -> str:

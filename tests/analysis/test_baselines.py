@@ -10,6 +10,7 @@ from commands import rows, run
 
 from fl_lightning.algorithms import MOON
 from fl_lightning.analysis.baselines import expand_baseline, merge_baselines
+from fl_lightning.cli.command_line import normalize_words
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.cli.main import main
@@ -22,7 +23,7 @@ WITH_BASELINES = {
     if "\nbaselines:" in path.read_text()
 }
 
-RESET = ["--algorithm", "fl_lightning.algorithms.Algorithm", "--algorithm"]
+RESET = "--algorithm=fl_lightning.algorithms.Algorithm"
 
 TINY = """# tiny
 rounds: 1
@@ -52,26 +53,26 @@ def expanded(*words):
 
 
 def test_a_baseline_is_replaced_by_its_options(here):
-    prox = [*RESET, "FedProx", "--algorithm.mu", "0.5", "--model.hidden", "[7]"]
-    uniform = [*RESET, "FedAvg", "--algorithm.weighting", "uniform"]
-    before = ["--config", "table.yaml"]
-    assert expanded(*before, "--algorithm", "FedProx", "--rounds", "2") == [*before, *prox, "--rounds", "2"]
-    assert expanded("--config=table.yaml", "--algorithm=FedProx") == ["--config=table.yaml", *prox]
-    assert expanded("-c", "table.yaml", "--algorithm", "Uniform") == ["-c", "table.yaml", *uniform]
-    assert expanded("-c", "table.yaml", "--algorithm", "Plain") == ["-c", "table.yaml", *RESET, "FedAvg"]
+    prox = [RESET, "--algorithm=FedProx", "--algorithm.mu=0.5", "--model.hidden=[7]"]
+    uniform = [RESET, "--algorithm=FedAvg", "--algorithm.weighting=uniform"]
+    config = "--config=table.yaml"
+    assert expanded(config, "--algorithm=FedProx", "--rounds=2") == [config, *prox, "--rounds=2"]
+    assert expanded("--algorithm=MOON", "--algorithm=FedProx", config) == ["--algorithm=MOON", *prox, config]
+    assert expanded(config, "--algorithm=Uniform") == [config, *uniform]
+    assert expanded(config, "--algorithm=Plain") == [config, RESET, "--algorithm=FedAvg"]
 
 
-@pytest.mark.parametrize("words", [["--algorithm", "FedSKC"], ["--algorithm.mu", "3"], [], ["--algorithm"]])
+@pytest.mark.parametrize("words", [["--algorithm=FedSKC"], ["--algorithm.mu=3"], [], ["--algorithm"]])
 def test_a_line_without_a_baseline_does_not_change(here, words):
-    assert expanded("--config", "table.yaml", *words) == ["--config", "table.yaml", *words]
+    assert expanded("--config=table.yaml", *words) == ["--config=table.yaml", *words]
     assert expanded(*words) == words
 
 
 def test_later_configs_add_to_the_baselines(here):
     Path("mine.yaml").write_text("baselines: {FedProx: {algorithm.mu: 9, seed: 3}}\n")
-    words = expanded("--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedProx")
-    assert words[4:] == [*RESET, "FedProx", "--algorithm.mu", "9", "--model.hidden", "[7]", "--seed", "3"]
-    own = ["--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedSKC"]
+    words = expanded("--config=table.yaml", "--config=mine.yaml", "--algorithm=FedProx")
+    assert words[2:] == [RESET, "--algorithm=FedProx", "--algorithm.mu=9", "--model.hidden=[7]", "--seed=3"]
+    own = ["--config=table.yaml", "--config=mine.yaml", "--algorithm=FedSKC"]
     assert expanded(*own) == own  # FedSKC is still the configs' own algorithm
 
 
@@ -92,7 +93,7 @@ def test_a_run_of_a_baseline_can_be_resumed(here):
 def algorithm_of(*words):
     """Return the algorithm of a command line."""
     parser = experiment_parser()
-    return plain_config(parser.parse_args(expand(words)), parser)["algorithm"]
+    return plain_config(parser.parse_args(expand(normalize_words("fit", words))), parser)["algorithm"]
 
 
 def test_another_algorithm_starts_from_its_own_defaults(here):
@@ -154,7 +155,7 @@ def baselines_of(config):
 @pytest.mark.parametrize(("config", "name"), list(shipped()))
 def test_every_baseline_of_a_shipped_config_parses(parser, config, name):
     """A baseline does not take over options of the config's own method with the same name."""
-    words = expand_baseline(with_config_paths(["--config", config, "--algorithm", name]))
+    words = expand_baseline(with_config_paths([f"--config={config}", f"--algorithm={name}"]))
     parsed = parser.parse_args(words).algorithm
     package, _, method = parsed.class_path.rpartition(".")
     assert package.startswith("fl_lightning")

@@ -258,7 +258,7 @@ def settings_of_row(table, row):
 
 def words(stem, column, row):
     """Return a cell's command line."""
-    return (*read_table(stem).words(column, row), "--seed", "1")
+    return (*read_table(stem).words(column, row), "--seed=1")
 
 
 parser, read_table = cache(experiment_parser), cache(uncached_read_table)

@@ -136,24 +136,24 @@ def leave_runs(name: str, figures: dict[tuple[str, str], list]) -> Reproduction:
 
 def test_a_command_line_has_the_options_of_the_column_then_of_the_row(here):
     jobs = table_jobs(read_table("table.yaml"), Path("out"), overrides=["model.hidden=[4, 4]", "rounds=3"])
-    last = ["--model.hidden", "[4, 4]", "--rounds", "3"]
-    first = ["--config", "tiny.yaml", "--scenario.partition.alpha", "0.1"]
-    skc = ["--algorithm", "FedSKC", "--algorithm.tau", "0.25", "--algorithm.gda", "false"]
+    last = ["--model.hidden=[4, 4]", "--rounds=3"]
+    first = ["--config=tiny.yaml", "--scenario.partition.alpha=0.1"]
+    skc = ["--algorithm=FedSKC", "--algorithm.tau=0.25", "--algorithm.gda=false"]
     assert {key: list(job.words) for key, job in jobs.items()} == {
-        ("alpha 0.1", "Uniform", 0): [*first, "--algorithm", "Uniform", "--seed", "0", *last],
-        ("alpha 0.1", "Uniform", 3): [*first, "--algorithm", "Uniform", "--seed", "3", *last],
-        ("alpha 0.1", "FedSKC", 0): [*first, *skc, "--seed", "0", *last],
-        ("alpha 0.1", "FedSKC", 3): [*first, *skc, "--seed", "3", *last],
-        ("alpha 1", "Uniform", 0): [*first[:2], "--algorithm", "Uniform", "--seed", "0", *last],
-        ("alpha 1", "Uniform", 3): [*first[:2], "--algorithm", "Uniform", "--seed", "3", *last],
-        ("alpha 1", "FedSKC", 0): [*first[:2], *skc, "--seed", "0", *last],
-        ("alpha 1", "FedSKC", 3): [*first[:2], *skc, "--seed", "3", *last],
+        ("alpha 0.1", "Uniform", 0): [*first, "--algorithm=Uniform", "--seed=0", *last],
+        ("alpha 0.1", "Uniform", 3): [*first, "--algorithm=Uniform", "--seed=3", *last],
+        ("alpha 0.1", "FedSKC", 0): [*first, *skc, "--seed=0", *last],
+        ("alpha 0.1", "FedSKC", 3): [*first, *skc, "--seed=3", *last],
+        ("alpha 1", "Uniform", 0): [*first[:1], "--algorithm=Uniform", "--seed=0", *last],
+        ("alpha 1", "Uniform", 3): [*first[:1], "--algorithm=Uniform", "--seed=3", *last],
+        ("alpha 1", "FedSKC", 0): [*first[:1], *skc, "--seed=0", *last],
+        ("alpha 1", "FedSKC", 3): [*first[:1], *skc, "--seed=3", *last],
     }
 
 
 def test_a_row_may_keep_the_algorithm_of_the_config(here):
     Path("table.yaml").write_text(TABLE.replace("{algorithm: Uniform}", "{algorithm.tau: 0.1}"))
-    assert read_table("table.yaml").words("alpha 1", "Uniform") == ["--config", "tiny.yaml", "--algorithm.tau", "0.1"]
+    assert read_table("table.yaml").words("alpha 1", "Uniform") == ["--config=tiny.yaml", "--algorithm.tau=0.1"]
 
 
 # --- The folders -----------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_other_settings_are_other_runs(here, change):
 
 
 def test_settings_of_a_command_line_equal_those_of_fit(here):
-    words = ["--config", "tiny.yaml", "--algorithm", "FedProx", "--model.hidden", "[4]", "--rounds", "7"]
+    words = ["--config=tiny.yaml", "--algorithm=FedProx", "--model.hidden=[4]", "--rounds=7"]
     found = settings_of(words)
     parsed = experiment_parser().parse_args(expand_baseline(with_config_paths(words)))
     assert found["algorithm.mu"] == parsed.algorithm.init_args.mu == 0.1
@@ -225,7 +225,7 @@ def test_settings_of_a_command_line_equal_those_of_fit(here):
     assert (found["rounds"], found["trainer.max_epochs"], found["algorithm"]) == (7, 1, "FedProx")
     assert found["scenario.partition.alpha"] == 1
     assert not [key for key in found if key.startswith("baselines")]
-    assert settings_of(["--title", "a: b: c"]) == {"title": "a: b: c"}
+    assert settings_of(["--title=a: b: c"]) == {"title": "a: b: c"}
 
 
 # --- The scale -------------------------------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ def scaled(number, scale):
 def test_the_scale_is_exact(rounds, epochs, thousandths):
     scale = thousandths / 1000
     found = scaling({"rounds": rounds, "trainer.max_epochs": epochs}, scale)
-    numbers = ["--rounds", str(scaled(rounds, scale)), "--trainer.max_epochs", str(scaled(epochs, scale))]
-    assert found == [*numbers, "--scenario.train_samples", str(scale)]
+    numbers = [f"--rounds={scaled(rounds, scale)}", f"--trainer.max_epochs={scaled(epochs, scale)}"]
+    assert found == [*numbers, f"--scenario.train_samples={scale}"]
 
 
 @pytest.mark.parametrize(
@@ -255,10 +255,7 @@ def test_the_scale_is_exact(rounds, epochs, thousandths):
     ],
 )
 def test_scaled_settings(settings, expected):
-    words = scaling(settings, 0.25)
-    assert dict(zip(words[::2], map(json.loads, words[1::2]), strict=True)) == {
-        f"--{k}": v for k, v in expected.items()
-    }
+    assert scaling(settings, 0.25) == [f"--{key}={value}" for key, value in expected.items()]
     assert scaling(settings, 1.0) == []
 
 
@@ -569,7 +566,7 @@ def test_only_missing_runs_are_started(here, started):
     assert err.splitlines()[1] == f"1 of 1, {job.folder.relative_to('runs/reproduce/table')}: done"
     started.clear()
     code, out, err = run(*words)
-    assert [p.words[-1] for p, *_ in started] == ["0"]
+    assert [p.words[-1] for p, *_ in started] == ["--seed=0"]
     assert err.splitlines()[0] == "1 of 2 runs to do, in runs/reproduce/table"
     started.clear()
     assert (run(*words).out, started) == (out, [])

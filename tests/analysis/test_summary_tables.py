@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fl_lightning.callbacks.plots import partition_figure
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.analysis import summary_tables as tables
+from fl_lightning.cli.commands.partition import write_figure
 from fl_lightning.core.names import Names
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
@@ -165,7 +165,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 def test_the_area_of_a_bubble_is_proportional_to_its_samples(figures: list[Figure], tmp_path: Path) -> None:
     counts = np.array([[8, 0, 1, 3], [2, 4, 0, 0], [0, 0, 0, 16]])
     path = tmp_path / "figures" / "partition.png"
-    partition_figure(counts, path)
+    write_figure(path, counts)
     assert path.read_bytes().startswith(b"\x89PNG")
     (axes,) = figures[0].axes
     (bubbles,) = axes.collections
@@ -186,7 +186,7 @@ def test_the_area_of_a_bubble_is_proportional_to_its_samples(figures: list[Figur
 
 def test_named_ticks_of_a_partition(figures: list[Figure], tmp_path: Path) -> None:
     names = Names(["$a$ north", "_b"], ["c" * 20, "yes"])
-    partition_figure(np.ones((2, 2), int), tmp_path / "partition.png", names)
+    write_figure(tmp_path / "partition.png", np.ones((2, 2), int), names)
     (axes,) = figures[0].axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["$a$ north", "_b"]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["c" * 15 + "…", "yes"]
@@ -196,7 +196,7 @@ def test_named_ticks_of_a_partition(figures: list[Figure], tmp_path: Path) -> No
 def test_many_clients_are_drawn_as_a_heat_map(figures: list[Figure], tmp_path: Path) -> None:
     counts = np.zeros((1000, 3), int)
     counts[np.arange(1000), np.arange(1000) % 2] = np.random.default_rng(0).permutation(1000) + 1
-    partition_figure(counts, tmp_path / "partition.png")
+    write_figure(tmp_path / "partition.png", counts)
     axes, _ = figures[0].axes
     (image,) = axes.images
     shown = np.asarray(image.get_array())
@@ -210,9 +210,10 @@ def test_many_clients_are_drawn_as_a_heat_map(figures: list[Figure], tmp_path: P
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (200, 2), (3, 300)])
 def test_size_and_ticks_of_the_figure(clients: int, classes: int, figures: list[Figure], tmp_path: Path) -> None:
-    partition_figure(np.ones((clients, classes), int), tmp_path / "partition.png")
+    write_figure(tmp_path / "partition.png", np.ones((clients, classes), int))
     assert max(figures[0].get_size_inches()) <= 24
     (axes,) = figures[0].axes
+    assert axes.get_title() == f"{clients * classes:,} training samples; the largest bubble is 1"
     for ticks, size in ((axes.get_xticks(), clients), (axes.get_yticks(), classes)):
         assert ticks[0] == 0
         assert ticks[-1] < size

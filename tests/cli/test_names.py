@@ -17,10 +17,11 @@ from fl_lightning import FederatedOrchestrator
 from fl_lightning.cli import main as cli
 from fl_lightning.cli.catalogue import CLASS_KEYS, KINDS, descriptions, kind_of, names
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, correct_case
+from fl_lightning.cli.command_line import join_values
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.options import command_parser
 from fl_lightning.cli.other_frameworks import CLASSES, COMMANDS, OPTIONS
-from fl_lightning.core.config_files import derived_configs, nearest_file, shipped
+from fl_lightning.core.config_files import derived_configs, nearest_file, shipped, with_config_paths
 from fl_lightning.core.spelling import fold, match_case, nearest
 
 FIT = "fit --config digits_fedskc.yaml --logger null"
@@ -233,7 +234,7 @@ def test_the_parser_accepts_each_suggested_option(fix, here, parser):
     words = [f"--{option}" for option in fix.partition(" (")[0].split()]
     if "=" not in words[-1]:
         words += [VALUES.get(words[-1].removeprefix("--"), "1")]
-    parser.parse_args(fit.with_config_paths(CHOSEN.split()) + words)
+    parser.parse_args(with_config_paths(join_values("fit", CHOSEN.split())) + words)
 
 
 def test_names_of_other_tools_are_not_ours(parser):
@@ -342,8 +343,7 @@ def test_a_class_may_be_written_in_any_case(key):
         for typed in (name, name.lower(), name.upper(), f"{name[:3]}_{name[3:]}".lower(), f"{name[:2]}-{name[2:]}"):
             ambiguous = key == "model" and typed != name and typed in builders_of_torchvision()
             expected = typed if ambiguous else name
-            assert correct_case([f"--{key}", typed]) == [f"--{key}", expected]
-            assert correct_case([f"--{key}={typed}", "--seed", typed]) == [f"--{key}={expected}", "--seed", typed]
+            assert correct_case([f"--{key}={typed}", f"--seed={typed}"]) == [f"--{key}={expected}", f"--seed={typed}"]
             assert correct_case([f"--{key}+={typed}"]) == [f"--{key}+={expected}"]
 
 
@@ -368,12 +368,12 @@ def test_a_baseline_is_found_in_any_case(here, configs):
 def test_ambiguous_names_are_not_corrected():
     assert match_case("resnet_18", ["ResNet18", "Resnet18"]) == "resnet_18"
     assert match_case("Ab", ["Ab", "AB"]) == "Ab"
-    assert correct_case(["--model", "resnet18"]) == ["--model", "resnet18"]
-    assert correct_case(["--model", "RESNET18"]) == ["--model", "ResNet18"]
+    assert correct_case(["--model=resnet18"]) == ["--model=resnet18"]
+    assert correct_case(["--model=RESNET18"]) == ["--model=ResNet18"]
 
 
 def test_values_that_are_not_class_names_are_not_corrected():
-    words = ["--run_dir", "mlp", "--algorithm.preset=fedavg", "fedskc", "--callbacks", "[earlystopping]", "--resume"]
+    words = ["--run_dir=mlp", "--algorithm.preset=fedavg", "fedskc", "--callbacks=[earlystopping]", "--resume"]
     assert correct_case(words) == words
 
 
@@ -483,7 +483,7 @@ def test_null_replaces_the_value_of_a_config(here, configs):
 
 
 def test_only_nulls_that_jsonargparse_loses_are_rewritten():
-    words = ["--scenario.few_shot.ways", "null", "--evaluation.max_clients=null", "--algorithm.beta", "null"]
+    words = ["--scenario.few_shot.ways=null", "--evaluation.max_clients=null", "--algorithm.beta=null"]
     assert correct_case(words) == words
-    assert correct_case(["--scenario.dataset.few_shot.ways", "null"]) == ["--scenario.dataset.few_shot", "{ways: null}"]
+    assert correct_case(["--scenario.dataset.few_shot.ways=null"]) == ["--scenario.dataset.few_shot={ways: null}"]
     assert correct_case(["--model.head.prediction=null", "x"]) == ["--model.head={prediction: null}", "x"]

@@ -9,6 +9,7 @@ from lightning.pytorch import loggers
 
 from fl_lightning.analysis.export import FORMATS
 from fl_lightning.cli import catalogue
+from fl_lightning.cli.command_line import join_values
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.options import OPTIONS, TRAINER, command_parser, options_of
 from fl_lightning.cli.signatures import NO_DEFAULT, Parameter, parameters
@@ -110,3 +111,20 @@ def test_listed_classes_of_other_packages_exist():
     assert catalogue.names("round_lr_scheduler") == catalogue.names("lr_scheduler")
     assert catalogue.names("rounds") == []
     assert catalogue.kind_of("rounds") is catalogue.kind_of("graph") is None
+
+
+JOINED = {
+    "-c a.yaml --config b.yaml -c=c.yaml": "--config=a.yaml --config=b.yaml --config=c.yaml",
+    "--rounds 2 --optimizer.lr -1e3 --model=": "--rounds=2 --optimizer.lr=-1e3 --model=",
+    "--callbacks+ Timer --callbacks+=Timer": "--callbacks+=Timer --callbacks+=Timer",
+    "--fast --trust --print_config --rounds 2": "--fast --trust --print_config --rounds=2",
+    "--seeds 0 1 -m a=1,2 --out runs": "--seeds 0 1 -m a=1,2 --out=runs",
+    "--rounds --seed 1 stray --config": "--rounds --seed 1 stray --config",
+    "-x 1 --unknown 2 --": "-x 1 --unknown=2 --",
+}
+
+
+@pytest.mark.parametrize("line", JOINED)
+def test_an_option_and_its_value_become_one_word(line):
+    assert join_values("fit", line.split()) == JOINED[line].split()
+    assert join_values("fit", JOINED[line].split()) == JOINED[line].split()

@@ -11,8 +11,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.baselines import class_name
-from fl_lightning.analysis.baselines import option_values as values
+from fl_lightning.analysis.baselines import class_name, option_values
 from fl_lightning.cli import help
 from fl_lightning.cli.catalogue import KINDS, class_options, classes_of, descriptions, kind_of, names
 from fl_lightning.cli.commands import COMMANDS
@@ -63,7 +62,7 @@ def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
     commands = parser.add_subparsers(dest="command")
     for name, line in COMMANDS.items():
-        subparser = help.command_parser(name)
+        subparser = help.help_parser_of(name)
         if name in words[:1]:
             for key, option in options_of_classes(name, words):
                 text = option["help"].replace("%", "%%")
@@ -87,12 +86,12 @@ def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str
 def chosen_classes(words: Sequence[str]) -> dict[str, str]:
     """Return the name of the class that a command line or its config files give for each key, such as `algorithm`."""
     found: dict[str, Any] = {}
-    for _, config in values(words, "config"):
+    for config in option_values(words, "config"):
         try:
             found |= flatten(read_config(Path(config_path(config))))
         except FLError:  # the name of the config may be incomplete
             continue
-    found |= {key: value for key in KEYS for _, value in values(words, key)}
+    found |= {key: value for key in KEYS for value in option_values(words, key)}
     return {key: class_name(value) for key, value in found.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -12,17 +12,15 @@ from typing import Any, get_args
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.baselines import expand_baseline, warn_of_dropped_options
-from fl_lightning.analysis.baselines import option_values as values
+from fl_lightning.analysis.baselines import expand_baseline, option_values, warn_of_dropped_options
 from fl_lightning.analysis.summary_tables import clients_table, last_metrics, summary_table
 from fl_lightning.cli.allowed_objects import allowed_objects
-from fl_lightning.cli.class_names import correct_case
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
 from fl_lightning.cli.experiment_parser import config_argument
 from fl_lightning.cli.flower_app import connected_clients
 from fl_lightning.core.config import flatten, is_below, read_config
-from fl_lightning.core.config_files import config_file, with_config_paths
+from fl_lightning.core.config_files import config_file
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import EngineName
 from fl_lightning.loggers.naming import run_names
@@ -35,9 +33,10 @@ from fl_lightning.runs.trust import allow_local_modules, restrict_and_load_confi
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Return the command line of `fit` with config names, baseline settings and the resumed run's config filled in."""
-    words = with_optimizer_class(with_engine_class(expand_baseline(correct_case(with_config_paths(words)))))
-    allow_local_modules([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
+    """Return a normalized command line with the classes that options imply, and with the resumed run's config."""
+    configs = [read_config(Path(path)) for path in option_values(words, "config")]
+    words = with_optimizer_class(with_engine_class(words, configs), configs)
+    allow_local_modules([*words, *configs])
     return with_resumed_config(words)
 
 
@@ -78,28 +77,26 @@ def print_results(orchestrator: FederatedOrchestrator, run: Run) -> None:
         console.print(table)
 
 
-def with_engine_class(words: Sequence[str]) -> list[str]:
+def with_engine_class(words: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a command line with an engine's short name replaced by its class name if engine options are given.
 
-    `--engine processes --engine.workers 2` becomes `--engine ProcessesEngine --engine.workers 2`. The short name may
+    `--engine=processes --engine.workers=2` becomes `--engine=ProcessesEngine --engine.workers=2`. The short name may
     also come from a config.
     """
-    typed = values(words, "engine")
-    stated = [read_config(Path(path)).get("engine") for _, path in values(words, "config")]
-    short = next((name for name in reversed([*stated, *(name for _, name in typed)]) if name is not None), "sequential")
+    stated = [*(config.get("engine") for config in configs), *option_values(words, "engine")]
+    short = next((name for name in reversed(stated) if name is not None), "sequential")
     if short not in get_args(EngineName) or not any(word.startswith("--engine.") for word in words):
         return list(words)
-    replaced = {place + i for place, _ in typed for i in range(1 if "=" in words[place] else 2)}
-    rest = [word for place, word in enumerate(words) if place not in replaced]
+    rest = [word for word in words if not word.startswith("--engine=")]
     first = next(i for i, word in enumerate(rest) if word.startswith("--engine."))
-    return [*rest[:first], "--engine", f"{short.capitalize()}Engine", *rest[first:]]
+    return [*rest[:first], f"--engine={short.capitalize()}Engine", *rest[first:]]
 
 
-def with_optimizer_class(words: Sequence[str]) -> list[str]:
-    """Add `--optimizer SGD` to a command line that has optimizer options but names no optimizer."""
-    named = values(words, "optimizer") or any("optimizer" in read_config(Path(p)) for _, p in values(words, "config"))
+def with_optimizer_class(words: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Add `--optimizer=SGD` to a command line that has optimizer options but names no optimizer."""
+    named = option_values(words, "optimizer") or any("optimizer" in config for config in configs)
     has_options = any(word.startswith("--optimizer.") for word in words)
-    return ["--optimizer", "SGD", *words] if has_options and not named else list(words)
+    return ["--optimizer=SGD", *words] if has_options and not named else list(words)
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
@@ -108,13 +105,13 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: The run has no config, or another user made it and it names its own code.
     """
-    resumed = values(words, "resume")
-    if not resumed or values(words, "config"):
+    resumed = option_values(words, "resume")
+    if not resumed or option_values(words, "config"):
         return list(words)
-    replaced = [key for key in WATCHERS if values(words, key)]
-    run_dir, trust = Path(resumed[-1][1]), "--trust" in words
+    replaced = [key for key in WATCHERS if option_values(words, key)]
+    run_dir, trust = Path(resumed[-1]), "--trust" in words
     config = restrict_and_load_config(run_dir, run_keys(), allowed_objects, trust, without=replaced)
-    return ["--config", config_argument(config), *words]
+    return [f"--config={config_argument(config)}", *words]
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:

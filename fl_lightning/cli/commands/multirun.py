@@ -12,6 +12,7 @@ from fl_lightning.analysis.baselines import option_values, warn_of_dropped_optio
 from fl_lightning.analysis.comparison import comparable_runs, compare
 from fl_lightning.analysis.executor import Job, is_finished
 from fl_lightning.analysis.multirun import PLACE, Combination, check_seeds, combinations, multirun_jobs, parse_grid
+from fl_lightning.cli.command_line import normalize_words
 from fl_lightning.cli.commands.compare import print_comparison, reference_settings
 from fl_lightning.cli.jobs import (
     FIT,
@@ -25,7 +26,7 @@ from fl_lightning.cli.jobs import (
 )
 from fl_lightning.cli.options import MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.unknown_names import check_names
-from fl_lightning.core.config_files import is_run, with_config_paths
+from fl_lightning.core.config_files import config_path, is_run
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.runs.search import open_runs
 
@@ -70,7 +71,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if "--fast" in given.words:
         return dry_runs(grid)
     config = option_values(given.words, "config")
-    out = Path(given.out or Path("runs", "multirun", Path(config[-1][1]).stem if config else "run"))
+    out = Path(given.out or Path("runs", "multirun", Path(config[-1]).stem if config else "run"))
     if is_run(str(out)):
         raise ConfigError(f"--out: {out} is the folder of a run. Give another folder")
     jobs = check_jobs(grid, given, out)
@@ -104,7 +105,7 @@ def combine(given: Namespace) -> list[Combination]:
     found = combinations(grid, given.words)
     for each in found:
         try:
-            check_names("fit", each.words)
+            check_names("fit", normalize_words("fit", each.words))
         except ConfigError as error:
             raise each.refusal(error) from error
     return found
@@ -128,7 +129,7 @@ def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list
     """
     configs = in_each(grid, resolve_config, given.workers)
     for each, config in zip(grid, configs, strict=True):
-        warn_of_dropped_options([path for _, path in option_values(with_config_paths(each.words), "config")], config)
+        warn_of_dropped_options([config_path(name) for name in option_values(each.words, "config")], config)
     groups = multirun_jobs(grid, configs, given.seeds or (), out, reference_settings(given.reference))
     new = [each for each, jobs in zip(grid, groups, strict=True) if not any(job.folder.exists() for job in jobs)]
     in_each(new, check_experiment, given.workers)

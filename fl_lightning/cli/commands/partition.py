@@ -7,17 +7,19 @@ from pathlib import Path
 
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from fl_lightning.analysis.summary_tables import partition_table
-from fl_lightning.callbacks.plots import partition_figure
+from fl_lightning.callbacks.plots import write_png
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import instantiate
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import Names, labels
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.data.client_folders import write_client_folders
-from fl_lightning.runs.partition import write_counts
+from fl_lightning.runs.paper_figure import draw_partition
+from fl_lightning.runs.partition import MAX_COLUMNS, write_counts
 
 __all__ = ["expand", "main"]
 
@@ -42,7 +44,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if given.out:
         out = Path(given.out)
         try:
-            partition_figure(counts, out / "partition.png", names)
+            write_figure(out / "partition.png", counts, names)
             write_counts(out / "partition.csv", data)
             if given.export:
                 write_client_folders(out, data)
@@ -52,6 +54,25 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         if given.export:
             print(f"wrote {out}/client-0 to client-{len(data.shards) - 1}, and the global test set in {out}/test")
     return 0
+
+
+def write_figure(path: Path, counts: np.ndarray, names: Names = Names()) -> None:
+    """Draw a partition to a PNG file: a bubble per client and class, or a heat map for more than 200 clients.
+
+    Args:
+        path: The PNG to write.
+        counts: `(clients, C)` samples.
+        names: The names of the clients and classes.
+    """
+    clients, classes = counts.shape
+    bubbles = clients <= MAX_COLUMNS
+    width, height = max(2 + 0.35 * clients, 4), 1.5 + 0.3 * classes + bool(names.clients)  # names may be rotated
+    size = (min(width, 24), min(height, 24)) if bubbles else (4.0, 3.4)
+    figure = Figure(figsize=size, layout="constrained")
+    draw_partition(axes := figure.subplots(), counts, names=names)
+    if bubbles:
+        axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
+    write_png(figure, path)
 
 
 def counts_of_everybody(data: FederatedData, split: str) -> np.ndarray:

@@ -13,6 +13,7 @@ from fl_lightning.analysis.executor import Job, earlier_result, is_finished
 from fl_lightning.analysis.paper_table import read_table, table_jobs
 from fl_lightning.analysis.reproduction import Reproduction
 from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
+from fl_lightning.cli.command_line import normalize_words
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import run_missing
 from fl_lightning.cli.options import command_parser
@@ -55,8 +56,9 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
         fit = load("fl_lightning.cli.commands.fit")
         parser = command_parser("fit")
         try:
-            load("fl_lightning.cli.unknown_names").check_names("fit", job.words)
+            words = normalize_words("fit", job.words)
+            load("fl_lightning.cli.unknown_names").check_names("fit", words)
             with readable_errors(parser):
-                parser.parse_args(fit.expand(job.words))
+                parser.parse_args(fit.expand(words))
         except ConfigError as error:
             raise ConfigError(f"{row} / {column}: {error}") from error

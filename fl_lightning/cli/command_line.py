@@ -1,0 +1,37 @@
+"""Bring the command line of an experiment into one form, before its names are checked. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fl_lightning.analysis.baselines import expand_baseline
+from fl_lightning.cli.class_names import correct_case
+from fl_lightning.cli.options import OPTION_WORD, options_of, split_options
+from fl_lightning.core.config_files import with_config_paths
+
+
+def normalize_words(command: str, words: Sequence[str]) -> list[str]:
+    """Return a command line in normal form: `--key=value`, paths of configs, the right case, settings of a baseline.
+
+    Args:
+        command: The command, one that takes the keys of an experiment.
+        words: The command line after the command.
+
+    Raises:
+        ConfigError: A config or its baselines cannot be read.
+    """
+    return expand_baseline(correct_case(with_config_paths(join_values(command, words))))
+
+
+def join_values(command: str, words: Sequence[str]) -> list[str]:
+    """Return a command line with each option that takes one value as one word `--key=value`, and `-c` as `--config`.
+
+    An option without its value stays as it is, for the parser to refuse. So does one that takes several values.
+    """
+    options, joined = options_of(command), list[str]()
+    for key, values, part in split_options(words, options):
+        option, flag = options.get(key, {}), part[0].partition("=")[0]
+        name = option["flags"][-1] if flag in option.get("flags", ()) else flag
+        has_one_value = len(values) == 1 and option.get("nargs") not in ("*", "+") and not OPTION_WORD.match(values[0])
+        joined += [f"{name}={values[0]}"] if key and name.startswith("--") and has_one_value else part
+    return joined
