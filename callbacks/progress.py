@@ -77,7 +77,8 @@ class RoundProgress(RoundCallback):
         if self._live:
             self._live.end_round(note, left)
         else:
-            self.console.print(f"round {run.round}/{run.rounds}  {note}  left {left:.0f} s", soft_wrap=True)
+            line = f"round {run.round}/{run.rounds}  {note}  left {left:.0f} s"
+            self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def on_fit_end(self, run: FederatedRun) -> None:
         """Remove the progress bars. In a notebook, show the final metrics and why the run ended."""

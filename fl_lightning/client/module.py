@@ -297,6 +297,11 @@ class ClientModule(L.LightningModule):
         """Return an iterator over the module's loss terms, whether or not they are active."""
         return cast(Iterator[LossTerm], iter(self.loss_terms))
 
+    @property
+    def active_terms(self) -> list[LossTerm]:
+        """The loss terms that are computed in the current fit."""
+        return [term for term in self.terms() if term.active]
+
     def pieces(self) -> Iterator[SharedKnowledge]:
         """Return an iterator over the shared knowledge objects that the module exchanges besides weights."""
         return cast(Iterator[SharedKnowledge], iter(self.knowledge))
@@ -317,7 +322,7 @@ class ClientModule(L.LightningModule):
         In train mode, a backbone that is a LightningModule also computes the loss, in the same forward pass.
         """
         x, y = batch
-        active = [term for term in self.terms() if term.active]
+        active = self.active_terms
         loss, outputs = None, None
         with tapped(self.backbone, [name for term in active for name in term.taps]) as taps:
             if self.training and self.trains_itself:
@@ -335,11 +340,12 @@ class ClientModule(L.LightningModule):
 
         The objective's loss is multiplied by `objective_weight` of the active terms, and left out if that is 0.
         """
+        terms = self.active_terms
         losses: dict[str, Tensor] = {}
-        if weight := self._objective_weight:
+        if weight := objective_weight(terms):
             loss = self.objective.loss(step.logits, step.targets) if step.loss is None else step.loss
             losses[self._loss_name] = loss if weight == 1 else weight * loss
-        return losses | {term.name: term(step) for term in self.terms() if term.active}
+        return losses | {term.name: term(step) for term in terms}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the objective's loss on a batch plus all active loss terms, and record each of them."""
@@ -368,12 +374,9 @@ class ClientModule(L.LightningModule):
     @property
     def loss_names(self) -> list[str]:
         """Names of the losses that `losses` returns: the objective's and those of the active loss terms."""
-        objective = [self._loss_name] if self._objective_weight else []
-        return [*objective, *(term.name for term in self.terms() if term.active)]
-
-    @property
-    def _objective_weight(self) -> float:
-        return math.prod(term.objective_weight for term in self.terms() if term.active)
+        terms = self.active_terms
+        objective = [self._loss_name] if objective_weight(terms) else []
+        return [*objective, *(term.name for term in terms)]
 
     @property
     def _loss_name(self) -> str:
@@ -440,3 +443,8 @@ class ClientModule(L.LightningModule):
         if self.has_own_optimizer:
             what = f"needs an optimizer in the config in place of {class_name(self.backbone)}'s own"
             raise ConfigError(f"{key}: {what}. Name one, such as --optimizer SGD --optimizer.lr 0.1")
+
+
+def objective_weight(terms: Iterable[LossTerm]) -> float:
+    """Return the factor on the objective's loss if these loss terms are active: the product of their factors."""
+    return math.prod(term.objective_weight for term in terms)

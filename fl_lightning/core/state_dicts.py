@@ -125,8 +125,10 @@ def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
         value: A tensor of the same shape, on any device.
         factor: The factor.
     """
-    piece = PIECE if held.device.type == "cpu" else held.numel()
-    for ours, theirs in zip(held.flatten().split(piece), value.flatten().split(piece), strict=True):
+    if held.device.type != "cpu" or held.numel() <= PIECE:
+        held.add_(value.to(held.device), alpha=factor)
+        return
+    for ours, theirs in zip(held.flatten().split(PIECE), value.flatten().split(PIECE), strict=True):
         ours.add_(theirs.to(held.device), alpha=factor)  # converts to float64 in temporary memory
 
 

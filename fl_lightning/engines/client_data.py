@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,7 @@ class ClientData:
     trainer: L.Trainer
     training: LocalTraining
     channels_last: bool = False
+    _strata: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -86,9 +87,11 @@ class ClientData:
 
     def strata(self, client: int) -> Tensor:
         """Count a client's training samples in each group of `Objective.strata`, which is a class in classification."""
-        objective, loaded = self.data.objective, self.data.data
-        strata = objective.strata(loaded.y_train[self.split(client)[0]])
-        return torch.bincount(strata, minlength=objective.stratum_count(loaded.num_classes))
+        if client not in self._strata:
+            objective, loaded = self.data.objective, self.data.data
+            strata = objective.strata(loaded.y_train[self.split(client)[0]])
+            self._strata[client] = torch.bincount(strata, minlength=objective.stratum_count(loaded.num_classes))
+        return self._strata[client]
 
     def loss_weights(self, client: int) -> Tensor | None:
         """Return the weights of the classes in a client's training loss, `(C,)`; None if they are not weighted."""

@@ -163,7 +163,9 @@ class SharedFit(L.LightningModule):
         number: int,
     ) -> Tensor:
         """Compute the loss of a batch and its gradients."""
-        optimizer.zero_grad()  # before the forward, which then finds their memory free and in the cache
+        for group in optimizer.param_groups:  # before the forward, which then finds their memory free and in the cache
+            for parameter in group["params"]:
+                parameter.grad = None  # as `zero_grad` does, which takes time to record itself for the profiler
         with trainer.precision_plugin.train_step_context():
             loss = module.training_step(batch, number)
         loss.backward()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +22,7 @@ from fl_lightning.core.flat_tensors import unflatten
 from fl_lightning.runs.fingerprint import Fingerprint
 
 MANIFEST = "manifest.json"
+ROUND = re.compile("round-[0-9]{6,18}")
 
 
 @dataclass(frozen=True)
@@ -78,31 +79,32 @@ class CheckpointFolder:
             CheckpointError: Writing fails.
         """
         target = self._folder(round)
+        partial, replaced = (target.with_name(f".writing-{kind}{target.name}") for kind in ("", "replaced-"))
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.path) as parent:
-                partial = Path(parent) / target.name
-                partial.mkdir()
-                with open(partial / "state.pt", "xb") as file:
-                    torch.save(unflatten(state), file)
-                inside = {"state.pt": _checksum(partial / "state.pt")}
-                manifest = {
-                    "round": round,
-                    "files": inside,
-                    "outside": dict(files or {}),
-                    "seal": vars(fingerprint or Fingerprint()),
-                }
-                (partial / MANIFEST).write_text(_to_json(manifest))
-                if flushed:
-                    self._flush(partial)
-                if target.exists():
-                    target.rename(Path(parent) / "replaced")
-                partial.rename(target)
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+            partial.mkdir(parents=True)
+            torch.save(unflatten(state), partial / "state.pt")
+            inside = {"state.pt": _checksum(partial / "state.pt")}
+            manifest = {
+                "round": round,
+                "files": inside,
+                "outside": dict(files or {}),
+                "seal": vars(fingerprint or Fingerprint()),
+            }
+            (partial / MANIFEST).write_text(_to_json(manifest))
+            if flushed:
+                self._flush(partial)
+            if target.exists():
+                target.rename(replaced)
+            partial.rename(target)
             if flushed:
                 flush(self.path)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             raise CheckpointError(f"cannot write checkpoint {target}: {one_line(reason)}") from error
+        finally:
+            for folder in (partial, replaced):
+                shutil.rmtree(folder, ignore_errors=True)
         self._damaged.discard(round)
         return target
 
@@ -137,9 +139,11 @@ class CheckpointFolder:
 
     def rounds(self) -> list[int]:
         """Return the rounds that have a checkpoint, newest first, except those whose checkpoint was found damaged."""
-        names = (path.name for path in self.path.glob("round-*") if path.is_dir() and not path.is_symlink())
-        rounds = {int(name.removeprefix("round-")) for name in names if re.fullmatch("round-[0-9]{6,18}", name)}
-        return sorted((r for r in rounds - self._damaged if self._folder(r).exists()), reverse=True)
+        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
+            folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            rounds = {int(name.removeprefix("round-")) for name in folders if ROUND.fullmatch(name)}
+            return sorted((r for r in rounds - self._damaged if self._folder(r).name in folders), reverse=True)
+        return []
 
     def read(self, round: int) -> Checkpoint:
         """Load and verify the checkpoint of a round. No code in the file is executed.

@@ -74,14 +74,14 @@ def test_files_are_flushed_before_and_the_parent_folder_after_the_rename(
         steps.append(("flush", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
 
     def renamed(path: Path, target: Path) -> Path:
-        steps.append(("rename", path.name))
+        steps.append(("rename", target.name))
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "rename", renamed)
     CheckpointFolder(tmp_path / "checkpoints").write(3, STATE)
     place = steps.index(("rename", "round-000003"))
-    assert {name for _, name in steps[:place]} == {"state.pt", "manifest.json", "round-000003"}
+    assert {name for _, name in steps[:place]} == {"state.pt", "manifest.json", ".writing-round-000003"}
     assert steps[place + 1 :] == [("flush", "checkpoints")]
 
 
