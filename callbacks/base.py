@@ -119,7 +119,7 @@ class RoundCallback:
 
     @property
     def stop_reason(self) -> str:
-        """The reason why this callback stops the run, which `fit` prints at its end."""
+        """The reason why this callback stops the run. `fit` prints it when the run ends."""
         return ""
 
     def check(self, run: FederatedRun) -> None:
@@ -130,7 +130,7 @@ class RoundCallback:
         """
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the metrics that this callback adds, which a `monitor` may then watch.
+        """Return the names of the metrics that this callback adds. Other callbacks can watch them (option `monitor`).
 
         In a name, `<id>` stands for any whole number, as in `client_<id>/weight`. A `monitor` that no callback names is
         refused before the run begins, unless a user's callback adds metrics without naming them here.

@@ -55,9 +55,9 @@ class Checkpointing(Monitor):
         return value > best if self.mode == "max" else value < best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value of the watched metric, and the round of that value."""
+        """Return the best value of the watched metric, and the round in which it was reached."""
         return {"best": self.best, "best_round": self.best_round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value of the watched metric, and the round of that value."""
+        """Restore the best value of the watched metric, and the round in which it was reached."""
         self.best, self.best_round = state["best"], state["best_round"]

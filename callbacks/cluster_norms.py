@@ -29,7 +29,7 @@ class ClusterNorms(RoundCallback):
         require(run, "norms", f"callbacks: ClusterNorms: {owner} has no clusters. Leave it out, or use CFL.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the logged metrics: the number of clusters, and two update norms per cluster."""
+        """Return the metric names: cluster count, and the norms of each cluster's mean update and largest update."""
         return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:

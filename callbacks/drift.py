@@ -67,7 +67,7 @@ class ClientDrift(RoundFigure):
         self._before, self._updates[result.client] = shared, (ended - begun).float()
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the clients' ids, and their updates' distance and cosine to the aggregated update, each `(K,)`."""
+        """Return client ids `(K,)`, and the distances and cosine similarities of updates to the aggregated update."""
         assert self._before is not None
         before, after = flatten([self._before, run.state["model"]]).float()
         step = after - before
@@ -81,14 +81,14 @@ class ClientDrift(RoundFigure):
         }
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return each client's distance and cosine similarity to the aggregated update, and their means."""
+        """Return the distance and cosine similarity of each client's update to the aggregated one, and their means."""
         row = {f"drift/{what}_mean": float(arrays[what].mean()) for what in ("distance", "cosine")}
         for i, client in enumerate(arrays["clients"]):
             row |= {f"client_{client}/drift_{what}": float(arrays[what][i]) for what in ("distance", "cosine")}
         return row
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw bar charts of each client's distance and cosine similarity to the aggregated update."""
+        """Draw bar charts of the distance and cosine similarity of each client's update to the aggregated one."""
         figure, places = panels(2)
         for axes, what in zip(places, ("distance", "cosine"), strict=True):
             bars(axes, labels(self.names.clients, arrays["clients"]), arrays[what], f"{what} to the aggregate's update")

@@ -45,7 +45,7 @@ class EarlyStopping(Monitor):
         self.waited = 0
 
     def check(self, run: FederatedRun) -> None:
-        """Check that some rounds will have the watched metric."""
+        """Check that at least one round will log the watched metric."""
         super().check(run)
         if self.metric is None:
             fix = "Name another metric as monitor, or hold out test data (scenario.local_test)."

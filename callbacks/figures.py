@@ -1,4 +1,4 @@
-"""Base class of callbacks that record the numbers, arrays and figures of papers."""
+"""Base class of callbacks that measure a run, and write arrays and figures such as those of a paper."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RoundFigure(RoundCallback):
         self._arrays: Arrays | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Check that the figure can be measured and written, and warn if its earlier files were changed or removed.
+        """Check that the run can produce the figure, and warn if files written before a resume were changed or removed.
 
         Raises:
             ConfigError: The method does not reveal the clients' models, there are no classes, another figure logs the

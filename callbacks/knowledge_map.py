@@ -104,7 +104,7 @@ class KnowledgeMap(RoundFigure):
         }
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw test samples as points in their class's colour, and the client's class means as labelled diamonds."""
+        """Draw test samples as points in their class's colour, and the client's mean logits per class as diamonds."""
         targets, held = arrays["labels"], arrays["classes"]
         classes = int(max(targets.max(), held.max(initial=0))) + 1
         named = classes <= MOST_IN_LEGEND

@@ -55,7 +55,7 @@ class Monitor(RoundCallback):
         self._warned = False
 
     def check(self, run: FederatedRun) -> None:
-        """Check that some rounds will have the watched metric, and warn if `mode` is wrong for this metric."""
+        """Choose the metric to watch, check that rounds will log it, and warn if `mode` is wrong for this metric."""
         names = round_metrics(run)
         self.metric = self.monitor or next((name for name in (*ACCURACIES, *LOSSES) if name in names), None)
         if self.metric is None:
@@ -202,5 +202,5 @@ def may_add_metrics(run: FederatedRun) -> bool:
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:
-    """Return whether a callback gets any of `methods` from a user's class, rather than from this package."""
+    """Return whether a user's class, not this package, defines any of the `methods` of a callback."""
     return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

@@ -58,7 +58,7 @@ class RowNorms(RoundFigure):
         raise ConfigError(f"callbacks: RowNorms: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Return the names of the logged gap and correlation between clients' class shares and row norms."""
+        """Return the names of the two metrics that compare class shares with row norms of the classification layer."""
         return ["row_norms/gap", "row_norms/correlation"]
 
     def observe(self, run: FederatedRun, result: Result) -> None:
@@ -67,7 +67,7 @@ class RowNorms(RoundFigure):
         self._trained[result.client] = row_norms(trained_model(run, result))
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the sample counts and row norms by client and class, `(K, C)`.
+        """Return each client's class counts, and its last layer's row norms before and after the fit, `(K, C)`.
 
         With class-wise averaging, also return the row norms of the class models.
         """
@@ -86,7 +86,7 @@ class RowNorms(RoundFigure):
         return arrays
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the mean L2 distance (`gap`) and the correlation between clients' class shares and row-norm shares."""
+        """Compare class shares with row norms, scaled to sum 1 per client: mean L2 distance (`gap`) and correlation."""
         shares, estimates = (row_shares(arrays[name]) for name in ("data", "trained"))
         gap = float(np.linalg.norm(shares - estimates, axis=1).mean())
         flat = estimates.std() == 0 or shares.std() == 0
@@ -94,7 +94,7 @@ class RowNorms(RoundFigure):
         return {"row_norms/gap": gap, "row_norms/correlation": correlation}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Draw heat maps of the sample counts and the row norms, by client and class."""
+        """Draw heat maps by client and class: sample counts, and row norms of the classification layer's weights."""
         panels = {
             "samples": arrays["data"],
             "row norms, received": arrays["received"],

@@ -73,7 +73,7 @@ def describe_input(run: FederatedRun) -> str:
 
 
 def describe_model(run: FederatedRun) -> str:
-    """Return the class of the network and its number of parameters."""
+    """Return the class name and the number of parameters of the network."""
     backbone = run.worker.template.backbone
     name = backbone.path if isinstance(backbone, FromModule) else type(backbone).__name__
     parameters = list(backbone.parameters())

@@ -55,7 +55,7 @@ class Aggregator(ArgumentsMixin, Capable):
         return ()
 
     def chain(self) -> Iterator[Aggregator]:
-        """Yield this aggregator, its `inner` aggregator, that one's `inner` aggregator, and so on."""
+        """Yield this aggregator, then the nested `inner` aggregators, from the outside to the inside."""
         yield self
         if self.inner:
             yield from self.inner.chain()
@@ -72,7 +72,7 @@ class Aggregator(ArgumentsMixin, Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield the state to pass to `model_for` for each client. Subclasses may add models computed in advance.
+        """Yield, for each client, the state to call `model_for` with. Subclasses may add precomputed models to it.
 
         By default this is `state` itself. An aggregator that can compute the models of several clients together adds
         them to the yielded state, where `model_for` finds them. A client's model must not depend on the other ids in
@@ -85,7 +85,7 @@ class Aggregator(ArgumentsMixin, Capable):
         raise NotImplementedError
 
     def finish(self, folded: Any, before: State, knowledge: State) -> State:
-        """Return the aggregator's entries of the next shared state, including the new `model`.
+        """Return the aggregator's part of the next shared state, including the new `model`.
 
         Args:
             folded: The result of `fold`.
@@ -151,7 +151,7 @@ class ServerStep(WeightedMean):
         }
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """Return the direction `u(Δ)` of one parameter's server step and the parameter's new moments, in float64.
+        """Return the server optimizer's direction `u(Δ)` for one parameter, and the updated moments, in float64.
 
         Args:
             change: `Δ`, the clients' mean minus the old weights.
@@ -185,11 +185,14 @@ class DriftCorrection(WeightedMean):
         super().__init__("uniform")
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return a mean drift of zero."""
+        """Return the initial mean drift of the clients from the global model: all zeros."""
         return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the next model, `mean + d`, and the next mean drift `d`, which grows by `Σ (θ_k - w) / clients`."""
+        """Return the next model and the next mean drift `d`. The model is the participants' mean model plus `d`.
+
+        `d` grows by `Σ (θ_k - w) / clients` over the participants, with the old model `w`.
+        """
         model, share, drifts = folded.value(), folded.count / self.clients, {}
         for name, last in before[DRIFT].items():
             mean, start, dtype = model[name].double(), before["model"][name].double(), model[name].dtype

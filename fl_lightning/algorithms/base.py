@@ -116,7 +116,7 @@ class Algorithm(ArgumentsMixin, Capable):
         self._refuse_unused_options()
 
     def _refuse_equal_terms(self) -> None:
-        """Raise an error if two loss terms have one name. The message says if one of them is the method's own."""
+        """Raise an error if two loss terms have the same name. The message says whether the method has this term."""
         names = [term.name for term in self.loss_terms]
         options = describe(self).get("init_args", {})
         added = names[len(names) - len(options.get("loss_terms") or []) :]
@@ -143,7 +143,7 @@ class Algorithm(ArgumentsMixin, Capable):
                 raise ConfigError(f"algorithm.{key}: {what}. {fix}")
 
     def _refuse_unused_options(self) -> None:
-        """Raise an error if an option of the method's own aggregator is not its default, but `aggregator` is given."""
+        """Raise an error if an option has no effect because `aggregator` replaces the aggregator it belongs to."""
         given, defaults = (describe(each).get("init_args", {}) for each in (self, type(self)))
         for name in self.aggregator_options if given.get("aggregator") else ():
             if name in defaults and given[name] != defaults[name]:
@@ -202,7 +202,7 @@ class Algorithm(ArgumentsMixin, Capable):
         return self.module_class(backbone, terms, knowledge, optimizer, lr_scheduler)
 
     def start(self, sizes: Sequence[int], fixed: frozenset[str]) -> None:
-        """Set what the method and its aggregators know about the run. It is called before `initial_state`.
+        """Store the clients' sample counts and the names of frozen parameters. It is called before `initial_state`.
 
         Args:
             sizes: Number of samples that each client has for training and `validation`.
@@ -327,7 +327,7 @@ class Algorithm(ArgumentsMixin, Capable):
         return {}
 
     def calibrate(self, module: ClientModule, descriptions: Iterable[Tensors]) -> None:
-        """Server: change the global model in place before it is evaluated, exported or written at the end of the run.
+        """Server: change the global model in place before it is evaluated, exported or saved.
 
         The shared state does not change, so training continues without the change.
 

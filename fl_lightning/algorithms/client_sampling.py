@@ -217,7 +217,7 @@ class MarkovAvailability(ClientSampler):
         self.available, self.correlation = available, correlation
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Check that each client has a probability of being available, and that the probabilities are high enough.
+        """Check that every client has a probability of being available, and that enough are available on average.
 
         On average, at least `min_clients` clients must be available.
         """
@@ -250,7 +250,10 @@ class MarkovAvailability(ClientSampler):
 
 
 def choose(rng: np.random.Generator, among: int | np.ndarray, size: int) -> list[int]:
-    """Return `size` distinct ids in ascending order, drawn uniformly from an array or from all ids below a number."""
+    """Draw `size` distinct ids uniformly, and return them in ascending order.
+
+    `among` is an array of ids, or a number n for all ids below n.
+    """
     return sorted(rng.choice(among, size, replace=False).tolist())
 
 
@@ -272,7 +275,7 @@ def check_length(key: str, values: Sequence[float], clients: int) -> None:
 
 
 def read_intervals(text: str, clients: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the client, first and last round of each row of an availability file.
+    """Yield `(client, first round, last round)` for each row of an availability file.
 
     Raises:
         ValueError: The header or a row is invalid. The message names the line.

@@ -135,12 +135,12 @@ class Splits(Aggregator):
         return weighted_mean((upload.message.section("model") for upload in members), self.weights(members))
 
     def norms(self, updates: Tensor, members: Sequence[Upload]) -> Tensor:
-        """Return the norm of the weighted mean of a cluster's updates `(m, P)`, and the largest norm of one update."""
+        """Return the norm of the weighted mean of a cluster's updates `(m, P)`, and the norm of the largest update."""
         weights = torch.tensor(self.weights(members), dtype=torch.float64)
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
     def should_split(self, mean: float, largest: float) -> bool:
-        """Return whether to split a cluster, given the norm of its mean update and the largest norm of one update.
+        """Return whether to split a cluster, given the norms of its mean update and of its largest update.
 
         The first must be below ε1, and the second above ε2.
         """

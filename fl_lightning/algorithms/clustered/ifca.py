@@ -73,7 +73,7 @@ class ClusterMeans(Aggregator):
         self.weighting, self.shared_layers = weighting, tuple(shared_layers)
 
     def without_shared_layers(self, model: Tensors) -> Tensors:
-        """Return a model's entries without the layers that all clusters share."""
+        """Return the tensors of a model, except those of the layers that all clusters share."""
         return {name: value for name, value in model.items() if not name.startswith(self.shared_layers)}
 
     def fold(self, uploads: Iterable[Upload]) -> ClusterFold:
@@ -88,14 +88,14 @@ class ClusterMeans(Aggregator):
         return folded
 
     def finish(self, folded: ClusterFold, before: State, knowledge: State) -> State:
-        """Return the mean model of each chosen cluster, the mean over all participants, and each client's choice."""
+        """Return the mean model of each cluster with clients, the mean over participants, and the clients' choices."""
         clients, clusters = torch.tensor(folded.choices).T
         means = {section(cluster): mean.value() for cluster, mean in folded.members.items()}
         return {"model": folded.overall.value(), "choices": {"client": clients, "cluster": clusters}} | means
 
 
 class IFCA(Algorithm):
-    """Clustered training: each client trains the one of k models that has the lowest loss on its data.
+    """Clustered training with k models. Each client trains the model that has the lowest loss on its data.
 
     A client chooses its cluster again in each round, on its training data, in eval mode. With `clusters` 1 this is
     FedAvg, bit for bit. With more there is no global model to evaluate; evaluate the models that clients receive

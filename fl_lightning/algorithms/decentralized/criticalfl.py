@@ -87,7 +87,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return int(own.numbers["peers"])
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return what a client collects: each peer's whole model or most changed entries, and gradient norm."""
+        """Return what a client collects from each peer: gradient norm, and whole model or its most changed entries."""
         return {j: collected_part(message) for j, message in peers.items()}
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
@@ -110,7 +110,10 @@ class PeerCriticalFL(PeerAlgorithm):
         module.received = {name: value.clone() for name, value in self._shared(module.backbone).items()}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the message to publish: model, mask of its most changed entries, gradient norm, next peer count."""
+        """Return the message to publish: the model with a mask of the entries that changed most, and the gradient norm.
+
+        The mask is only sent in a critical period. The message also has the number of peers to collect from next.
+        """
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         if not module.round:
@@ -128,7 +131,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return Message(message.tensors, message.numbers | {"gradient_norm": module.gradient_norm, "peers": peers})
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the published model and the state of the critical-period detector."""
+        """Return the client state, including the critical-period detector and the message that peers may collect."""
         kept = super().remember(module, upload)
         return kept | {DETECTOR: module.notes[DETECTOR]} if module.round else kept
 

@@ -50,7 +50,7 @@ def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[
 
 
 def random_mask(shape: torch.Size, density: float) -> Tensor:
-    """Return a random boolean mask with a given share of ones, and at least one."""
+    """Return a random boolean mask. A share `density` of its entries is true, but at least one entry."""
     mask = torch.zeros(shape.numel(), dtype=torch.bool)
     mask[torch.randperm(len(mask))[: max(1, round(density * len(mask)))]] = True
     return mask.view(shape)
@@ -62,7 +62,7 @@ def search_rate(round: int, prune_rate: float, rounds: int) -> float:
 
 
 def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
-    """Return the next mask: drop the entries with the smallest weights, and add as many of highest score (Algorithm 2).
+    """Return the next mask (Alg. 2): drop the entries with the smallest weights, add as many with the highest scores.
 
     `⌈α nnz⌉` of the mask's `nnz` entries are replaced. An entry that was just dropped can come back.
 
@@ -181,7 +181,7 @@ class DisPFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the mean of the client's and its peers' models, inside the client's mask. Draw a mask if it has none.
+        """Load the masked mean of the client's and its peers' models. A client without a mask gets a random one.
 
         These are lines 5-6 of Algorithm 1. If nothing was collected, the trained weights stay unmasked until the next
         fit begins.

@@ -72,7 +72,7 @@ class PeerAlgorithm(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with a client that can collect from all peers."""
+        """Return the state with one more client, which can collect from all peers."""
         links = pad(state["links"]["matrix"], (0, 1, 0, 1))
         links[-1, :-1] = True
         return state | {"links": {"matrix": links}}
@@ -112,7 +112,7 @@ class PeerAlgorithm(Algorithm):
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the mean of the client's and the collected models, and merge the shared knowledge of these clients.
+        """Load the average of the client's own model and its peers' models, and merge all their shared knowledge.
 
         If the client has not published a model yet, as before round 1, do nothing.
         """
@@ -142,7 +142,7 @@ class PeerAlgorithm(Algorithm):
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the mean of all clients' latest models, including absent clients' earlier models, for evaluation."""
+        """Return the mean of every client's latest model, which may be from an earlier round. Used for evaluation."""
         first, model = "sums" not in state, state["model"]
         mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
         for client, message in uploads:

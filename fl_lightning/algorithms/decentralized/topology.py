@@ -113,7 +113,7 @@ class Adjacency(Graph):
         self.path = path
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the adjacency matrix from the file, with its diagonal cleared."""
+        """Return the adjacency matrix stored in the file `path`, with zeros on the diagonal."""
         try:
             matrix = np.asarray(read_matrix(Path(self.path)))
         except (OSError, EOFError, ValueError) as error:

@@ -45,7 +45,7 @@ def unit_input(inputs: Any, value: float = 1.0) -> Any:
 
 
 def unit_representation(logits: Tensor) -> Tensor:
-    """Return a model's class probabilities for the unit input, `I = softmax(f(X_unit))` (Eq. 5), from its logits."""
+    """Return the class probabilities `I = softmax(f(X_unit))` (Eq. 5), from the logits for the unit input `X_unit`."""
     return at_least_float32(logits).softmax(dim=1)[0]
 
 
@@ -96,13 +96,13 @@ class UnitRepresentation(SharedKnowledge):
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the probabilities `I` and the features `I^Aux` of the client's model for the unit input."""
+        """Return the model's outputs for the constant unit input: class probabilities `I` and features `I^Aux`."""
         unit = unit_input(next(iter(batches))[0], self.value)
         features = with_encoder(module.backbone).encoder(unit)
         return {"distribution": unit_representation(module.backbone(unit)), "features": at_least_float32(features[0])}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the mean of the clients' features, `I^Aux_avg`.
+        """Return the average `I^Aux_avg` of the clients' features for the unit input.
 
         Between peers, the first upload is the client's own.
         """
@@ -118,7 +118,7 @@ class UnitRepresentation(SharedKnowledge):
 
 
 def alignment_loss(features: Tensor, average: Tensor) -> Tensor:
-    """Return the squared distance `||I^Aux_i - I^Aux_avg||_2²` (Eq. 12) of features `(d,)` to an average `(d,)`."""
+    """Return the squared distance of a client's features `I^Aux_i` to the average features `I^Aux_avg` (Eq. 12)."""
     return (features - average).square().sum()
 
 
@@ -236,7 +236,7 @@ class UAPDFL(PeerAlgorithm):
         super().__init__(n_com, graph, [term, *(loss_terms or [])], buffers)
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return the peers' messages, each without the parts of its model that the client does not collect.
+        """Return the peers' messages, with only the model parts that the client collects.
 
         If all peers are similar to the client, it collects the whole model of a random peer. Otherwise it collects
         every feature extractor, and the classifiers of similar peers.
@@ -251,7 +251,7 @@ class UAPDFL(PeerAlgorithm):
         }
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return the model that a client starts from: one peer's, or means of feature extractors and classifiers."""
+        """Return a client's starting model: a random peer's if all are similar, otherwise averages of model parts."""
         if self.drops_out(self.divergences(own, [upload.message for upload in received])):
             return next(model for upload in received if (model := upload.message.section("model")))
         messages = [own, *(upload.message for upload in received)]
@@ -262,7 +262,7 @@ class UAPDFL(PeerAlgorithm):
         return extractor | weighted_mean(*zip(*heads, strict=True))
 
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
-        """Return the divergence `Div(i, j)` of a client's output for the unit input from that of each peer."""
+        """Return the divergence `Div(i, j)` between the client's and each peer's output for the constant unit input."""
         mine = own.section("unit")["distribution"]
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 
@@ -280,11 +280,11 @@ class UAPDFL(PeerAlgorithm):
 
 
 def model_part(model: Tensors, head: bool) -> Tensors:
-    """Return the entries of a model's encoder (feature extractor `g`), or all other entries (classifier `h`)."""
+    """Return the classifier `h` of a model if `head` is true, otherwise its feature extractor `g` (encoder)."""
     return {name: value for name, value in model.items() if name.startswith("encoder.") != head}
 
 
 def without_head(message: Message) -> Message:
-    """Return a peer's published message without the entries of its classifier `h`."""
+    """Return a peer's message without the tensors of the classifier `h`."""
     kept = model_part(message.section("model"), head=False)
     return message.without("model").plus({"model": kept})

@@ -37,7 +37,7 @@ DETECTOR = "critical"
 
 
 def growth(norms: Tensor, window: int) -> float:
-    """Return how much the moving average of the gradient norms grew in the last round, relative to its old value.
+    """Return the relative growth of the moving average of gradient norms when the last norm is added.
 
     Args:
         norms: `(window + 1,)`, the last FGN at the end.
@@ -82,7 +82,7 @@ class CriticalPeriods:
         }
 
     def update(self, before: Tensors, norm: float, participants: int) -> Tensors:
-        """Return the detector's state after a round, from the round's mean gradient norm and participants.
+        """Return the detector's state after a round, from the participants' mean gradient norm and their number.
 
         Args:
             before: The detector's state before the round.
@@ -147,7 +147,7 @@ class EntryMean(Aggregator):
     """
 
     def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
-        """Sum the uploads: whole tensors as a running mean, masked entries as sums of values and weights `(2, P)`."""
+        """Return the running mean of whole tensors, and the sums `(2, P)` of masked entries and of their weights."""
         mean, sums = RunningMean(), None
         for upload in uploads:
             model, weight = upload.message.section("model"), upload.n_samples
@@ -270,7 +270,7 @@ class CriticalFL(Algorithm):
         return state | {DETECTOR: self.periods.initial() | {"most": most}}
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
-        """Return the next round's number of participants: the detector's number, but at least `clients_per_round`."""
+        """Return how many clients take part next: `participants`, or more if the critical-period detector says so."""
         return max(participants, int(state[DETECTOR]["participants"]))
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
@@ -285,7 +285,7 @@ class CriticalFL(Algorithm):
         module.received, module.critical = download.section("model"), bool(download.numbers["critical"])
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the gradient norm and the model: all of it, or in a critical period the entries that changed most."""
+        """Return the trained model (in a critical period, only the weights that changed most) and the gradient norm."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         numbers = message.numbers | {"gradient_norm": module.gradient_norm}

@@ -1,4 +1,4 @@
-"""FedACG: clients start from a look-ahead along the server's momentum, and stay near it.
+"""FedACG: clients start from a point ahead of the global model, along the server's momentum, and stay near this point.
 
 Kim, Kim, Han: "Communication-Efficient Federated Learning with Accelerated Client Gradient", CVPR 2024, Algorithm 1.
 """

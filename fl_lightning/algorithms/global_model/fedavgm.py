@@ -51,7 +51,7 @@ class ServerMomentum(ServerStep):
         self.moments = {"momentum": 0.0}
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """Return the direction of one parameter's server step with momentum, and its new momentum."""
+        """Return the step direction of one parameter, with momentum, and the new momentum of this parameter."""
         direction, momentum = momentum_step(change, moments["momentum"], self.beta, self.nesterov)
         return direction, {"momentum": momentum}
 

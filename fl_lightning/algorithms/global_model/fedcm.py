@@ -58,13 +58,13 @@ class ClientMomentum(LossTerm):
         self._direction = direction
 
     def begin(self, module: ClientModule) -> None:
-        """Keep the learning rate, and move `Δ` to the device of the parameters."""
+        """Keep the fit's learning rate, and move the server's descent direction `Δ` to the device of the parameters."""
         self.lr = plain_sgd_rate(module, self.method)
         parameters = dict(module.backbone.named_parameters())
         self._direction = {name: value.to(parameters[name]) for name, value in (self._direction or {}).items()}
 
     def forward(self, step: Step) -> Tensor:
-        """Return `(1 - α) <Δ, w>` at the current weights `w`, or zero if no direction `Δ` was received."""
+        """Return the loss `(1 - α) <Δ, w>` at the current weights `w`, or zero if no direction `Δ` was received."""
         if self._direction is None or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
         if not self._direction:
@@ -75,7 +75,7 @@ class ClientMomentum(LossTerm):
 
 
 class PathMeans(NamedTuple):
-    """Means of a round's uploaded models: unweighted, and weighted by `1 / (K η)`, the inverse path length.
+    """Means of a round's uploaded models: plain, and weighted by `1 / (K η)`, with `K` steps and learning rate `η`.
 
     Attributes:
         models: The plain mean.
@@ -109,7 +109,10 @@ class DirectionServer(ServerStep):
         return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
 
     def fold(self, uploads: Iterable[Upload]) -> PathMeans:  # type: ignore[override]
-        """Return the mean of the uploads, and their mean with weights `1 / (K η)`; clients without steps weigh 0."""
+        """Return the plain mean of the uploads, and their mean weighted by `1 / (K η)`: `K` steps, learning rate `η`.
+
+        A client without steps has weight 0 in the second mean.
+        """
         plain, by_path, inverses = RunningMean(), RunningMean(), 0.0
         for upload in uploads:
             model, length = upload.message.section("model"), upload.message.numbers[LENGTH]

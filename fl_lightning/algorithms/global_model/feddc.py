@@ -53,7 +53,7 @@ class DriftPenalty(LossTerm):
         self._corrected = [start - self._drift[name] for name, start in self._start.items()]
 
     def forward(self, step: Step) -> Tensor:
-        """Return the penalty at the current weights, or zero outside a fit."""
+        """Return the penalty `α/2 ||θ - (w - h_k)||²` at the current weights `θ`, or zero outside a fit."""
         if not self._corrected or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
         return self.alpha / 2 * proximal_distance(list(step.backbone.parameters()), self._corrected)

@@ -259,7 +259,7 @@ class FedDW(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Build a client's module. Remove the classification layer's bias, unless `preset` is `reference`.
+        """Build a client's module. Remove the bias of the classification layer, unless the preset `reference` keeps it.
 
         Raises:
             ConfigError: The layer has a bias, and `drop_bias` does not allow its removal.

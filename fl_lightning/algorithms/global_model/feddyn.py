@@ -54,7 +54,7 @@ class DynamicRegularizer(LossTerm):
         self._gradient = kept
 
     def begin(self, module: ClientModule) -> None:
-        """Keep the received weights, and move `g_k` to their device."""
+        """Keep the received weights, and move the client's gradient `g_k` to the device of these weights."""
         self._start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
         zero = {name: torch.zeros_like(p) for name, p in self._start.items()}
         self._gradient = zero | {name: value.to(zero[name]) for name, value in self._gradient.items()}

@@ -1,4 +1,4 @@
-"""FedGen: the server trains a generator of features from the clients' heads, and clients train on its features.
+"""FedGen: the server trains a feature generator with the clients' heads, and clients train on generated features.
 
 Zhu, Hong, Zhou: "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021, Algorithm 1.
 
@@ -107,12 +107,12 @@ def ensemble_logits(head: nn.Module, heads: Tensors, features: Tensor) -> Tensor
 
 
 def ensemble_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of the mean of K heads' logits, `(K, B, C)`, with the classes `(B,)` (Eq. 4)."""
+    """Return the cross-entropy between the labels `(B,)` and the mean logits of K heads, `(K, B, C)` (Eq. 4)."""
     return F.cross_entropy(logits.mean(dim=0), labels)
 
 
 def share_weighted_loss(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-    """Return the ensemble's loss of the authors' code: the heads' cross-entropies, weighted by class and summed.
+    """Return the ensemble loss of the authors' code: cross-entropies of the heads, summed with class shares as weights.
 
     Args:
         logits: The K heads' logits, `(K, B, C)`.
@@ -124,7 +124,7 @@ def share_weighted_loss(logits: Tensor, labels: Tensor, shares: Tensor) -> Tenso
 
 
 def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
-    """Return `exp(-mean_ij(δ_ij · Δ_ij))`, which is small if different noise gives different features.
+    """Return the diversity loss `exp(-mean_ij(δ_ij · Δ_ij))`. It is small if different noise gives different features.
 
     `δ_ij` is the mean squared difference of the noise of samples i and j, `Δ_ij` the mean absolute one of the features.
 
@@ -244,7 +244,7 @@ class GeneratedFeatures(LossTerm):
 
 
 class FedGen(Algorithm):
-    """FedAvg whose clients also train their head on features from a generator, which the server trains on all heads.
+    """FedAvg whose clients also train their heads on generated features. The server trains the feature generator.
 
     With `alpha` and `beta` 0 this is FedAvg, bit for bit.
 
@@ -358,7 +358,7 @@ class FedGen(Algorithm):
         return {SharedGenerator.name: trained | {COUNTS: labelled}, TRAINING: training}
 
     def generator_before(self, state: State, num_classes: int) -> Generator:
-        """Return the generator before a round's training; before round 1, it has random weights."""
+        """Return the generator before the server trains it in this round. Before round 1, its weights are random."""
         if shared := state[SharedGenerator.name]:
             return Generator.of(shared)
         with torch.random.fork_rng(devices=[]):

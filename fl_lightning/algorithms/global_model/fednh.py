@@ -35,7 +35,7 @@ def uniform_prototypes(classes: int, width: int) -> Tensor:
 
 
 def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return a client's prototypes `μ_c`, `(C, d)`: the normalised means of its normalised features of each class.
+    """Return a client's prototypes `μ_c`, `(C, d)`: the mean normalised feature of each class, normalised again.
 
     A class without samples has a row of zeros.
 

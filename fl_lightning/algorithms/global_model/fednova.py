@@ -25,7 +25,7 @@ EFFECTIVE = "effective_steps"
 def effective_steps(
     steps: int, lr: float, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, mu: float = 0.0
 ) -> float:
-    """Return a client's number of effective SGD steps, `||a_k||₁`, which includes momentum and a proximal term.
+    """Return a client's number of effective SGD steps, `||a_k||₁`. Momentum and a proximal term change this number.
 
     A client's change of weights is `-η Σ_i a_i g_i` for its gradients `g_i`. `||a_k||₁` is the sum of the `a_i`: the
     number of steps for plain SGD, and `[τ - ρ (1 - ρ^τ) / (1 - ρ)] / (1 - ρ)` with momentum `ρ`.
@@ -88,7 +88,7 @@ class NormalizedAveraging(Aggregator):
         return NormalizedMeans(parameters.value(), others.value(), steps / samples * inverse / samples)
 
     def finish(self, folded: NormalizedMeans, before: State, knowledge: State) -> State:
-        """Return the next model: the old parameters plus the clients' mean normalized change, times `τ_eff` (Eq. 8)."""
+        """Return the next model, `x - τ_eff Σ p_k d_k` (Eq. 8): a step along the clients' mean normalized change."""
         model = {}
         for name, mean in folded.parameters.items():
             start = before["model"][name].double()
@@ -100,7 +100,7 @@ class EqualSteps(ClientModule):
     """A client's module that only accepts fits by SGD with one constant learning rate and momentum."""
 
     def check_fit(self) -> None:
-        """Raise an error if the fit has settings with which its number of effective steps cannot be computed."""
+        """Raise an error if the number of effective steps cannot be computed for the settings of the fit."""
         check_equal_steps(self, "FedNova")
         if len({(group["lr"], group["momentum"]) for group in sgd_groups(self, "FedNova")}) > 1:
             raise ConfigError("optimizer: FedNova needs one learning rate and one momentum for all parameters.")

@@ -42,7 +42,7 @@ def not_true_distillation(logits: Tensor, teacher: Tensor, targets: Tensor, tau:
 
 
 class NotTrueDistillation(LossTerm):
-    """Loss term: distil the received model's predictions for all classes except a sample's true class, times `β`.
+    """Loss term with weight `β`: distil the received model's predictions for all classes except a sample's true class.
 
     The received model is the teacher. It is in eval mode.
 

@@ -37,7 +37,7 @@ def similarities(features: Tensor) -> Tensor:
 
 
 def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
-    """Return the contrastive loss SCL of a batch, which compares each sample with its hardest positives and negatives.
+    """Return the contrastive loss SCL, which compares each sample of a batch with its hardest positive and negatives.
 
     It is the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`. `s⁺` is the least similarity of i to a sample
     of its class, itself included; `k` are the two most similar samples of other classes. A sample with
@@ -55,7 +55,7 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 
 
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
-    """Return the penalty PEN on samples whose similarity to every other sample of their class is at least λ.
+    """Return the penalty PEN on each sample whose similarity to all others of its class is at least `threshold` (λ).
 
     It is the mean over i of `log(1 + exp((q - 1)/τ))`. `q` is the least similarity of i to another sample of its class
     if it is at least λ. Otherwise, and without another sample, `q` is -1.
@@ -145,12 +145,12 @@ class RelaxedContrastive(LossTerm):
         self.levels, self.active = levels, w_s > 0 or w_p > 0
 
     def begin(self, module: ClientModule) -> None:
-        """Find the layers of the backbone whose inputs are the levels' features."""
+        """Find the layers whose inputs are the features of each level (stage) of the network."""
         if self.active:
             self.taps = level_taps(module.backbone, self.levels)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the relaxed contrastive loss on a batch, from the features of each level in `Step.taps`."""
+        """Return the relaxed contrastive loss on a batch, averaged over the levels (stages) of the network."""
         losses = [self._level(step.taps[name], step.targets) for name in self.taps]
         return torch.stack(losses).mean()
 

@@ -49,7 +49,7 @@ class SharpnessAware(ClientModule):
             raise ConfigError("trainer.precision: FedSAM's first gradient is not scaled in 16-mixed. Use bf16-mixed.")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss at `w`, whose backward gives the gradient at `w + ρ g / ||g||` (`g`: gradient at `w`)."""
+        """Return the loss at `w`. Its backward pass gives the gradient at the perturbed weights `w + ρ g / ||g||`."""
         if not self.rho:
             return super().training_step(batch, batch_idx)
         step = self.step(batch, batch_idx)

@@ -1,4 +1,4 @@
-"""FedSiam-DA: siamese training of the client's model with a copy of the global one, and dual aggregation.
+"""FedSiam-DA: clients train siamese networks, and the server weights each client by its similarity to the mean.
 
 Yang, Wang, Wang, Zhang, Wu, Cheng: "FedSiam-DA: Dual-aggregated Federated Learning via Siamese Network under Non-IID
 Data", 2022. Sections and equations below are the paper's.
@@ -145,7 +145,7 @@ class HistoryContrast(LossTerm):
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """From the second epoch on, take a copy of the client's current encoder as the earlier encoder."""
+        """From the second epoch on, copy the client's encoder. Features of the epoch are compared with the copy's."""
         if self.active and module.current_epoch > 0:
             self._earlier = [frozen_encoder(module.backbone)]
 
@@ -158,7 +158,7 @@ class HistoryContrast(LossTerm):
         self._kept = kept
 
     def forward(self, step: Step) -> Tensor:
-        """Return `μ L_hist` (Eq. 10), the mean cosine to the earlier model's features, or zero without this model."""
+        """Return `μ L_hist` (Eq. 10), the scaled cosine of current and earlier features; zero without earlier ones."""
         if self._earlier is None or step.inputs is None or step.features is None:
             return self.outside_fit(step.logits.new_zeros(()))
         if not self._earlier:
@@ -197,7 +197,7 @@ class DualAggregation(Aggregator):
     leaves = ("weights",)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return the list of all uploads of the round, because the aggregation weights depend on their mean."""
+        """Return the list of all uploads, because each aggregation weight depends on the mean of all models."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
@@ -215,7 +215,7 @@ class DualAggregation(Aggregator):
 
 
 class FedSiamDA(Algorithm):
-    """Siamese training with a copy of the global model, contrast to the past model, and dual aggregation.
+    """Siamese training with a copy of the global model, contrast to the past local model, and weights by similarity.
 
     With `mu` 0 and `aggregation: uniform` this is FedAvg with `weighting: uniform`, bit for bit. The model needs a
     projection and a predictor: `model.head.projection: 256`, `model.head.prediction: 256`.

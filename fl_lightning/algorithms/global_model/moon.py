@@ -37,7 +37,7 @@ def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], 
 
 
 class ModelContrast(LossTerm):
-    """Model-contrastive loss: pulls features towards those of the received model, away from earlier models.
+    """Model-contrastive loss: pulls features towards those of the received model, away from those of past local models.
 
     The loss is Eq. 3, times `μ`. The client keeps the encoders from the end of its last rounds, which never leave it.
     In its first round the received encoder takes their place: the term is then `μ log 2` and has no gradient. All kept

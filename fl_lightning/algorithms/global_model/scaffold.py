@@ -101,7 +101,7 @@ class ControlVariates(LossTerm):
         self._server = {}
 
     def forward(self, step: Step) -> Tensor:
-        """Return `<c - c_i, y - x>` at the current weights `y`, or zero outside a fit."""
+        """Return the loss `<c - c_i, y - x>` of current weights `y` and received weights `x`, or zero outside a fit."""
         if not self._starts or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
         now = dict(step.backbone.named_parameters())

@@ -48,7 +48,7 @@ class MixedModels(ClientModule):
         self.alpha: Tensor
 
     def check_fit(self) -> None:
-        """Raise an error if gradients are accumulated, because the own model takes a step on each batch."""
+        """Raise an error if gradients are accumulated, because the client's own model takes a step on each batch."""
         check_step_per_batch(self, "APFL")
 
     def on_fit_start(self) -> None:
@@ -65,7 +65,7 @@ class MixedModels(ClientModule):
             return super().training_step(batch, batch_idx)
 
     def mixture(self) -> Tensors:
-        """Return the trainable parameters of the mixture `v̄ = α v + (1 - α) w`, differentiable in `v` only."""
+        """Return the mixture `v̄ = α v + (1 - α) w` of own and shared parameters, differentiable in `v` only."""
         shared = dict(self.backbone.named_parameters())
         own = trainable_parameters(self.own)
         return {name: self.alpha * v + (1 - self.alpha) * shared[name].detach() for name, v in own.items()}

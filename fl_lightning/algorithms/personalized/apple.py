@@ -49,7 +49,7 @@ def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: 
 
 
 def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
-    """Return the weight `λ(r)` of the penalty on the mixing ratios. It decreases from round to round, to 0 at round L.
+    """Return the weight `λ(r)` of the penalty on the mixing ratios. It decreases to 0 at round `length`.
 
     Args:
         round: r, from 0.
@@ -87,7 +87,7 @@ class MixedModule(ClientModule):
     def set_mixture(
         self, client: int, ratios: Tensor, first: Tensor, core: Sequence[Tensor], others: Sequence[Tensor]
     ) -> None:
-        """Set the client's core, the other clients' cores and the mixing ratios, and load their mixture.
+        """Set the core models and the client's mixing ratios, and load the mixture of core models into the backbone.
 
         Args:
             client: i.
@@ -106,7 +106,7 @@ class MixedModule(ClientModule):
         self.mix()
 
     def mix(self) -> list[Tensor]:
-        """Load the mixture of cores into the backbone, and return its parameters with their autograd graph."""
+        """Load the mixture of core models into the backbone. Return the mixture with its autograd graph."""
         mixture = personal_model(self.ratios, self.client, list(self.core), self.others)
         with torch.no_grad():
             for weights, value in zip(trainable_parameters(self.backbone).values(), mixture, strict=True):
@@ -118,7 +118,7 @@ class MixedModule(ClientModule):
         return [{"params": list(self.core)}, {"params": [self.ratios], "lr": self.dr_lr}]
 
     def on_fit_start(self) -> None:
-        """Move the other clients' cores to the training device, and load the mixture."""
+        """Move the other clients' core models to the training device, and load the client's mixture of core models."""
         self.others = [value.to(self.device) for value in self.others]
         self._mixture = self.mix()
         super().on_fit_start()
@@ -144,7 +144,7 @@ class MixedModule(ClientModule):
         self.backbone.zero_grad()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compute and load the mixture again, after a step has changed the core and the ratios."""
+        """Compute and load the mixture of core models again, because the step has changed the core and the ratios."""
         with torch.enable_grad():
             self._mixture = self.mix()
 
@@ -159,18 +159,18 @@ class Cores(Aggregator):
     only_in = "APPLE"
 
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
-        """Return the ids of the clients that uploaded a core this round."""
+        """Return the ids of the clients that uploaded a core model this round."""
         return [client for client, _ in uploads]
 
     def finish(self, folded: list[int], before: State, knowledge: State) -> State:
-        """Return the server's record of the clients that have trained a core in any round."""
+        """Return the server's record of the clients that have trained a core model in any round."""
         trained = before[CORES]["trained"].clone()
         trained[folded] = True
         return {CORES: before[CORES] | {"trained": trained}}
 
 
 class APPLE(Algorithm):
-    """Each client trains a core model and learns the ratios in which its own model mixes all cores.
+    """Each client trains a core model. Its personalised model mixes all clients' core models in learned ratios.
 
     The server keeps the last core of each client and does not average. The core of a client that has not trained yet is
     the initial model. With constant ratios of 1 for the own core and 0 otherwise, this is `Local`, bit for bit.
@@ -236,7 +236,7 @@ class APPLE(Algorithm):
         return Message(known.tensors | cores.tensors, cores.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the client's core and mixing ratios, and the mixture of its core with the received ones."""
+        """Load the client's core model and mixing ratios, and the mixture of all core models in these ratios."""
         assert isinstance(module, MixedModule)
         initial = {name: p.detach().clone() for name, p in trainable_parameters(module.backbone).items()}
         super().receive(module, download, memory)
@@ -257,7 +257,7 @@ class APPLE(Algorithm):
         return super().upload(module, batches, n_samples, num_classes).without("model").plus(core)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: the core, which the server sends to others, and the private mixing ratios."""
+        """Return the client state: the core model, which the server sends to others, and the private mixing ratios."""
         assert isinstance(module, MixedModule)
         core: Tensors = message_to_tensors(Message.pack({"model": upload.section("model")}, **upload.numbers))
         return super().remember(module, upload) | {CORE: core} | to_cpu({RATIOS: {"values": module.ratios}})

@@ -1,4 +1,4 @@
-"""cwFedAVG: one global model for each class, and a mixture of them for each client. Also the regularizer WDR.
+"""cwFedAVG: one global model for each class, a mixture of them for each client, and a regularizer (WDR).
 
 Lee, Choi: "Regularizing and Aggregating Clients with Class Distribution for Personalized Federated Learning", 2024.
 Sections, equations and tables below are the paper's.
@@ -135,7 +135,7 @@ def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
 
 
 def class_models(state: State) -> Tensors:
-    """Return the class models `w_j^G = Σ_i q_ij w_i` (Eq. 3) from the server's state; each entry is `(C, ...)`."""
+    """Compute the class models `w_j^G = Σ_i q_ij w_i` (Eq. 3) from the server's state. Each tensor is `(C, ...)`."""
     return combine(state["weights"]["value"].T, state["sources"])
 
 
@@ -160,7 +160,7 @@ class ClassShares(SharedKnowledge):
 
 
 class ClassWise(Aggregator):
-    """Average a model for each class, and send each client the mixture for its own class distribution.
+    """Average one model per class. Send each client a mixture of these models, weighted by its class distribution.
 
     Class models are not stored. The state keeps the round's uploads and `q`, from which the initial model of any client
     is a weighted sum. All uploads of a round are therefore in memory at once. The shared `model` is FedAvg's mean of
@@ -198,7 +198,7 @@ class ClassWise(Aggregator):
         }
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Return the model from which a client starts a round, mixed by its latest class distribution (Eq. 7)."""
+        """Return the model from which a client starts: class models mixed by its latest class distribution (Eq. 7)."""
         name = start_section(client)
         return state[name] if name in state else next(self.ahead(state, [client]))[name]
 
@@ -258,18 +258,18 @@ class ClassWise(Aggregator):
 
 
 def start_section(client: int) -> str:
-    """Return the key of the model from which a client starts a round, in the state that `ahead` yields."""
+    """Return the state key of the model from which a client starts a round. `ClassWise.ahead` adds this key."""
     return f"start_{client}"
 
 
 def block_rows(stacked: Tensors) -> int:
-    """Return how many clients' starting models are computed at a time: at most 16, within a memory limit."""
+    """Return the number of clients whose starting models are computed together: at most 16, fewer for large models."""
     numbers = sum(value[0].numel() for value in stacked.values())
     return max(1, min(16, BLOCK_BYTES // (8 * numbers)))
 
 
 def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
-    """Split clients, in order, into blocks in which `client % rows` is different for each client."""
+    """Split clients, in order, into blocks whose members differ in `client % rows`, their row in the block's arrays."""
     block: dict[int, int] = {}
     for client in clients:
         if client % rows in block:

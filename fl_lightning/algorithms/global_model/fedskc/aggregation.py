@@ -90,7 +90,7 @@ class GlobalDiscrepancy(Aggregator):
         return (self.structural,)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return the list of the round's uploads: the weights (Eq. 4) depend on the class means of all clients."""
+        """Return the list of all uploads: the aggregation weights (Eq. 4) depend on the mean logits of all clients."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
@@ -127,7 +127,7 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
 
 
 def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks of classes, for this and the last round. Both mark the classes known in both rounds (Eq. 5).
+    """Return two equal masks, for this and the previous round: the classes with mean logits in both rounds (Eq. 5).
 
     Args:
         now: `(C,)` bool, the classes known in this round.
@@ -137,7 +137,7 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks of classes, for this and the last round. Each marks the classes known in its own round.
+    """Return two masks, for this and the previous round: the classes with mean logits in the respective round.
 
     This is the authors' code; Eq. 5 compares the classes known in both rounds.
     """
@@ -145,7 +145,7 @@ def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GlobalPeriodReview(Aggregator):
-    """GPR: from round 2 on, correct the model of another aggregator with the previous round's global model.
+    """GPR: wrap another aggregator, and correct its model with the previous round's global model, from round 2 on.
 
     Eq. 5 as printed, `review="literal"`, is `β w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Its first term shrinks every
     weight by `1 - β` per round, including BatchNorm's statistics. This explains its whole loss of accuracy compared
@@ -205,7 +205,7 @@ class GlobalPeriodReview(Aggregator):
         return self.inner.fold(uploads)
 
     def finish(self, folded: object, before: State, knowledge: State) -> State:
-        """Return the model of the wrapped aggregator, corrected with the previous round's global model (Eq. 5)."""
+        """Return the inner (wrapped) aggregator's model, corrected with the previous round's global model (Eq. 5)."""
         inner = self.inner.finish(folded, before, knowledge)
         last, now = before[self.structural.name], knowledge[self.structural.name]
         if not bool(last["known"].any()):  # round 1

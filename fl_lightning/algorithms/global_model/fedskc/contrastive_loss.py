@@ -44,7 +44,7 @@ def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
 def local_contrastive_loss(
     logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float, spread: Spread = "batch"
 ) -> Tensor:
-    """Return the contrastive loss (Eq. 3), the mean cross-entropy of the similarities divided by `τ`.
+    """Return the contrastive loss (Eq. 3): the cross-entropy with the class similarities, divided by `τ`, as logits.
 
     Classes without knowledge are omitted from the sum, and their samples add nothing.
 
@@ -65,7 +65,7 @@ def local_contrastive_loss(
 
 
 def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
-    """Return the contrastive loss of the authors' code, whose denominator counts the sample's own class twice.
+    """Return the authors' version of the contrastive loss: its denominator counts the sample's own class twice.
 
     The similarities are not divided by `U_j`. For a sample of an unknown class, the positive is its own detached
     logits.

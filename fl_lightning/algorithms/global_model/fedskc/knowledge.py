@@ -30,7 +30,7 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Merge the clients' class-wise mean logits (Eq. 1). Each client is first averaged with its most similar clients.
+    """Average each client's class-wise mean logits with the most similar clients' ones, then over all clients (Eq. 1).
 
     The knowledge of a class is averaged over the clients with samples of it. For h such clients, `min(M, h - 1)`
     neighbours are used.
@@ -54,7 +54,7 @@ def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple
 
 
 class StructuralKnowledge(SharedKnowledge):
-    """FedSKC's shared knowledge: the clients' mean logits per class, merged (Eq. 1), and a mask of known classes.
+    """FedSKC's shared knowledge: mean logits per class, merged over clients (Eq. 1), and which classes have them.
 
     Args:
         similar_clients: M of Eq. 1, 0 or more.
@@ -85,7 +85,7 @@ class StructuralKnowledge(SharedKnowledge):
         return {"values": local_knowledge(sums, counts), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the clients' merged mean logits (Eq. 1); a class without samples in the round keeps its values."""
+        """Return the merged mean logits per class (Eq. 1). Classes without samples in the round keep the old ones."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         values = torch.where(known[:, None], values, previous["values"])
         return {"values": values, "known": known | previous["known"]}
@@ -119,17 +119,17 @@ class ReferenceKnowledge(StructuralKnowledge):
         return {"values": local_knowledge(sums, counts, silu=False), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the clients' merged mean logits (Eq. 1); a class without samples in the round becomes unknown."""
+        """Return the merged mean logits per class (Eq. 1). The mask marks only classes with samples in the round."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         return {"values": values, "known": known}
 
 
 def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
-    """Return the class that computes structural knowledge as in the paper, or as in the authors' code."""
+    """Return the Python class for structural knowledge, as in the authors' code (`reference`) or in the paper."""
     return ReferenceKnowledge if reference else StructuralKnowledge
 
 
 def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
-    """Stack the mean logits per class that K clients uploaded, `(K, C, C)`, and masks of known classes, `(K, C)`."""
+    """Stack K clients' mean logits per class, `(K, C, C)`, and the masks of the classes that they have, `(K, C)`."""
     sections = [upload.message.section(StructuralKnowledge.name) for upload in uploads]
     return torch.stack([s["values"] for s in sections]), torch.stack([s["known"] for s in sections])
