@@ -149,7 +149,7 @@ def network_of(
 def network_of_module(
     module: ClientModule, data: FederatedData, model: Mapping[str, Any] | None = None, prepare: bool = False
 ) -> Network:
-    """Return the network of a trained module to export.
+    """Return the network inside a trained client module, with the config and example inputs that an export needs.
 
     Args:
         module: The module. Its network is not compiled.

@@ -46,7 +46,7 @@ LETTER = 0.075
 
 
 class Panels(NamedTuple):
-    """The groups of runs that each panel of a figure shows, with their labels.
+    """The groups of runs in each panel of a figure, with the groups' labels.
 
     Attributes:
         groups: The groups by label, for each panel by its title: one panel without a title, or one per value of a
@@ -116,7 +116,7 @@ def plot_runs(
 
 
 def arrange(found: Comparison) -> Panels:
-    """Assign each group of a comparison to a panel and a label: one panel per value of the setting `across`."""
+    """Give each group of a comparison a panel and a label. There is one panel per value of the setting `across`."""
     key, values = found.across, across_values(found) or [""]
     end = key.rpartition(".")[2]
     named = {value: f"{end}={value}" if value else f"no {end}" for value in values}

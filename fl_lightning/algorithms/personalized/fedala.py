@@ -1,4 +1,4 @@
-"""FedALA: before training, a client mixes its last model with the received one element by element.
+"""FedALA: before training, each client mixes the received model element by element with its own last model.
 
 Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI
 2023. Equations below are the paper's.

@@ -155,7 +155,7 @@ class FedFomo(Algorithm):
         return state | {AFFINITY: state[AFFINITY] | {"matrix": matrix}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the message to a client: the models chosen for it, and the shared knowledge."""
+        """Return the message to a client: other clients' models, and tensors that all clients get, such as class means."""
         assert isinstance(state, VisibleState)
         affinity = state[AFFINITY]
         others = [j for j in affinity["trained"].nonzero()[:, 0].tolist() if j != client]

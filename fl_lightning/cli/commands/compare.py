@@ -54,7 +54,7 @@ def print_comparison(found: Comparison, form: str, percent: bool = False) -> Non
 
 
 def group_table(found: Comparison) -> ResultTable:
-    """Return a comparison as a table to read: one row per group of runs, with rounded values."""
+    """Return a comparison as a table for human readers: one row per group of runs, with rounded values."""
     heads = shorten_keys(found.columns) or ["group"]
     header = [*heads, "seeds", "last", "best", *([f"to {found.reference}"] if found.reference else []), "bytes"]
     for target in found.targets:
