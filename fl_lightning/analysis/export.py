@@ -306,7 +306,7 @@ def refuse_target(path: Path, prepare: bool = False) -> None:
 
 
 def check_format(path: Path, key: str = "-o") -> None:
-    """Raise an error if the suffix of a file is not that of an export format, or packages are missing for it.
+    """Raise an error if a file's suffix is not an export format, or if a package for this format is not installed.
 
     Args:
         path: The file.

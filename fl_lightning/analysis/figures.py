@@ -228,7 +228,7 @@ def clients_figure(found: Comparison, panels: Panels, name: str, percent: bool, 
 
 
 def last_values(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the clients' values of a metric in the last round that has any, given the columns of a `clients.csv`."""
+    """Return the clients' values of a metric in the last round in which a client has one, from a `clients.csv`."""
     known = np.isfinite(columns[name])
     last = columns["round"][known].max(initial=0)
     return columns[name][known & (columns["round"] == last)]

@@ -111,7 +111,7 @@ class Verdict:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """Our mean difference of the claim's two rows, with a paired t-test over seeds; None if none can be compared."""
+        """Our mean difference of the claim's two rows, with a paired t-test over seeds; None without results."""
         return paired_difference(list(self.margins.values()), [0.0] * len(self.margins))
 
     @cached_property
@@ -151,7 +151,7 @@ class Reproduction:
             self.cells[column, row] = Cell(results, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
-        """Return Spearman's and Kendall's correlation between our numbers and the paper's in a column of the table."""
+        """Return the rank correlations between our numbers in one column of the table and the paper's numbers."""
         cells = [self.cells[column, row] for row in self.table.rows]
         both = [(cell.spread.mean, cell.paper.mean) for cell in cells if cell.spread and cell.paper]
         return rank_correlations([ours for ours, _ in both], [papers for _, papers in both])

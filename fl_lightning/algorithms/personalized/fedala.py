@@ -49,7 +49,7 @@ def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, receive
 
 
 def has_converged(losses: Sequence[float], threshold: float) -> bool:
-    """Return whether the losses of the last `LAST` passes have a standard deviation below a threshold."""
+    """Return whether the training loss has converged: its last `LAST` values have a small standard deviation."""
     last = torch.tensor(losses[-LAST:], dtype=torch.float64)
     return len(losses) > LAST and float(last.std(correction=0)) < threshold
 

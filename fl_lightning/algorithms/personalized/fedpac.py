@@ -194,7 +194,7 @@ def entries_of(model: Tensors, head: bool) -> Tensors:
 
 
 def head_section(client: int) -> str:
-    """Return the key of a client's mixed head in the state."""
+    """Return the key under which the server's state stores a client's mixed head."""
     return f"head_{client}"
 
 

@@ -53,7 +53,7 @@ class MoreauEnvelope(ClientModule):
 
     @contextmanager
     def personalised(self) -> Iterator[None]:
-        """Context in which the module's backbone is the personalised model."""
+        """Context manager: use the personalised model as the module's backbone."""
         local, self.backbone = self.backbone, self.own
         try:
             yield

@@ -124,7 +124,7 @@ def data_table(found: Comparison) -> ResultTable:
 
 
 def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
-    """Return the mean and the standard deviation over seeds as columns `<name>_mean` and `<name>_std` of a row."""
+    """Return the two cells `<name>_mean` and `<name>_std` of a row: the mean and standard deviation over seeds."""
     return {f"{name}_mean": spread and spread.mean, f"{name}_std": spread and spread.std}
 
 
