@@ -76,11 +76,21 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The shared state, with access to what each client shows its peers. Downloads are built from it."""
+        """The shared state, with read access to the part of each client's state that other clients may see.
+
+        Downloads are built from it. `Algorithm.public` names that part, if any.
+        """
         return self._visible(self.state, {})
 
     def _visible(self, state: State, new_client: State) -> State:
-        """Return a shared state with access to what each client, and a new client, shows its peers."""
+        """Return a shared state with read access to the part of each client's state that other clients may see.
+
+        `Algorithm.public` names that part. Without it, the state is returned as it is.
+
+        Args:
+            state: The shared state.
+            new_client: The state of a client that was added after the training's clients; empty if none was added.
+        """
         public = self.algorithm.public
         if public is None:
             return state

@@ -102,7 +102,7 @@ def option_values(words: Sequence[str], option: str) -> list[str]:
 
 
 def merge_baselines(baselines: Baselines, more: Any, config: Path) -> Baselines:
-    """Add the `baselines` of a config to those of earlier configs; options of the later config override earlier ones.
+    """Add the baselines that a config defines to those of earlier configs. Options of the later config take precedence.
 
     Raises:
         ConfigError: The value is neither a mapping, nor a path, nor a list of them; or the file does not exist.

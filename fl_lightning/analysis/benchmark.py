@@ -311,12 +311,12 @@ class EntryResult:
 
     @cached_property
     def seconds(self) -> float | None:
-        """Mean seconds of a run's rounds; None without a finished run."""
+        """Mean duration of a run in seconds, summed over its rounds; None without a finished run."""
         return self._mean_of("time/round_s")
 
     @cached_property
     def processor_seconds(self) -> float | None:
-        """Mean processor time of a run's rounds in seconds; None without a finished run."""
+        """Mean processor time of a run in seconds, summed over its rounds; None without a finished run."""
         return self._mean_of("time/processor_s")
 
     def _mean_of(self, column: str) -> float | None:

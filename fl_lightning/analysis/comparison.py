@@ -76,7 +76,10 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The settings that have a table column. `algorithm.mu` is shown in the column of `algorithm`."""
+        """The settings that have a column of their own in a table of the comparison.
+
+        `algorithm.mu` has none, because the column of `algorithm` shows its value, too.
+        """
         return column_keys(self.keys, self.across)
 
     @property
@@ -207,7 +210,7 @@ def _default_metric(runs: Sequence[Run]) -> str:
 
 
 def _across_key(name: str, keys: Sequence[str], runs: Sequence[Run], grouped: bool) -> str:
-    """Return the full dotted key of the setting that a user gives as `--across`: the key or its end, such as `tau`.
+    """Return the full dotted key of the setting given as `--across`, in full or by its end, such as `tau`.
 
     Args:
         name: The key or its end.
@@ -231,7 +234,10 @@ def _across_key(name: str, keys: Sequence[str], runs: Sequence[Run], grouped: bo
 
 
 def _group_runs(runs: Sequence[Run], grouping: Grouping, wanted: Mapping[str, Any]) -> list[Group]:
-    """Group runs by their settings, and return the groups sorted. The reference's settings come first."""
+    """Group runs by their settings, and return the groups in sorted order.
+
+    For each setting, groups with the reference's value come first.
+    """
     members: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
     for run in runs:
         members[tuple(grouping.texts[run].get(key) for key in grouping.keys)].append(run)
@@ -246,7 +252,7 @@ def _group_runs(runs: Sequence[Run], grouping: Grouping, wanted: Mapping[str, An
 def _reference_settings(
     reference: Mapping[str, Any] | None, keys: Sequence[str], runs: Sequence[Run]
 ) -> dict[str, Any]:
-    """Return the settings of the reference groups by full key; empty for no reference.
+    """Return the settings of the reference groups by full dotted key; an empty dict if there is no reference.
 
     Settings that all runs share are left out, unless there are no others.
 
@@ -273,7 +279,7 @@ def _reference_settings(
 def _reference_groups(
     groups: Sequence[Group], keys: Sequence[str], wanted: Mapping[str, Any], is_default: bool
 ) -> tuple[list[Group | None], list[str]]:
-    """Find each group's reference: the group that has the settings `wanted` and equals it in all other settings.
+    """Find each group's reference group, which has the settings `wanted` and otherwise the same settings as the group.
 
     Args:
         groups: The groups.

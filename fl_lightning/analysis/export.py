@@ -149,7 +149,7 @@ def network_of(
 def network_of_module(
     module: ClientModule, data: FederatedData, model: Mapping[str, Any] | None = None, prepare: bool = False
 ) -> Network:
-    """Return the network of a trained module to export.
+    """Return the network inside a trained client module, with the config and example inputs that an export needs.
 
     Args:
         module: The module. Its network is not compiled.
@@ -306,7 +306,7 @@ def refuse_target(path: Path, prepare: bool = False) -> None:
 
 
 def check_format(path: Path, key: str = "-o") -> None:
-    """Raise an error if the suffix of a file is not that of an export format, or packages are missing for it.
+    """Raise an error if a file's suffix is not an export format, or if a package for this format is not installed.
 
     Args:
         path: The file.

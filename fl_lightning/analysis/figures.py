@@ -46,7 +46,7 @@ LETTER = 0.075
 
 
 class Panels(NamedTuple):
-    """The groups of runs that each panel of a figure shows, with their labels.
+    """The groups of runs in each panel of a figure, with the groups' labels.
 
     Attributes:
         groups: The groups by label, for each panel by its title: one panel without a title, or one per value of a
@@ -116,7 +116,7 @@ def plot_runs(
 
 
 def arrange(found: Comparison) -> Panels:
-    """Assign each group of a comparison to a panel and a label: one panel per value of the setting `across`."""
+    """Give each group of a comparison a panel and a label. There is one panel per value of the setting `across`."""
     key, values = found.across, across_values(found) or [""]
     end = key.rpartition(".")[2]
     named = {value: f"{end}={value}" if value else f"no {end}" for value in values}
@@ -228,7 +228,7 @@ def clients_figure(found: Comparison, panels: Panels, name: str, percent: bool, 
 
 
 def last_values(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the clients' values of a metric in the last round that has any, given the columns of a `clients.csv`."""
+    """Return the clients' values of a metric in the last round in which a client has one, from a `clients.csv`."""
     known = np.isfinite(columns[name])
     last = columns["round"][known].max(initial=0)
     return columns[name][known & (columns["round"] == last)]

@@ -304,7 +304,9 @@ def scaling(settings: Settings, scale: float) -> list[str]:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return all settings of a `fit` command line by dotted key, including those of its configs and baseline.
+    """Return all settings that a `fit` command line gives, by dotted key: its options, and those of its config files.
+
+    They include the options of the baseline that `--algorithm` names.
 
     Args:
         words: Options `--KEY=VALUE`; later ones override earlier ones.

@@ -111,17 +111,17 @@ class Verdict:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """The claim's mean margin over the seeds of our runs, with a paired t-test; None if no seed has a margin."""
+        """Our mean difference of the claim's two rows, with a paired t-test over seeds; None without results."""
         return paired_difference(list(self.margins.values()), [0.0] * len(self.margins))
 
     @cached_property
     def ahead(self) -> int:
-        """The number of seeds for which the claim holds: the better row of the paper is also better in our runs."""
+        """The number of seeds for which our runs agree with the paper about which of the claim's two rows is better."""
         return sum(margin > 0 for margin in self.margins.values())
 
     @cached_property
     def holds(self) -> bool | None:
-        """Whether the claim's better row is better on average in our runs; None if no margin is known."""
+        """Whether our runs confirm the paper's claim on average over seeds; None if no seed can be compared."""
         return self.difference.mean > 0 if self.difference else None
 
 
@@ -151,7 +151,7 @@ class Reproduction:
             self.cells[column, row] = Cell(results, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
-        """Return Spearman's and Kendall's correlation between our numbers and the paper's in a column of the table."""
+        """Return the rank correlations between our numbers in one column of the table and the paper's numbers."""
         cells = [self.cells[column, row] for row in self.table.rows]
         both = [(cell.spread.mean, cell.paper.mean) for cell in cells if cell.spread and cell.paper]
         return rank_correlations([ours for ours, _ in both], [papers for _, papers in both])
@@ -175,7 +175,7 @@ class Reproduction:
 
 
 def read_result(folder: Path, figure: str, series: str, unit: Unit) -> SeedResult:
-    """Return the result of a run in the table's unit, from its folder; empty if the run has not finished."""
+    """Read a run's result from its folder, in the table's unit. An unfinished run gets a result without a value."""
     if not is_finished(folder):
         return SeedResult()
     try:

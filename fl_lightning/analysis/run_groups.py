@@ -153,9 +153,9 @@ def reference_difference(group: Group, base: Group | None, grouping: Grouping) -
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:
-        """Return the metric's last value for each combination of a seed and values of the settings `inner`.
+        """Return the metric's last value by seed and by the settings that vary inside a group.
 
-        Runs of the same combination are averaged.
+        Runs with the same seed and settings are averaged.
         """
         values: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
@@ -173,7 +173,7 @@ def reference_difference(group: Group, base: Group | None, grouping: Grouping) -
 
 
 def column_keys(keys: Sequence[str], across: str) -> list[str]:
-    """Return the keys that need a table column: `algorithm.mu` needs none if `algorithm` has one.
+    """Return the keys that get their own table column. The column of `algorithm` also shows values of `algorithm.mu`.
 
     `across` always has a column.
     """
@@ -216,7 +216,10 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
 
 
 def names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:
-    """Return the names of the groups `named`, separated by commas. The names distinguish them among `groups`."""
+    """Return the names of some groups (`named`), separated by commas.
+
+    A name is the value of the first setting or, if that is not unique among `groups`, of all settings.
+    """
     return join_names(group.name_among(groups) for group in named)
 
 

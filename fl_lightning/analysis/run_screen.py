@@ -94,7 +94,7 @@ class Terminal:
         return not self.encoding.lower().startswith("utf")
 
     def text(self, words: str, style: str = "") -> Text:
-        """Return text with control characters, and characters that the terminal's encoding lacks, replaced by `?`."""
+        """Return styled text, with `?` for control characters and for characters that the terminal cannot encode."""
         printable = "".join(sign if sign.isprintable() else "?" for sign in words)
         return Text(printable.encode(self.encoding, "replace").decode(self.encoding), style, overflow="fold")
 

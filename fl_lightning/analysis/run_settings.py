@@ -19,7 +19,7 @@ def compared_settings(run: Run) -> dict[str, str]:
 
 
 def compared_values(run: Run) -> dict[str, Any]:
-    """Return the settings of a run that affect results. Of its callbacks, only those are returned that may stop it."""
+    """Return the settings of a run that affect results, including only those callbacks that may stop the run."""
     values = {key: value for key, value in run.settings.items() if not is_uncompared(key)}
     callbacks = values.pop("callbacks", None)
     stopping = [each for each in callbacks if _may_stop(each)] if isinstance(callbacks, list) else []

@@ -52,7 +52,7 @@ class RunStatus:
 
     @property
     def round_seconds(self) -> float | None:
-        """The mean duration of the last 10 rounds, or of the last `evaluation.every` rounds if these are more."""
+        """The mean duration in seconds of the last rounds: 10 rounds, or `evaluation.every` rounds if that is more."""
         every = (self.run.config.get("evaluation") or {}).get("every")
         last = self.run.rounds[-max(10, every if isinstance(every, int) else 1) :]
         times = [row["time/round_s"] for row in last if math.isfinite(row.get("time/round_s", math.nan))]

@@ -30,7 +30,7 @@ STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: 
 
 
 class Budget(NamedTuple):
-    """The limits of a sweep's number of trials and processor time, including the trials of earlier calls.
+    """Limits of a sweep: its number of trials, and their processor time. Trials of earlier calls count, too.
 
     Args:
         trials: Number of trials; None for no other limit than that of the file or its grid.
@@ -88,7 +88,10 @@ class Study:
             yield from self._jobs(number)
 
     def _is_within(self, processor_seconds: float) -> bool:
-        """Return whether the trials have used less than this much processor time. Without a limit, read no files."""
+        """Return whether the processor time that the trials have used is below a limit.
+
+        If the limit is infinite, no files are read.
+        """
         return processor_seconds == math.inf or used_seconds(self.results()) < processor_seconds
 
     def _jobs(self, number: int) -> Iterator[Job]:
@@ -99,7 +102,7 @@ class Study:
                 yield Job(run, self.sweep.command(trial.params, seed))
 
     def _trials(self) -> list[FrozenTrial]:
-        """Return the latest database entry of each trial, in the order in which the trials were proposed."""
+        """Return the database entry of each trial (the latest one of a repeated trial), in order of trial number."""
         trials = self._study.get_trials(deepcopy=False)
         return list({trial.user_attrs["number"]: trial for trial in trials}.values())
 
@@ -196,9 +199,12 @@ class Study:
         self._study.tell(trial.number, state=FAIL)
 
     def _refuse_first(self, reason: str | None) -> None:
-        """Raise a `ConfigError` with a trial's error if this trial is the first of the sweep to end.
+        """Stop the sweep with a `ConfigError` if the first trial to end has failed.
 
         The sweep itself may be wrong then.
+
+        Args:
+            reason: Why the trial failed; None to raise no error.
         """
         if reason and not any(trial.state.is_finished() for trial in self._trials()):
             raise ConfigError(reason)
@@ -206,7 +212,7 @@ class Study:
     # --- Early termination ---
 
     def should_stop(self, job: Job) -> bool:
-        """Report a running trial's new rounds to the pruner, and return whether a run of the trial is to end early."""
+        """Report a trial's new rounds to the pruner. Return whether the job must stop because its trial is over."""
         trial = self._trial_of(job)
         if trial.state == RUNNING and self._report_rounds(trial):
             self._study.tell(trial.number, state=PRUNED)

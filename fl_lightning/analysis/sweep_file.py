@@ -114,7 +114,7 @@ class Sweep:
     start: Mapping[str, Any] = field(default_factory=dict)
 
     def command(self, drawn: Mapping[str, Any], seed: int | None = None) -> tuple[str, ...]:
-        """Return the `fit` command line of one run of a trial, without `fit`.
+        """Return the command-line arguments of `fit` for one run of a trial.
 
         Args:
             drawn: The values that Optuna drew for the trial's parameters.
@@ -240,7 +240,7 @@ def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
 
 
 def _seeds(content: Any, has_seed: bool) -> tuple[int, ...]:
-    """Return the seeds of each trial.
+    """Return the seeds with which every trial of a sweep runs; an empty tuple if the sweep file gives none.
 
     Args:
         content: The value of `seeds` in the file.

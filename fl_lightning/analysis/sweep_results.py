@@ -82,7 +82,7 @@ class Setting:
 
 
 def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
-    """Group trials by setting, and sort the settings by mean metric over seeds, best first, incomplete ones last."""
+    """Group trials that differ only in the seed, and sort the groups by mean metric: best first, incomplete last."""
     groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in result.settings.items() if k != "seed"), []).append(result)
@@ -96,7 +96,7 @@ def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Settin
 
 
 def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
-    """Return the table of a sweep's results: settings with their mean metric, best first, and incomplete trials."""
+    """Return the table of a sweep's results: parameter values with their mean metric, best first; incomplete trials."""
     keys = [key for key in sweep.parameters if key != "seed"]
     by_seed, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
     has_seeds = by_seed or bool(sweep.seeds)
@@ -118,7 +118,7 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
 
 
 def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
-    """Write the config of the best setting's first complete trial, and return this trial; None if none is complete."""
+    """Write the config of the first complete trial with the best parameter values, and return this trial, if any."""
     best = rank_settings(results, sweep.maximize)[0].complete
     if not best:
         return None

@@ -55,7 +55,7 @@ def builders_of_torchvision() -> list[str]:
 
 
 def as_backbone(module: str) -> str:
-    """Return the command-line options to use the network that a function builds, wrapped in `FromModule`.
+    """Return the command-line options that wrap the network of a function in `FromModule`, to use it as the model.
 
     Args:
         module: The import path of the function, or the name of a model builder of torchvision.

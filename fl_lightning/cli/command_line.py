@@ -11,7 +11,7 @@ from fl_lightning.core.config_files import with_config_paths
 
 
 def normalize_words(command: str, words: Sequence[str]) -> list[str]:
-    """Return a command line in normal form: `--key=value`, paths of configs, the right case, settings of a baseline.
+    """Normalize a command line: write `--key=value`, find configs, correct names, and insert a baseline's options.
 
     Args:
         command: The command, one that takes the keys of an experiment.
@@ -24,7 +24,7 @@ def normalize_words(command: str, words: Sequence[str]) -> list[str]:
 
 
 def join_values(command: str, words: Sequence[str]) -> list[str]:
-    """Return a command line with each option that takes one value as one word `--key=value`, and `-c` as `--config`.
+    """Return a command line in which options with one value have the form `--key=value`: `--config=a` for `-c a`.
 
     An option without its value stays as it is, for the parser to refuse. So does one that takes several values.
     """

@@ -77,7 +77,7 @@ def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Return a config with the import paths of this package's classes in the form that run folders record."""
+    """Return a config in which this package's classes have the import paths that a run's `config.yaml` records."""
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):

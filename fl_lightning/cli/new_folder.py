@@ -1,4 +1,4 @@
-"""Write the files of a command to a new folder."""
+"""Write the files that a command generates, such as those of a new project, to a new folder."""
 
 from __future__ import annotations
 

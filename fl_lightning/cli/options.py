@@ -256,7 +256,7 @@ def is_multirun(words: Sequence[str]) -> bool:
 def split_options(
     words: Sequence[str], options: Mapping[str, Option]
 ) -> Iterator[tuple[str, list[str], Sequence[str]]]:
-    """Split a command line into its options. A word that belongs to no option has the key "".
+    """Split a command line into options, each with its key, values and words. Any other word gets the key "".
 
     Args:
         words: The command line after the command.
@@ -311,7 +311,7 @@ def _experiment_options() -> dict[str, Option]:
 
 
 def _described(flags: list[str], keywords: Keywords) -> Option:
-    """Convert keywords of argparse's `add_argument` to an option of a help text."""
+    """Convert keywords of argparse's `add_argument` to the dict that describes the option in help texts."""
     hint = keywords.get("type", bool)
     parts = [hint] if get_origin(hint) is Literal else get_args(hint) or [hint]
     kinds = [get_args(part) if get_origin(part) is Literal else part.__name__ for part in parts if part is not NoneType]

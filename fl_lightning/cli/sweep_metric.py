@@ -50,7 +50,7 @@ def _one_per_algorithm(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def other_metrics(metric: str, by_round: bool, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the names to suggest if a sweep's trial will not log a metric, best match first; empty if it may log it.
+    """Suggest metrics, best match first, if a sweep's trial will not log `metric`. Otherwise return an empty list.
 
     Runs in a job process, because it imports torch and loads data.
 

@@ -1,4 +1,4 @@
-"""FedALA: before training, a client mixes its last model with the received one element by element.
+"""FedALA: before training, each client mixes the received model element by element with its own last model.
 
 Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI
 2023. Equations below are the paper's.
@@ -49,7 +49,7 @@ def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, receive
 
 
 def has_converged(losses: Sequence[float], threshold: float) -> bool:
-    """Return whether the losses of the last `LAST` passes have a standard deviation below a threshold."""
+    """Return whether the training loss has converged: its last `LAST` values have a small standard deviation."""
     last = torch.tensor(losses[-LAST:], dtype=torch.float64)
     return len(losses) > LAST and float(last.std(correction=0)) < threshold
 

@@ -159,7 +159,7 @@ class FedAMP(Algorithm):
                 term.anchor, term.active = cloud, term.active and bool(cloud)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: its own trained model, which is also its upload."""
+        """Return the client state with the trained model, which the client also uploads."""
         return super().remember(module, upload) | {UPLOADED: upload.section("model")}
 
 

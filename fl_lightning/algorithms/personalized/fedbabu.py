@@ -86,7 +86,7 @@ class FedBABU(Algorithm):
         return self.tune == "full" or name.startswith(self.frozen) == (self.tune == "head")
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        """Return the state dict entries that clients and server exchange: those of FedAvg without frozen parameters.
+        """Return the state dict entries that clients and server exchange. Frozen parameters are not exchanged.
 
         Buffers of frozen parts, such as BatchNorm's running statistics, are exchanged.
         """

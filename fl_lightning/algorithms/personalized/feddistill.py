@@ -26,7 +26,7 @@ from fl_lightning.core.state_dicts import at_least_float32
 
 
 def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean logits of each class as in FedGen's code, in which sample counts start from 1.
+    """Return the mean logits of each class, with 1 added to each sample count as in the code of FedGen's authors.
 
     A class without samples has a row of zeros.
 
@@ -64,7 +64,9 @@ class MeanLogits(ClassMeans):
 
 
 def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: Tensor) -> Tensor:
-    """Return the batch mean of `KL(softmax(G[y]) || softmax(o))`; samples of a class without mean logits add zero.
+    """Return the batch's mean KL divergence between the samples' logits and the teacher's logits for their classes.
+
+    A sample's divergence is `KL(softmax(G[y]) || softmax(o))`. Samples of a class without mean logits add zero.
 
     Args:
         logits: `o`, `(B, C)`.

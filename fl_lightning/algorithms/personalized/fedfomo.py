@@ -155,7 +155,7 @@ class FedFomo(Algorithm):
         return state | {AFFINITY: state[AFFINITY] | {"matrix": matrix}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the message to a client: the models chosen for it, and the shared knowledge."""
+        """Return the message to a client: models of other clients, and tensors that every client gets."""
         assert isinstance(state, VisibleState)
         affinity = state[AFFINITY]
         others = [j for j in affinity["trained"].nonzero()[:, 0].tolist() if j != client]
@@ -188,7 +188,7 @@ class FedFomo(Algorithm):
         return message.plus({AFFINITY: module.notes[AFFINITY]})
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state: its trained model, which others can receive, and the mixture it started from."""
+        """Return the client state: the trained model, which others may receive, and the mixture before training."""
         model = Message.pack({"model": upload.section("model")}, n_samples=upload.numbers["n_samples"])
         own = {UPLOADED: message_to_tensors(model), PREVIOUS: module.notes[PREVIOUS]}
         return super().remember(module, upload) | own

@@ -41,7 +41,10 @@ class Centroids(Prototypes):
         return {"sums": sums, "counts": counts}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return each class's mean over the participants' samples; a class that they lack keeps its last mean."""
+        """Return the mean feature of each class over all samples of the round's participants.
+
+        A class without samples in this round keeps its previous mean.
+        """
         sections = [upload.message.section(self.name) for upload in uploads]
         sums, counts = (torch.stack([own[name] for own in sections]).double().sum(dim=0) for name in ("sums", "counts"))
         values, known = (sums / counts.clamp(min=1)[:, None]).to(sections[0]["sums"].dtype), counts > 0
@@ -99,7 +102,7 @@ def collaboration_weights(means: Tensor, variances: Tensor) -> Tensor:
 
 
 def simplex_minimum(matrix: Tensor) -> Tensor:
-    """Return the weights `a ≥ 0` with sum 1 that minimise `a' P a`.
+    """Return the weights `a` that minimise `a' P a` for a given matrix `P`, with `a ≥ 0` and sum 1.
 
     It is a problem of non-negative least squares: for `P = R'R`, the `x ≥ 0` that minimises `||R x||² + (Σ x - 1)²` is
     a multiple of `a`.
@@ -132,7 +135,10 @@ class FeatureStatistics(SharedKnowledge):
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's class means weighted by class shares, `(C, d)`, and their variance."""
+        """Return the statistics that `FedPAC.prepare` has computed with `feature_statistics`.
+
+        They are the class means weighted by class shares, `(C, d)`, and the variance of the weighted means.
+        """
         return module.notes[self.name]
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
@@ -183,12 +189,12 @@ class ClassifierCollaboration(Aggregator):
 
 
 def entries_of(model: Tensors, head: bool) -> Tensors:
-    """Return the entries of a model's state dict that belong to its head, or all others if `head` is false."""
+    """Return the head's entries of a model's state dict; if `head` is false, return all other entries."""
     return {name: value for name, value in model.items() if name.startswith(HEAD) == head}
 
 
 def head_section(client: int) -> str:
-    """Return the key of a client's mixed head in the state."""
+    """Return the key under which the server's state stores a client's mixed head."""
     return f"head_{client}"
 
 

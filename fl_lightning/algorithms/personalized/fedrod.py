@@ -139,7 +139,7 @@ class FedROD(Algorithm):
             load_weights(own_head(module), memory[PERSONAL_HEAD])
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state, with the personal head."""
+        """Return what the client keeps until its next round, including its personal head."""
         return super().remember(module, upload) | to_cpu({PERSONAL_HEAD: own_head(module).state_dict()})
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:

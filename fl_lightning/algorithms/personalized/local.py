@@ -42,7 +42,7 @@ class Local(Algorithm):
         return Message()
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Wait until all clients have trained, and return the server's state unchanged."""
+        """Consume all uploads, so that every client trains, and return the server's state unchanged."""
         for _ in uploads:
             pass
         return state

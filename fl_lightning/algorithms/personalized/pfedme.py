@@ -53,7 +53,7 @@ class MoreauEnvelope(ClientModule):
 
     @contextmanager
     def personalised(self) -> Iterator[None]:
-        """Context in which the module's backbone is the personalised model."""
+        """Context manager: use the personalised model as the module's backbone."""
         local, self.backbone = self.backbone, self.own
         try:
             yield
@@ -138,7 +138,7 @@ class PFedMe(Algorithm):
         return super().upload(module, batches, n_samples, num_classes)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state, with the personalised model.
+        """Return what the client keeps until its next round, including its personalised model.
 
         Raises:
             NonFiniteError: The personalised model contains NaN or Inf.

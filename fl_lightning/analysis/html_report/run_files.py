@@ -45,7 +45,10 @@ def own_file(run: Run, *parts: str) -> Path:
 
 
 def read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `read(*arguments)`, or None for a missing or invalid file. Invalid files are added to `left_out`."""
+    """Call `read` on the arguments, and return its result; None for a missing or invalid file.
+
+    A message about an invalid file is appended to `left_out`.
+    """
     try:
         return read(*arguments)
     except FileNotFoundError:

@@ -54,7 +54,7 @@ def print_comparison(found: Comparison, form: str, percent: bool = False) -> Non
 
 
 def group_table(found: Comparison) -> ResultTable:
-    """Return a comparison as a table to read: one row per group of runs, with rounded values."""
+    """Return a comparison as a table for human readers: one row per group of runs, with rounded values."""
     heads = shorten_keys(found.columns) or ["group"]
     header = [*heads, "seeds", "last", "best", *([f"to {found.reference}"] if found.reference else []), "bytes"]
     for target in found.targets:
@@ -124,7 +124,7 @@ def data_table(found: Comparison) -> ResultTable:
 
 
 def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
-    """Return the mean and the standard deviation over seeds as columns `<name>_mean` and `<name>_std` of a row."""
+    """Return the two cells `<name>_mean` and `<name>_std` of a row: the mean and standard deviation over seeds."""
     return {f"{name}_mean": spread and spread.mean, f"{name}_std": spread and spread.std}
 
 

@@ -61,7 +61,7 @@ def encoding_of(given: Namespace, parser: ArgumentParser) -> TableSchema | None:
 
 
 def remote_config(config: dict[str, Any], clients: int, test_data: Path | None, schema: Path | None) -> dict[str, Any]:
-    """Return a copy of an experiment's config that trains with Flower on data stored on the clients' machines.
+    """Return a copy of an experiment's config, changed to train with Flower on data on the clients' machines.
 
     Args:
         config: The resolved config.

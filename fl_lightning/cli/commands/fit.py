@@ -33,7 +33,10 @@ from fl_lightning.runs.trust import allow_local_modules, restrict_and_load_confi
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Return a normalized command line with the classes that options imply, and with the resumed run's config."""
+    """Add to a command line what it implies: the engine's and optimizer's class, and the config of the run to resume.
+
+    A class is added if the command line has options of it. Modules of the user's own classes become importable.
+    """
     configs = [read_config(Path(path)) for path in option_values(words, "config")]
     words = with_optimizer_class(with_engine_class(words, configs), configs)
     allow_local_modules([*words, *configs])
@@ -127,7 +130,7 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the experiment's config before later files and options change them.
+    """Return the experiment's settings as its config states them, without the changes by later files and options.
 
     The changes become part of the run's name. A class that replaces another one counts with its default options. If
     the experiment's config is not complete, all settings are returned.
@@ -155,7 +158,7 @@ def config_name(given: Namespace, parser: ArgumentParser) -> str:
 
 
 def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
-    """Return the config files that define the experiment: the fewest files, in order, that form a complete config.
+    """Return the config files that define the experiment: the first files up to the one that completes the config.
 
     Later files change the experiment. If the config is complete only with all files, or not even then, all files are
     returned.
@@ -169,7 +172,7 @@ def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
 
 
 def parse_configs(configs: Sequence[Any], parser: ArgumentParser, *more: str) -> Namespace:
-    """Parse a command line that consists of config files and other options (`more`). Warnings are not shown."""
+    """Parse config files and further options as one command line, without showing warnings."""
     words = [*(f"--config={path}" for path in configs), *more]
     with readable_errors(parser), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they were shown already

@@ -50,12 +50,12 @@ def is_module_name(name: str) -> bool:
 
 
 def class_name(name: str) -> str:
-    """Return the name of a project's method, in camel case: `MyMethod` for `my_method`."""
+    """Convert a project's name to the class name of its federated method: `my_method` to `MyMethod`."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
 def template_names() -> set[str]:
-    """Return the names of all classes that the templates define or import, except that of the method."""
+    """Return the names of all classes and imports in the templates, except `MyMethod`."""
 
     def names() -> Iterator[str]:
         for path in TEMPLATES.glob("*.py"):

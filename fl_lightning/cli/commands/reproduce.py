@@ -42,7 +42,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
-    """Check the settings of each row and each column of a paper's table before the first run starts.
+    """Check that the settings of each row and column of a paper's table are valid, before the first run starts.
 
     Raises:
         ConfigError: Names the row, the column and the reason.
