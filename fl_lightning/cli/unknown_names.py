@@ -276,7 +276,12 @@ class KeyChecker:
         return f"{word} belongs to no option. Did you mean {meant}?"
 
     def _as_typed(self, fix: str, name: str) -> str:
-        """Format a suggested key in the form of the user's wrong key: an option or a line of a config."""
+        """Format a suggestion as the user typed the wrong key: as a command-line option, or as a line of a config.
+
+        Args:
+            fix: The suggested setting, such as `algorithm.tau=1`.
+            name: The wrong key.
+        """
         options, separator, remark = fix.partition(" (")
         shown = options.replace("=", ": ")
         if self.is_typed(name):

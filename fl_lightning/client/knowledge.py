@@ -140,7 +140,10 @@ class ClassMeans(SharedKnowledge):
         return self.seen != "after"
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Add a training step's outputs to the sums of each class. With `seen="last_epoch"`, each epoch resets them."""
+        """Add the network outputs of a training step to the sum of each class, from which the means are computed.
+
+        With `seen="last_epoch"`, the sums restart in each epoch.
+        """
         sums, counts = class_sums(self.outputs(step).detach(), step.targets, step.logits.shape[1])
         if self.tracked and (self.seen == "round" or self._epoch == epoch):
             sums, counts = sums + self.tracked[0].to(sums.device), counts + self.tracked[1].to(sums.device)
@@ -159,7 +162,10 @@ class ClassMeans(SharedKnowledge):
         return sums, counts
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return each class's mean over the clients that uploaded one; without uploads, keep its previous mean."""
+        """Average the means that the clients uploaded for each class.
+
+        A class for which no client uploaded a mean keeps its previous mean.
+        """
         sections = [upload.message.section(self.name) for upload in uploads]
         local, held = (torch.stack([section[name] for section in sections]) for name in ("values", "known"))
         values, known = mean_over_holders(local, held)
@@ -170,7 +176,7 @@ class ClassMeans(SharedKnowledge):
 
 
 def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:
-    """Remove shared knowledge objects whose name has occurred before, and keep the order of the others."""
+    """Keep the first `SharedKnowledge` object of each name, in the given order, and remove the others."""
     by_name: dict[str, SharedKnowledge] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, piece)

@@ -77,7 +77,7 @@ class LossRecord:
 
     @property
     def steps(self) -> int:
-        """Number of training steps of the fit recorded so far."""
+        """Number of training steps recorded so far."""
         return (len(self._read) + len(self._pending)) // max(1, len(self._names))
 
     def means(self, values: list[float] | None = None) -> dict[str, float]:

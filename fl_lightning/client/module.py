@@ -85,18 +85,18 @@ class LossTerm(ArgumentsMixin, nn.Module):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The shared knowledge that this term reads; by default all its attributes of type `SharedKnowledge`."""
+        """The `SharedKnowledge` objects that this loss term reads; by default all those among its attributes."""
         return tuple(piece for piece in self.children() if isinstance(piece, SharedKnowledge))
 
     def begin(self, module: ClientModule) -> None:
-        """Prepare the term at the start of a fit, when received weights and knowledge are on the training device.
+        """Prepare the loss term for a fit. Received weights and shared knowledge are already on the training device.
 
         Also called once before round 1 with the initial weights, to find errors early. The module's `trainer` has the
         options of the fit.
         """
 
     def outside_fit(self, value: Tensor) -> Tensor:
-        """Return `value` for a term that cannot be computed. If the term is active in train mode, raise an error.
+        """Return `value` as the result of a loss term that cannot be computed, such as outside of a client's fit.
 
         A subclass calls it in `forward` if a tensor of the step, or an attribute that `begin` sets, is missing.
 
@@ -110,10 +110,10 @@ class LossTerm(ArgumentsMixin, nn.Module):
         return value
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """Prepare the term for an epoch. Called at the start of each epoch of the fit."""
+        """Prepare the loss term for an epoch. Called at the start of each epoch of the fit."""
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the tensors of this term that the client keeps for its next round. Called after the fit."""
+        """Return the tensors of this loss term that the client stores until its next fit. Called after each fit."""
         return {}
 
     def recall(self, kept: Tensors) -> None:
@@ -124,7 +124,7 @@ class LossTerm(ArgumentsMixin, nn.Module):
         """
 
     def forward(self, step: Step) -> Tensor:
-        """Return the scalar that this term adds to the loss of a step."""
+        """Return the scalar that this loss term adds to the loss of a training step."""
         raise NotImplementedError
 
 
@@ -226,7 +226,7 @@ class ClientModule(L.LightningModule):
         return self
 
     def forward(self, x: Tensor | Inputs) -> Tensor:
-        """Return the backbone's outputs `(B, C)` on a batch of inputs, such as logits."""
+        """Return the backbone's outputs, such as logits, for a batch of inputs: `(B, C)`."""
         return cast(Tensor, self.backbone(x))
 
     @property
@@ -248,7 +248,10 @@ class ClientModule(L.LightningModule):
         self._objective = objective
 
     def class_counts_for(self, term: LossTerm) -> Tensor:
-        """Return `class_counts`, `(C,)`, on the module's device, for a loss term that requires it.
+        """Return the client's number of training samples per class, `(C,)`, on the module's device.
+
+        Args:
+            term: The loss term that needs them.
 
         Raises:
             ConfigError: `class_counts` is not set. The message names the term.
@@ -313,7 +316,7 @@ class ClientModule(L.LightningModule):
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether the fit uses the optimizer of the user's LightningModule. One in the config takes precedence."""
+        """Whether the user's LightningModule provides the fit's optimizer, because the config names none."""
         return self.optimizer_factory is None and has_optimizer(self.backbone)
 
     def step(self, batch: Batch, batch_idx: int = 0) -> Step:
@@ -355,7 +358,7 @@ class ClientModule(L.LightningModule):
         return total_loss(losses)
 
     def record_step(self, step: Step, losses: dict[str, Tensor]) -> None:
-        """Record the losses of a training step, and call `observe` of shared knowledge that tracks training steps."""
+        """Record the losses of a training step, and call `observe` of each `SharedKnowledge` that tracks steps."""
         self.loss_record.add(losses)
         for piece in self.pieces():
             if piece.observes:
@@ -435,10 +438,10 @@ class ClientModule(L.LightningModule):
         return optimizer
 
     def require_optimizer(self, key: str) -> None:
-        """Raise an error if the fit uses the optimizer of the user's LightningModule, which `key` does not support.
+        """Raise an error if the fit uses the optimizer of the user's LightningModule, not one from the config.
 
         Args:
-            key: The config key that needs another optimizer.
+            key: The config key that requires an optimizer from the config.
         """
         if self.has_own_optimizer:
             what = f"needs an optimizer in the config in place of {class_name(self.backbone)}'s own"

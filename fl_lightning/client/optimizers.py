@@ -109,7 +109,10 @@ class LRScales:
             self.of(min(rounds, LOOK_AHEAD))
 
     def of(self, round: int) -> float:
-        """Return the factor on the clients' learning rates in a round, counted from 1. Round 0 has that of round 1."""
+        """Return the factor by which the clients' learning rates are multiplied in a round.
+
+        Rounds are counted from 1. Round 0 has the same factor as round 1.
+        """
         if not self._scheduler:
             return 1.0
         round = max(round, 1)

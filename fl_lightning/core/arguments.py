@@ -69,7 +69,7 @@ def describe(value: Any) -> Any:
 
 
 def _describe_call(function: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return a call of a class or function as `class_path` and `init_args`, with the defaults of its arguments."""
+    """Describe a call of a class or function as `class_path` and `init_args`, default arguments included."""
     signature = _signature(function)
     defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
     try:

@@ -26,7 +26,9 @@ def with_config_paths(words: Sequence[str]) -> list[str]:
 
 
 def config_path(name: str) -> str:
-    """Return the path of a config file, given its path or the name of a config in this package, `.yaml` optional.
+    """Return the path of a config file, given its path or the name of a config in this package.
+
+    The name may leave out `.yaml`.
 
     Raises:
         ConfigError: The file does not exist, or is no YAML mapping.
@@ -77,7 +79,14 @@ def named_file(name: str, kind: str) -> Path | None:
 
 
 def nearest_file(name: str, kind: str) -> str | None:
-    """Return the YAML file in a path's folder or in this package whose name is most similar to the path's, or None."""
+    """Return the YAML file with the name most similar to `name`; None if no name is similar.
+
+    Searches the folder of the path `name`, then the files of this package.
+
+    Args:
+        name: A path, or the name of a file.
+        kind: The folder of this package's files: `configs`, `sweeps` or `papers`.
+    """
     folder, _, last = name.rpartition(os.sep)
     with suppress(OSError):
         near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
@@ -92,7 +101,14 @@ def shipped(kind: str) -> list[str]:
 
 
 def shipped_text(name: str, kind: str) -> str:
-    """Return the content of a YAML file of this package, or of a config that is derived from `digits_fedavg.yaml`."""
+    """Return the content of a YAML file of this package.
+
+    A config without a file of its own is derived from `digits_fedavg.yaml`, see `derived_configs`.
+
+    Args:
+        name: The file's name.
+        kind: The folder: `configs`, `sweeps` or `papers`.
+    """
     algorithm = derived_configs().get(name) if kind == "configs" else None
     text = files(f"fl_lightning.{kind}").joinpath(DIGITS if algorithm else name).read_text(encoding="utf-8")
     return text.replace("FedAvg", algorithm) if algorithm else text
@@ -100,7 +116,7 @@ def shipped_text(name: str, kind: str) -> str:
 
 @cache
 def derived_configs() -> dict[str, str]:
-    """Return the algorithm of each config that is derived from `digits_fedavg.yaml`, by the config's file name."""
+    """Return the configs that are derived from `digits_fedavg.yaml`, as a dict from file name to algorithm."""
     in_files = {name.removeprefix("digits_").removesuffix(".yaml").replace("_", "") for name in _files("configs")}
     algorithms = public_classes("Algorithm").keys() - {"Algorithm"}
     return {f"digits_{name.lower()}.yaml": name for name in algorithms if name.lower() not in in_files}

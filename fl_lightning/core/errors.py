@@ -152,7 +152,7 @@ def check_number(key: str, value: float | None, within: str, fix: str = "") -> N
 
 
 def check_positive(prefix: str = "", **numbers: int | None) -> None:
-    """Raise an error if a number is below 1 or above `MOST`, 10^12. None is not checked.
+    """Raise an error if one of `numbers` is below 1 or above `MOST`, 10^12. None is not checked.
 
     Raises:
         ConfigError: Names the key, with the prefix.

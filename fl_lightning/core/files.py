@@ -18,9 +18,10 @@ UNFINISHED = ".*.writing"
 
 @contextmanager
 def replace_atomically(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
-    """Context that opens a temporary file for writing. At its end the file is flushed to disk and renamed to `path`.
+    """Context that opens a temporary file for writing. When the context ends, the file is renamed to `path`.
 
-    Readers see either the old or the new content, also if this process is killed. After an error the old content stays.
+    The file is flushed to disk before it is renamed. Readers see either the old or the new content, also if this
+    process is killed. After an error the old content stays.
 
     Args:
         path: The file to replace. Of a link, the link itself is replaced.
@@ -62,7 +63,7 @@ MOST_OF_OTHERS = 2**20
 
 
 def most_bytes(path: Path) -> int:
-    """Return the maximum size in bytes that is accepted for a text file of a run folder or a config."""
+    """Return the maximum accepted size, in bytes, of a config file or of a text file in a run folder."""
     return MOST_BYTES.get(path.name, MOST_OF_OTHERS)
 
 

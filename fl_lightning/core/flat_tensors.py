@@ -121,7 +121,9 @@ def owners(tensors: Tensors) -> list[Tensor]:
 
 
 def map_tensors(change: Callable[..., Tensor], tensors: Tensors, *arguments: Mapping[str, Any]) -> Tensors:
-    """Return a state dict with `change` applied to each tensor, or to the flat tensor as a whole.
+    """Apply `change` to each tensor of a state dict, and return the results as a state dict.
+
+    If the entries are views of one flat tensor, `change` is applied once to the flat tensor.
 
     Args:
         change: Computes each element from that element alone.

@@ -11,7 +11,9 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A `KeyboardInterrupt` from our handler of SIGINT and SIGTERM, to distinguish it from one that other code raises.
+    """`KeyboardInterrupt` that this package raises on SIGINT or SIGTERM.
+
+    The class distinguishes it from a `KeyboardInterrupt` that other code raises.
 
     Args:
         number: The signal's number.

@@ -114,7 +114,7 @@ def tensors_to_message(tensors: Tensors) -> Message:
 
 
 def peer_section(peer: int) -> str:
-    """Return the prefix of the entries of a peer's message in a message made by `bundle`."""
+    """Return the prefix `peer_<id>`, which `bundle` adds to the names of all entries of a peer's message."""
     return f"peer_{peer}"
 
 

@@ -13,7 +13,7 @@ MOST_LETTERS = 40
 
 
 class Names(NamedTuple):
-    """The display names of a run's clients and of its classes. Either is empty if the data have no such names.
+    """Display names of clients and of classes: two sequences, empty where the data contain no names.
 
     Attributes:
         clients: A name per client.

@@ -122,7 +122,10 @@ class Objective(Capable, ABC):
         return ""
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return each sample's group, `(n,)`, for stratified splits and partitions by label; without classes, all 0."""
+        """Return each sample's group for stratified sampling, `(n,)`. Labels that are not classes form one group, 0.
+
+        Partitions by label use the same groups.
+        """
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:
@@ -180,7 +183,7 @@ class Classification(Objective):
         return {"acc": correct.float(), "loss": F.cross_entropy(outputs, targets, reduction="sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the softmax probabilities of a batch, `(B, C)`, and its class indices, `(B,)`."""
+        """Return the softmax probabilities of a batch, `(B, C)`, and the true class indices, `(B,)`."""
         return outputs.softmax(dim=1), targets
 
     def strata(self, labels: Tensor) -> Tensor:

@@ -14,6 +14,6 @@ def processor_seconds() -> float:
 
 
 def add_worker_seconds(seconds: float) -> None:
-    """Add processor time that a worker process has used for this one."""
+    """Add the processor time of a worker process, in seconds, to the total that `processor_seconds` returns."""
     global _of_workers
     _of_workers += seconds

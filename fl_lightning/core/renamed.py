@@ -74,10 +74,10 @@ def new_option(key: str) -> str | None:
 
 
 def refuse_old_option(key: str) -> None:
-    """Raise an error with the new name if the key is the old name of an option, renamed or moved to a callback.
+    """Raise an error if a config key is outdated: the option was renamed, or moved to a callback.
 
     Raises:
-        ConfigError: Names the key and its new name.
+        ConfigError: The message contains the new name, or the name of the callback.
     """
     if new := new_option(key):
         raise ConfigError(f"{key}: renamed to {new}. Use the new name.")
@@ -111,7 +111,11 @@ def update_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an old run's config with dotted keys, with new names of options and classes in place of old ones."""
+    """Return the settings of an old run under the current names of options and classes.
+
+    Args:
+        settings: The run's config, flattened to dotted keys.
+    """
     updated = deepcopy(dict(settings))
     _give_to_callbacks(updated)
     return {new_option(key) or key: _update_paths(value) for key, value in updated.items()}
@@ -135,9 +139,10 @@ def _update_paths(value: Any) -> Any:
 
 
 def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, Any]:
-    """Return the dict in a nested config that contains the last part of a dotted key; an empty dict if not found.
+    """Return the innermost dict of a nested config that a dotted key leads to, or an empty dict if not found.
 
-    For `algorithm.tau`, it is the `init_args` of `algorithm`. With `add`, missing dicts are created.
+    For `algorithm.tau`, it is the `init_args` of `algorithm`, which contain `tau`. With `add`, missing dicts
+    are created.
     """
     group: Any = config
     for part in key.split(".")[:-1]:

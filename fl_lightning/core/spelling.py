@@ -34,7 +34,10 @@ def suggest(near: str | None, choices: Iterable[str]) -> str:
 
 
 def match_case(name: str, names: Iterable[str]) -> str:
-    """Return the only entry of `names` that equals a name except for case, `_` and `-`. Otherwise, return the name."""
+    """Return the entry of `names` that equals a name except for case, `_` and `-`; the name itself if not found.
+
+    A name that is in `names`, or that several entries match, is returned unchanged.
+    """
     known = set(names)
     alike = [one for one in known if fold(one) == fold(name)]
     return alike[0] if len(alike) == 1 and name not in known else name

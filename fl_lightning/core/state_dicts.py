@@ -27,7 +27,7 @@ PIECE = 1 << 18
 
 
 class VisibleState(dict[str, Tensors]):
-    """A shared state that also gives access to what each client shows its peers (`Algorithm.public`).
+    """The shared state on the server, with access to the tensors that each client makes public (`Algorithm.public`).
 
     A state that is computed from it, such as `state | {...}`, is a plain dict without this access.
 
@@ -66,7 +66,7 @@ class RunningMean:
         self._is_single = True  # and so not multiplied: in float64, n w / n may differ from w
 
     def add(self, state: Tensors, weight: float) -> None:
-        """Add one state dict with a non-negative weight. The weights need not sum to 1.
+        """Add a state dict to the mean, with a non-negative weight. The weights need not sum to 1.
 
         Raises:
             ValueError: The entries differ from those of the state dicts added before.
@@ -159,7 +159,7 @@ class ExchangedMean:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, state: Tensors, weight: float) -> None:
-        """Add a state dict with a positive weight."""
+        """Add a state dict to the mean, with a positive weight."""
         self._dtypes = {name: value.dtype for name, value in state.items()}
         self._change(state, weight)
 

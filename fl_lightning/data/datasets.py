@@ -242,7 +242,13 @@ def _check_transforms(data: LoadedData) -> None:
 
 
 def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
-    """Check an input's shape, dtype and values. More dtypes and shapes are valid for one of several inputs."""
+    """Check the shape, dtype and values of an input tensor.
+
+    Args:
+        name: The input's name for error messages.
+        x: The input of all samples.
+        alone: Whether samples have only this input. Otherwise, more dtypes and shapes are valid.
+    """
     if x.ndim < 1 + alone or 0 in x.shape[1:]:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs one row per sample: (n, ...)")
     kinds = (torch.uint8, torch.float32) if alone else (torch.uint8, torch.float32, torch.int64, torch.bool)

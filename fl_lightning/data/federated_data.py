@@ -112,7 +112,7 @@ class FederatedData:
         return range(len(self.shards), len(self.shards) + len(self.held_out))
 
     def shard(self, client: int) -> Shard:
-        """Return the samples of a client, whether it trains or is held out of the training."""
+        """Return the training and test samples of one client. Held-out clients come after the training clients."""
         trains = client < len(self.shards)
         return self.shards[client] if trains else self.held_out[client - len(self.shards)]
 

@@ -157,7 +157,7 @@ class PathPattern:
         self.regex = re.compile("".join(regex.get(part, re.escape(part)) for part in parts))
 
     def error(self, what: str) -> ConfigError:
-        """Return a `ConfigError` about the pattern, whose message ends with `what`."""
+        """Return a `ConfigError` about this path pattern. The message ends with the text `what`."""
         return ConfigError(f"{KEY}.pattern: {one_line(repr(self.text))} {what}")
 
     def match_files(self, root: Path) -> pd.DataFrame:

@@ -70,7 +70,7 @@ class Batches:
             yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
 
     def _order(self) -> Tensor:
-        """Return the indices of all samples in the batches of one pass, on the device of the data."""
+        """Return the sample indices of one pass over the batches, in the order of use, on the device of the inputs."""
         order = self.index
         if self.frequencies is not None:
             order = order[torch.multinomial(self.frequencies, len(order), True, generator=self.generator)]
@@ -90,7 +90,10 @@ class ReadyBatches:
 
 
 class ClientDataModule(L.LightningDataModule):
-    """LightningDataModule of one client's training batches. On the device, `ready` converts them to network inputs."""
+    """LightningDataModule that serves one client's training batches.
+
+    `ready` converts the inputs of each batch to network inputs, after Lightning has moved the batch to the device.
+    """
 
     def __init__(self, batches: Batches, ready: BatchTransform) -> None:
         super().__init__()

@@ -39,7 +39,10 @@ class ByClient(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return the sample indices of all clients in the data or, given `clients`, of that many drawn at random."""
+        """Return each client's sample indices: of all clients in the data, or of `clients` clients drawn at random.
+
+        Clients with fewer than `min_samples` training samples are left out.
+        """
         if data.client_train is None:
             raise ConfigError(
                 f"{self.error_prefix}: the dataset has no client ids (client_train). Use another partition"
@@ -58,7 +61,10 @@ class ByClient(Partition):
         return ClientSplits(parts, tests if tests and any(map(len, tests)) else None, ids.tolist())
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return the sample indices of `clients` clients drawn at random; `labels` is the client of each sample."""
+        """Draw `clients` clients at random, and return the sample indices of each.
+
+        `labels` is the client of each sample, not its class.
+        """
         parts = [part for part in indices_by_class(labels) if len(part) >= self.min_samples]
         return [parts[k] for k in draw_clients(clients, len(parts), "the data", rng)]
 
@@ -92,11 +98,14 @@ class PredefinedSplit(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return the file's index lists of all clients or, given `clients`, of that many drawn at random."""
+        """Return each client's index lists: of all clients in the file, or of `clients` clients drawn at random."""
         return self._draw(clients, rng)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return the training indices of `clients` clients drawn at random from the file; `labels` is not used."""
+        """Draw `clients` of the file's clients at random, and return the training indices of each.
+
+        `labels` is not used.
+        """
         return self._draw(clients, rng).train
 
     def _draw(self, clients: int | None, rng: np.random.Generator) -> ClientSplits:

@@ -165,7 +165,10 @@ class Dirichlet(Partition):
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw the sample counts of a group of clients, `(C, members)`. Each size is at least half the mean size."""
+        """Draw the number of samples per class and client in a group of `members` clients, `(C, members)`.
+
+        Draws are repeated until each client has at least half of an equal share of the samples.
+        """
         sizes = np.unique(labels, return_counts=True)[1]
         share = len(labels) / members
         for _ in range(self.max_draws):
@@ -246,10 +249,11 @@ class _FewClasses(Partition):
 
 
 class DisjointClasses(_FewClasses):
-    """A few classes per client, and no class in common between groups: the extreme split of the UA-PDFL paper (Fig. 8).
+    """Groups of clients with a few classes each. No class occurs in two groups.
 
-    The classes, in random order, are cut into blocks. Each block is split equally among one group of clients. With
-    fewer clients than blocks, the classes of the remaining blocks are unused.
+    This is the extreme split of the UA-PDFL paper (Fig. 8). The classes, in random order, are cut into blocks. Each
+    block is split equally among one group of clients. With fewer clients than blocks, the classes of the remaining
+    blocks are unused.
 
     Args:
         classes_per_client: Most classes per client; blocks differ by at most one class.
@@ -388,7 +392,10 @@ def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
 
 
 def proportional_counts(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Split each of n totals into integers in proportion to its row of `counts`, by largest remainder: `(n, C)`."""
+    """Split each `totals[i]` into C integers in proportion to row i of `counts`. Return them as `(n, C)`.
+
+    Rounds by largest remainder.
+    """
     quota, rest = np.divmod(totals[:, None] * counts, np.maximum(counts.sum(axis=1, keepdims=True), 1))
     rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1, kind="stable")
     return quota + (rank < (totals - quota.sum(axis=1))[:, None])

@@ -134,7 +134,7 @@ class RemoteClients(Dataset):
 
 @dataclass
 class RemoteData(FederatedData):
-    """The server's stand-in for data on the clients' machines. Only their numbers of samples and shapes are real.
+    """Placeholder on the server for data on the clients' machines: correct sample counts and shapes, no values.
 
     Args:
         described: The description of each client's data.
@@ -155,7 +155,10 @@ class RemoteData(FederatedData):
         return self.concatenate(part)[1].numpy()[:, None]
 
     def digest(self) -> dict[str, str]:
-        """Return digests of the global test set and of the clients' descriptions, which contain digests of the data."""
+        """Return SHA-256 digests of the clients' data descriptions and of the global test set, if any.
+
+        A description contains a digest of the client's data, so the result changes with the data.
+        """
         described = hashlib.sha256(repr([asdict(each) for each in self.described]).encode()).hexdigest()
         test = {key: value for key, value in super().digest().items() if key in ("x_test", "y_test")}
         return {"clients": f"sha256:{described}"} | (test if self.has_test else {})
@@ -182,7 +185,13 @@ def describe_differences(form: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def placeholder_labels(labels: Labels, rows: int, outputs: int) -> Tensor:
-    """Return labels of zeros, which take no memory."""
+    """Return labels of `rows` samples, all zero, as an expanded tensor that takes almost no memory.
+
+    Args:
+        labels: The kind of labels.
+        rows: Number of samples.
+        outputs: Number of classes, labels or numbers to predict.
+    """
     if labels == "classes":
         return torch.zeros(1, dtype=torch.int64).expand(rows)
     if labels == "labels":

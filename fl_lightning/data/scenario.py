@@ -303,7 +303,9 @@ def with_tests_of(federated: FederatedData, validated: FederatedData) -> Federat
 
 
 def hold_out_validation(federated: FederatedData, share: float, seed: int) -> FederatedData:
-    """Return federated data in which all tests use a share of the clients' training samples instead of test samples.
+    """Replace all test samples by a validation set: a random share of each client's training samples.
+
+    Returns the new federated data, and leaves `federated` unchanged.
 
     Raises:
         ConfigError: No client has enough training samples.

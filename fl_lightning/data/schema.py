@@ -62,7 +62,10 @@ class Column:
         return pd.Index(self.categories, dtype=object).get_indexer(values).astype(np.float64)
 
     def encode(self, values: Tensor, one_hot: bool) -> Tensor:
-        """Encode the numbers that `values` returns as network inputs: `(n, 1)`, or `(n, categories)` if one-hot."""
+        """Convert unencoded numbers (see the method `values`) to network inputs, `(n, 1)`.
+
+        Categories with `one_hot` become `(n, categories)`.
+        """
         if self.categories is not None and one_hot:
             # `type_as`, since a trace keeps the device that is given to `arange`.
             return (values == torch.arange(len(self.categories)).type_as(values)).float()
@@ -115,7 +118,7 @@ class TableSchema:
         return torch.from_numpy(np.stack([column.values(frame[column.name]) for column in self.columns], axis=1))
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode the output of `rows` as the network's inputs, `(n, width)` in `float32`."""
+        """Convert unencoded rows (see the method `rows`) to the network's inputs, `(n, width)` in `float32`."""
         one_hot = self.encoding == "one_hot"
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 

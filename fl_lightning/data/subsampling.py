@@ -42,7 +42,10 @@ def apportion(total: int, weights: np.ndarray, rng: np.random.Generator) -> np.n
 
 
 def subsample(data: LoadedData, n: int | float, rng: np.random.Generator, objective: Objective) -> LoadedData:
-    """Return a dataset with only `n` training samples or, if `n` is a float, this share, stratified by class."""
+    """Return a dataset with fewer training samples, drawn at random and stratified by class.
+
+    `n` is the number of samples to keep or, if it is a float, the share.
+    """
     labels = objective.strata(data.y_train).numpy()
     if isinstance(n, float):
         n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point

@@ -171,7 +171,10 @@ def read_table(key: str, path: str, separator: str, text: Collection[str] = ()) 
 
 
 def _header(file: BinaryIO, separator: str, parquet: bool) -> list[str]:
-    """Return the column names in a table file unchanged, while `read_csv` would rename a second `a` to `a.1`."""
+    """Return the column names of a table file as they stand in the file, including duplicates.
+
+    `pandas.read_csv` would rename a second `a` to `a.1`.
+    """
     import pandas as pd
 
     if parquet:

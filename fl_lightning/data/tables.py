@@ -343,7 +343,12 @@ def looks_like_id(column: pd.Series) -> bool:
 
 
 def warn_of_unknown_categories(schema: TableSchema, rows: np.ndarray) -> None:
-    """Warn about columns in which most of the rows, as `TableSchema.rows` returns them, have unknown categories."""
+    """Warn about columns in which most rows have an unknown category.
+
+    Args:
+        schema: The columns and their known categories.
+        rows: The rows as numbers, as `TableSchema.rows` returns them.
+    """
     for column, values in zip(schema.columns, rows.T, strict=True):
         unknown = int((values < 0).sum())
         if column.categories and 2 * unknown > len(values):

@@ -28,7 +28,9 @@ class Normalize:
         self.changes = bool(mean or std)
 
     def __call__(self, x: Any) -> Any:
-        """Normalize a batch `(B, channels, height, width)`. Without mean and std, any shape and `Inputs` are accepted.
+        """Normalize a batch of images, `(B, channels, height, width)`.
+
+        If mean and std are not set, inputs of any shape and `Inputs` are accepted.
 
         Raises:
             ValueError: Several inputs cannot have one mean and standard deviation.

@@ -58,7 +58,10 @@ class AutoEngine(Engine):
         self._here: dict[str, Engine] = {"sequential": SequentialEngine(), "stacked": StackedEngine()}
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work` in the chosen engine's `Trainer.fit`. Before the choice, nest the fits of the candidates."""
+        """Run `work` inside the `Trainer.fit` of the chosen engine, and return the value of `work`.
+
+        Before an engine is chosen, the engines of this process all open their fits, one inside the other.
+        """
         for engine in [self._chosen] if self._chosen else self._here.values():
             work = partial(engine.in_one_fit, worker, work)
         return work()

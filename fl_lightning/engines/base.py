@@ -13,7 +13,9 @@ Value = TypeVar("Value")
 
 
 class Engine(ABC):
-    """Base class of engines, which carry out tasks in any order and on any machine with a `Worker`.
+    """Base class of engines: ways to run clients' tasks, such as one after another or in several processes.
+
+    An engine may run tasks in any order, on any machine that has a `Worker`.
 
     Attributes:
         fits: Number of fits in the run, if known.

@@ -88,7 +88,12 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
 
 
 def warn_of_cut_steps(trainer: L.Trainer, steps: int) -> None:
-    """Warn if `max_epochs` ends the fit of the smallest client, which takes `steps` steps, before `max_steps`."""
+    """Warn if the smallest client's fit reaches `max_epochs` before `max_steps`.
+
+    Args:
+        trainer: The `Trainer` of a client's fit.
+        steps: The number of steps that the smallest client's fit takes.
+    """
     if steps < trainer.max_steps:
         what = f"trainer.max_epochs {trainer.max_epochs} ends the smallest client's fit after {steps} steps"
         fix = "Set trainer.max_epochs -1 for the same number of steps on all clients."
@@ -114,7 +119,7 @@ def check_class_weights(weights: ClassWeights, objective: Objective, outputs: in
 
 
 def check_batch_sampler(data: FederatedData) -> None:
-    """Raise an error if training samples cannot be drawn so that each class is drawn equally often."""
+    """Raise an error if `batch_sampler: balanced`, which draws all classes equally often, does not fit the data."""
     wrong = None if data.objective.classes else data.objective.no_classes
     if data.data.cut is not LoadedData.cut:
         wrong = "the dataset has batches of its own, such as few-shot episodes"

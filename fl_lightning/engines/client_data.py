@@ -86,7 +86,10 @@ class ClientData:
         return self.algorithm.training_samples(len(self.data.shard(client).train))
 
     def strata(self, client: int) -> Tensor:
-        """Count a client's training samples in each group of `Objective.strata`, which is a class in classification."""
+        """Return the number of a client's training samples in each group of `Objective.strata`.
+
+        In classification, each class is a group.
+        """
         if client not in self._strata:
             objective, loaded = self.data.objective, self.data.data
             strata = objective.strata(loaded.y_train[self.split(client)[0]])

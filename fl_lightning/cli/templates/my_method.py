@@ -54,7 +54,7 @@ class PriorMatching(LossTerm):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The shared knowledge that this term reads. Naming it here makes fl-lightning send and merge it."""
+        """The shared knowledge that this loss term reads. fl-lightning sends and merges everything listed here."""
         return (self.class_counts,)
 
     def forward(self, step: Step) -> Tensor:
