@@ -96,7 +96,7 @@ class ClientSlot:
         return self._placed.flat
 
     def check_weights(self) -> None:
-        """Set the module's `shared_weights` to None unless `is_intact`. The weights are then uploaded one by one."""
+        """If the module is no longer intact, set its `shared_weights` to None: its weights are uploaded one by one."""
         if not self.is_intact:
             self.module.shared_weights = None
 

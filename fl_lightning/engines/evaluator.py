@@ -112,14 +112,19 @@ class Evaluator:
                 warnings.warn(f"{who}: its model was not stored there: {result.failure.reason}", stacklevel=2)
 
     def initial_uploads(self, clients: Sequence[int]) -> Iterator[Result]:
-        """Yield the results of tasks before round 1 in which clients without a server upload their untrained models."""
+        """Let clients upload their untrained models before round 1, and yield the results.
+
+        Only methods without a server need these uploads.
+        """
         tasks = self._tasks(0, clients, repeat(Message()), upload=True)
         return successful_results(self.worker, self.engine.run(self.worker, tasks), clients)
 
     def _evaluate_received(
         self, round: int, downloads: Callable[[int, Sequence[int]], Iterable[Message]]
     ) -> Iterator[Result]:
-        """Evaluate the models that the clients `scored` would start the next round from, and yield the results.
+        """Evaluate the models with which clients would start the next round, and yield the results.
+
+        Only the clients in `self.scored` are evaluated.
 
         Args:
             round: The last finished round.
@@ -132,11 +137,11 @@ class Evaluator:
         return evaluate_clients(self.engine, self.worker, self.scored, self.server.memory, tasks)
 
     def _final_downloads(self, round: int, clients: Sequence[int]) -> Iterable[Message]:
-        """Return what the server sends to each client in a round. If there is no server, each message is empty."""
+        """Return the server's message to each client in a round. If there is no server, the messages are empty."""
         return self.server.downloads(round, clients) if self.server.algorithm.server else repeat(Message())
 
     def _tasks(self, round: int, clients: Sequence[int], downloads: Iterable[Message], **wanted: Any) -> Iterator[Task]:
-        """Yield one task for each client, without training. Other fields of `Task` are given as `wanted`."""
+        """Yield one task without training for each client. `wanted` sets more fields of `Task`, such as `evaluate`."""
         options = {"lr_scale": self.server.lr_scales.of(round), "fit": False, "upload": False, **wanted}
         for client, download in zip(clients, downloads, strict=False):
             yield Task(round, client, download, self.server.memory.get(client, {}), **options)
@@ -166,7 +171,12 @@ class Evaluator:
         return row
 
     def _new_client_scores(self, round: int, shared: ClientModule | None) -> list[Score]:
-        """Return the scores of the held-out clients after a round, given the module of the global model, if any."""
+        """Return the scores of the held-out clients after a round.
+
+        Args:
+            round: The round.
+            shared: A module with the global model; None if there is no global model or no global test set.
+        """
         if not self.new_clients:
             return []
         algorithm, state = self.server.algorithm, self.server.state
@@ -191,7 +201,7 @@ class Evaluator:
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
-        """Initial state of each held-out client. With a server, it is empty.
+        """Initial state of each held-out client; empty if the method has a server.
 
         Without a server, it contains the tensors that other clients may read.
         """

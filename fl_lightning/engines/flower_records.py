@@ -148,7 +148,7 @@ def limit_answers(client: Any, most_bytes: float) -> None:
 
 
 def pack_task(task: Task, state_round: int, **values: str) -> RecordDict:
-    """Return a task as records. The client's state is not part of it: it is on the client's machine.
+    """Return a task as Flower records, without the client's state, which is stored on the client's machine.
 
     Args:
         task: The task.
@@ -161,7 +161,7 @@ def pack_task(task: Task, state_round: int, **values: str) -> RecordDict:
 
 
 def unpack_task(contents: Contents, memory: State) -> Task:
-    """Return the task of a message, with the state that the client kept.
+    """Build a `Task` from the contents of a message and the client's state (`memory`).
 
     Raises:
         BadMessage: A value is missing or of another type.
@@ -236,7 +236,7 @@ class Sections:
         self.entries = entries
 
     def __getitem__(self, section: str) -> dict[str, Any]:
-        """Return the entries whose names begin with `section/`, by the rest of their names."""
+        """Return the entries whose names begin with `section/`, with this prefix removed from the names."""
         start = f"{section}/"
         return {name.removeprefix(start): value for name, value in self.entries.items() if name.startswith(start)}
 

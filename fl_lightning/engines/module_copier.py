@@ -88,7 +88,7 @@ class ModuleCopier(Generic[M]):
 
 
 def empty_copy(tensor: Tensor) -> Tensor:
-    """Return a parameter or buffer of the same shape with uninitialised values; tensor subclasses keep their values."""
+    """Return an uninitialised parameter or tensor like the given one. Copy a tensor of any other class."""
     if type(tensor) is nn.Parameter:
         return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)
     return torch.empty_like(tensor) if type(tensor) is Tensor else copy.deepcopy(tensor)

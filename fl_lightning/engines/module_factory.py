@@ -110,7 +110,10 @@ class ModuleFactory:
         return module
 
     def intact_slot(self) -> ClientSlot | None:
-        """Return the reusable `ClientSlot`, or a new one if it is no longer intact; None if modules cannot be reset."""
+        """Return the reusable client module (`ClientSlot`); None if modules of this run cannot be reset.
+
+        If the module is no longer intact (see `ClientSlot.is_intact`), a new one is built.
+        """
         if self._slot and not self._slot.is_intact:
             del self._slot
         return self._slot

@@ -26,7 +26,7 @@ class KeyPickler(pickle.Pickler):
 
 
 class KeyUnpickler(pickle.Unpickler):
-    """An unpickler for pickles of `KeyPickler`, which replaces each key by an object.
+    """An unpickler for pickles of `KeyPickler`. It replaces each key with the object that the key stands for.
 
     Args:
         file: The file to read.

@@ -159,7 +159,10 @@ class PoolEngine(Engine):
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
-        """End busy workers, send the others the `Worker` object if it is new, and return how many workers to use."""
+        """Prepare the workers to run tasks of this `Worker` object, and return how many workers to use.
+
+        Workers that are still busy are ended. The others receive the object, unless they have it already.
+        """
         self._lost.clear()
         size = min(self.size(worker), len(worker.data.shards))
         for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:
@@ -230,7 +233,7 @@ class PoolEngine(Engine):
         return answer.result
 
     def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count a lost worker for the client whose task it ran. Return a failed result after three losses."""
+        """Count that a worker was lost while it ran a client's task. After the third time, return a failed result."""
         task = pool_worker.tasks[0] if pool_worker.tasks else None
         if task or not pool_worker.ready:
             self._lost[task.client if task else None] += 1

@@ -149,7 +149,7 @@ class RemoteServer:
         threading.Thread(target=self._run, args=(threads, trainer), daemon=True).start()
 
     def serve(self, parts: list[np.ndarray], blocks: dict[int, Any] | None) -> list[np.ndarray]:
-        """Process one request, a task or a `Worker` object to load, and return the serialized answer.
+        """Process one request (a task, or a `Worker` object to load), and return the serialized answer.
 
         `blocks` is None for a `Worker` object. The tensors of a task are copied, because the object store is read-only
         and methods may change the tensors.

@@ -52,7 +52,7 @@ class SerializedValue:
 
 
 def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: bool = False) -> Any:
-    """Return the value, such as a task, that was serialized to these parts of a `SerializedValue`.
+    """Return the value, such as a task, from the `parts` of its `SerializedValue`.
 
     Args:
         parts: The parts of the `SerializedValue`. Tensors are views of them, unless they are copied.
@@ -138,7 +138,7 @@ class SharedTensorStore:
         self._held: list[list[Tensor]] = []
 
     def add(self, task: Task) -> None:
-        """Store the tensors that a task has in common with earlier tasks of the round, if not stored already."""
+        """Store the tensors of a task that an earlier task of the round contained as well. Each is stored once."""
         sections = [*task.download.sections.values(), *task.memory.values()]
         found = {id(t): t for t in chain.from_iterable(map(owners, sections)) if is_plain(t)}
         new = [t for key, t in found.items() if key not in self.positions and self._seen.get(key) is t]

@@ -41,7 +41,7 @@ class SharedFitEngine(Engine):
         """Return whether clients can be trained in one fit."""
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work` and return its value, if possible inside one `Trainer.fit` that all clients share."""
+        """Call `work` and return its value. If possible, all clients that `work` trains share one `Trainer.fit`."""
 
         def run(fit: SharedFit) -> Value:
             self._fit = fit

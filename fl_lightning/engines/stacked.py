@@ -59,7 +59,7 @@ class StackedEngine(SharedFitEngine):
         self._slots: StackedSlots | None = None
 
     def check(self, worker: Worker) -> None:
-        """Check that clients can be stacked, by trying a training step of two clients.
+        """Check that clients can be trained as one batched model, by trying a training step of two clients.
 
         Raises:
             ConfigError: Something cannot be stacked; the message says what and why.
@@ -166,7 +166,7 @@ def check_module(module: ClientModule) -> None:
 
 
 def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
-    """Try a stacked step of the backbone alone, then with each active loss term, and name what fails."""
+    """Try a batched training step of the backbone alone, then with each loss term, and name the part that fails."""
     backbone = clients[0].backbone
     for part in backbone.modules():
         if isinstance(part, nn.RNNBase):
@@ -183,7 +183,7 @@ def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
 
 
 def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
-    """Run a stacked step of clients with initial weights on one batch."""
+    """Run the forward and backward pass of newly built clients on one batch, as one batched model."""
     steps = [StepContents(ClientStep(client)) for client in clients]
     shapes = [step.shape() for step in steps]
     if path := difference(*shapes):

@@ -189,7 +189,7 @@ class StackedFit:
     # --- Epochs ---
 
     def _prepare(self) -> None:
-        """Set up the training: the stacked tensors, one optimizer for all of them, and its scheduler."""
+        """Stack the clients' weights, and build one optimizer for all clients, with its scheduler if there is one."""
         first, modules = self.clients[0].module, [client.module for client in self.clients]
         self.epochs = max(client.work.epochs for client in self.clients)
         self.observes = any(piece.observes for module in modules for piece in module.pieces())
@@ -201,7 +201,7 @@ class StackedFit:
         self.schedule = first.scheduler_factory(self.blocks.optimizer) if first.scheduler_factory else None
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch: call the active clients' `on_train_epoch_start` hooks, and group the clients if needed.
+        """Begin an epoch: call the active clients' epoch-start hooks, and group clients that train as one batch.
 
         Clients are grouped in the first epoch, and again after hooks, which may have changed the clients' steps.
         """
@@ -232,7 +232,7 @@ class StackedFit:
             self.schedule.step()
 
     def _group(self) -> None:
-        """Group the clients that can be stacked with each other in their current state."""
+        """Group the clients so that each group can be trained as one batched model."""
         if self.alike_slots:
             step = self.alike_slots.step()
             step.random_states = self._random_states(range(len(self.clients))) if self.draws else {}
@@ -257,7 +257,7 @@ class StackedFit:
                     own.data = place.copy_(own.detach())
 
     def _look(self) -> None:
-        """Group the active clients whose steps differ only in the values of tensors."""
+        """Compare the active clients' modules, and group clients whose steps differ only in the values of tensors."""
         kinds: list[tuple[dict[str, Any], dict[int, StepContents]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.epoch):
@@ -272,7 +272,7 @@ class StackedFit:
         self.kinds = [StackedStep(steps, self.device, self._random_states(steps)) for _, steps in kinds]
 
     def _random_states(self, rows: Iterable[int]) -> dict[int, RandomStates]:
-        """Return the random states of the clients in these rows that have their own."""
+        """Return the random states of these clients (`rows`), by row. Clients without random states are left out."""
         return {row: state for row in rows if (state := self.clients[row].random_states)}
 
     # --- Steps ---
@@ -376,9 +376,9 @@ class StackedFit:
             self.clients[row].module.loss_record.add_values(names, own)
 
     def _observe(self, output: StepOutput, batch: StackedBatch) -> None:
-        """Pass a step's outputs to each client's shared knowledge, such as class prototypes.
+        """Let each client's module observe the outputs of a step, for example to update class prototypes.
 
-        If the knowledge changes, the clients are grouped again.
+        If this changes the `knowledge` of a module, the clients are grouped again.
         """
         changed = False
         for i, row in enumerate(batch.rows):

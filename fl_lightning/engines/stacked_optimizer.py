@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 class BlockOptimizer:
-    """An optimizer of stacked weights that updates each row as a separate optimizer for that client would.
+    """An optimizer for the stacked weights of several clients, with the results of one optimizer per client.
 
     The optimizers of `StackedEngine` treat each number of a parameter separately, except for counts such as the number
     of steps. So a block of rows that have taken the same steps is one parameter, a view of the stack. This is faster
@@ -62,7 +62,7 @@ class BlockOptimizer:
 
     @property
     def blocks(self) -> list[Block]:
-        """All blocks of rows, in the order of their rows."""
+        """All blocks of clients, in ascending order."""
         return [Block(*bounds) for bounds in pairwise(self._cuts)]
 
     def set_gradients(self, rows: Sequence[int], gradients: Tensors) -> None:
@@ -90,7 +90,7 @@ class BlockOptimizer:
         return kept
 
     def _stacked(self, started: Sequence[dict[int, Tensors]]) -> Tensors:
-        """Return the clients' initial optimizer states, stacked by block, in the format of `optimizer_tensors`."""
+        """Stack the clients' initial optimizer states into one state, by `<parameter index>/<state name>`."""
         tensors: Tensors = {}
         for number, (name, block) in enumerate(self._parameters):
             rows = [own.get(self.names.index(name), {}) for own in started[slice(*block)]]
@@ -99,7 +99,7 @@ class BlockOptimizer:
         return tensors
 
     def _divide(self, rows: Sequence[int]) -> None:
-        """Split blocks of rows so that each block lies entirely inside or entirely outside of `rows`."""
+        """Split blocks of clients, so that each block lies entirely inside or outside of the clients `rows`."""
         chosen, count = set(rows), self._cuts[-1]
         cuts = {row for row in range(1, count) if (row in chosen) != (row - 1 in chosen)}
         if cuts - set(self._cuts):
@@ -114,7 +114,7 @@ class BlockOptimizer:
         ]
 
     def _arrange(self) -> None:
-        """Make each block of rows a parameter of the optimizer. Parts of a split block keep the state of their rows."""
+        """Make each block of clients one parameter of the optimizer, and keep the optimizer state of each client."""
         before, self._parameters = self._parameters, {}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = []
@@ -141,7 +141,10 @@ def part(key: str, value: object, rows: slice) -> object:
 
 
 def counts(started: Tensors) -> dict[str, float]:
-    """Return the step counts in a client's initial optimizer state, by key. All other entries become 0."""
+    """Return the counts in a client's initial optimizer state, such as the number of steps, by key.
+
+    Keys of all other state have the value 0. Clients with equal results can share one parameter.
+    """
     return {key: float(value) if key.partition("/")[2] in COUNTS else 0.0 for key, value in started.items()}
 
 

@@ -35,7 +35,10 @@ class StackedSlots:
         self._add(first)
 
     def slot(self, row: int) -> ClientSlot:
-        """Return the reusable module (slot) of a row, rebuilt if a client has replaced or moved one of its tensors."""
+        """Return the reusable client module (slot) of a row, or a new one if the module is no longer intact.
+
+        It is intact unless a submodule or tensor was replaced or moved, or a gradient hook was added.
+        """
         if row >= len(self._slots) or not self._is_intact(row):
             del self._slots[row:], self._unsent[row:]
             slot = self.modules.new_slot()
@@ -49,7 +52,10 @@ class StackedSlots:
         return self._step is None or bool(self._step.random_states)
 
     def step(self) -> StackedStep:
-        """Return the batched training step of all clients, which differ only in the weights of their backbones."""
+        """Return the `StackedStep` that runs a training step of all clients as one batched call.
+
+        The clients may differ only in the weights of their backbones.
+        """
         if self._step is None:
             # also kept: this round's class counts, which no step without loss terms reads
             steps = {row: StepContents(ClientStep(slot.module)) for row, slot in enumerate(self._slots)}

@@ -118,7 +118,10 @@ class StepContents:
         }
 
     def shape(self) -> dict[str, Any]:
-        """Return the shapes, types and plain values that clients must have in common to be stacked, by path."""
+        """Return everything that must be equal for two clients to be trained as one batch, by path in the module.
+
+        That is: shapes and types of tensors, classes of modules, and values of other attributes.
+        """
         modules = {id(module): name for name, module in self.modules.items()}
 
         def described(leaf: Any) -> Any:
@@ -155,7 +158,7 @@ def contents(module: nn.Module) -> dict[str, Any]:
 
 
 def versions(held: Mapping[str, Any]) -> dict[str, int]:
-    """Return how often each tensor was written to in place, by path."""
+    """Return the number of in-place changes to each tensor in a mapping, by the tensor's key."""
     return {path: leaf._version for path, leaf in held.items() if isinstance(leaf, Tensor)}
 
 
@@ -174,7 +177,9 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
-    """Return an attribute's value with other tensors in place of its own. A changed container is a copy.
+    """Return an attribute's value with its tensors replaced. The given value is not modified.
+
+    A container in which a tensor is replaced is copied.
 
     Args:
         value: The value, possibly a container of tensors.
@@ -294,7 +299,9 @@ class StackedStep:
         return output._replace(features=None) if missing else output
 
     def verify(self) -> None:
-        """Check that the steps since `watch` have changed no tensor, attribute or random state that they may only read.
+        """Check that the steps since `watch` have modified only what a step may modify.
+
+        A step must not modify attributes of the module, tensors outside of the backbone, or the global random state.
 
         Raises:
             ConfigError: A step has changed something, or drawn random numbers that are not those of `ClientFunctions`.
@@ -308,7 +315,7 @@ class StackedStep:
 
     @contextmanager
     def _holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
-        """Context that puts these tensors and a `SharedTrainer` into the client module that computes the batched step.
+        """Context in which the module of the batched step holds the given tensors, and a `SharedTrainer` as trainer.
 
         Raises:
             ConfigError: The step replaces a tensor or the trainer.
@@ -341,7 +348,9 @@ class StackedStep:
 
 
 class SharedTrainer:
-    """View of the trainer for a step of several clients, without attributes that differ between clients.
+    """Stand-in for the trainer while the step of several clients runs as one batch.
+
+    It raises an error if an attribute is read that differs between clients.
 
     Args:
         trainer: The trainer of one client.
@@ -360,7 +369,7 @@ class SharedTrainer:
 
 
 class ClientFunctions(TorchFunctionMode):
-    """Replaces functions, inside `torch.vmap`, whose batched result would differ from that of separate clients.
+    """Replaces functions, such as dropout, that `torch.vmap` would not compute as each client alone would.
 
     Dropout, `torch.rand` and `torch.randn` draw from the client's own random state. Embeddings keep the padding vector
     out of the gradient of every client. torch's batching rule does so for the first client only (seen in torch 2.15).
@@ -400,7 +409,10 @@ class ClientFunctions(TorchFunctionMode):
         return input.mul_(own) if inplace else input * own
 
     def draw(self, one: Callable[[], Tensor]) -> Tensor:
-        """For each client, call a function that draws random numbers, in the client's own random state."""
+        """Draw random numbers by calling `one` for each client, each time with this client's own random state.
+
+        Inside `torch.vmap`, the returned tensor is the draw of the current client.
+        """
         self.used = True
         outside, drawn = RandomStates(self.place.device), []
         for random_states in self.random_states:

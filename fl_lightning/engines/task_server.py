@@ -145,7 +145,7 @@ def shares_fit(worker: Worker) -> bool:
 def run_task(
     worker: Worker, request: Request, fit: Fit | None, shown: list[warnings.WarningMessage]
 ) -> SerializedValue:
-    """Run the client's task in a request, and return the serialized answer.
+    """Run the task that a request contains, and return the serialized answer.
 
     Args:
         worker: The worker.

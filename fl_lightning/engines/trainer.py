@@ -119,7 +119,9 @@ class LocalWork:
 
 
 class ClientTrainerView:
-    """The trainer as a client's module sees it in a shared fit: with the client's own progress and options.
+    """Stand-in for the `trainer` of one client's module, when several clients are trained in one `Trainer.fit`.
+
+    Progress and options such as `max_epochs` are those of the client. The rest is the real trainer's.
 
     Args:
         trainer: The trainer that fits several clients.
@@ -150,7 +152,7 @@ def inference(module: torch.nn.Module, trainer: L.Trainer) -> Iterator[None]:
 
 @contextmanager
 def limited_garbage_collection() -> Iterator[None]:
-    """Context in which garbage collection ignores all objects that existed before.
+    """Context in which garbage collection checks only objects that were created inside the context.
 
     Every used trainer is part of a reference cycle, which only garbage collection frees.
     """

@@ -115,7 +115,7 @@ class Worker:
 
     @property
     def client_callbacks(self) -> Sequence[Callback]:
-        """Lightning callbacks. Each fit gets copies."""
+        """Lightning callbacks for the clients' training. Each `Trainer.fit` gets copies of them."""
         return self.training.client_callbacks or ()
 
     @cached_property

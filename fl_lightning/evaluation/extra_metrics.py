@@ -151,7 +151,10 @@ class CurveAccumulator(MetricAccumulator):
         self._held, self._n = self._held + held, self._n + len(targets)
 
     def compute(self) -> float:
-        """Return the mean over the classes with positive samples, and for AUROC negative ones; NaN if there is none."""
+        """Return the mean of the metric over the classes for which it is defined; NaN if there is no such class.
+
+        A class needs positive samples, and for AUROC negative samples, too.
+        """
         assert isinstance(self._held, Tensor)
         with report_metric_errors(self.name):
             by_class = self._metric.compute().double()
@@ -167,7 +170,10 @@ class MatthewsAccumulator(MetricAccumulator):
     """
 
     def compute(self) -> float:
-        """Return the coefficient (Gorodkin 2004, Eq. 8) from the confusion matrix; over all labels together."""
+        """Return the Matthews correlation coefficient from the confusion matrix (Gorodkin 2004, Eq. 8).
+
+        For multi-label targets, the confusion matrices of all labels are added first.
+        """
         assert isinstance(self._metric.confmat, Tensor)
         counts = self._metric.confmat.double()
         counts = counts.sum(dim=0) if counts.ndim == 3 else counts
@@ -185,7 +191,7 @@ def _fix_for(kind: str) -> str:
 
 @contextmanager
 def report_metric_errors(name: str) -> Iterator[None]:
-    """Context manager: convert a metric's exceptions to a `ConfigError` that names it, and suppress its warnings."""
+    """Context that converts a metric's exceptions to a `ConfigError` that names the metric, and hides its warnings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

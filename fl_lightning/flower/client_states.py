@@ -1,4 +1,4 @@
-"""A client's state after its last rounds, in a folder on the client's own machine."""
+"""Storage of a client's most recent states, in a folder on the client's own machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ClientStates:
             self._rounds = {int(round): files for round, files in saved["rounds"].items()}
 
     def read(self, round: int) -> State:
-        """Return the client's state after a round; an empty state for round -1, which means before its first round.
+        """Return the client's state after a round. For round -1 (no state stored yet), return an empty state.
 
         Raises:
             StateMissing: The round's state is not on disk any more, or is damaged.

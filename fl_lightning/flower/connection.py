@@ -159,7 +159,10 @@ def refusal(message: str) -> Refused:
 
 
 def answer_next(connection: Any, answer: Callable[[RecordDict], RecordDict], report: Callable[[str], None]) -> None:
-    """Answer one message of the server, or report that its run has ended. If there is no message, wait a moment."""
+    """Answer the server's next message. If there is no message, wait a moment.
+
+    If the message belongs to a run that has ended, report this instead.
+    """
     from flwr.supercore.run import RunNotRunningException
 
     try:

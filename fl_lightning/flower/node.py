@@ -186,7 +186,7 @@ class Node:
 
 
 def sent_kinds(result: Result, public: str | None) -> set[str]:
-    """Return the names of the sections and numbers that a client's result uploads or publishes, except `n_samples`.
+    """Return the names of the tensor groups (sections) and numbers that a client sends, without `n_samples`.
 
     Args:
         result: The result.

@@ -107,7 +107,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
 
 
 def options_with_head(module: nn.Module | None) -> str:
-    """Return the command-line options to use a network as the model, with its last linear layer as the head."""
+    """Return the `--model` options for the class of a network, with its last linear layer as the model's head."""
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)] if module else []
     head = linear[-1] if linear else "NAME_OF_ITS_LAST_LAYER"
     return (

@@ -97,7 +97,7 @@ class Head:
 
 
 class CosineLinear(nn.Module):
-    """Linear layer with scaled cosines of features and class weights as logits (Gidaris, Komodakis 2018).
+    """Linear layer whose logits are scaled cosines between features and class weights (Gidaris, Komodakis 2018).
 
     Args:
         in_features: Size `d` of a feature.
@@ -117,7 +117,7 @@ class CosineLinear(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits `(B, C)` of features `(B, d)`, which are zero for a feature of norm zero."""
+        """Return the logits `(B, C)` of features `(B, d)`. A zero feature vector gives zero logits."""
         return self.scale * F.linear(F.normalize(x, dim=1), F.normalize(self.weight, dim=1))
 
 

@@ -106,7 +106,7 @@ class FromModule(Backbone):
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """Context manager: yield the user's module, including its head, as it was built."""
+        """Context manager that yields the user's original module, with its head in place."""
         if "module" in self._modules:
             yield self.module
             return

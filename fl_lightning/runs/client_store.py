@@ -94,7 +94,7 @@ class ClientStore(Mapping[int, State]):
     # --- Checkpoints ---
 
     def snapshot(self) -> list[StoredState]:
-        """Return the current states of all clients, for `write` to save while the next round changes them."""
+        """Return the current states of all clients, which `write` can save while the next round runs."""
         return list(self._stored.values())
 
     def write(self, snapshot: Iterable[StoredState]) -> dict[str, str]:

@@ -42,7 +42,9 @@ def parse_rows(content: bytes) -> list[Row]:
 
 
 def read_columns(path: Path) -> dict[str, array[float]]:
-    """Return the columns of a `clients.csv` as arrays, NaN for blank cells, in a tenth of the memory of `read_rows`.
+    """Return the columns of a `clients.csv` as arrays, with NaN for blank cells.
+
+    This takes a tenth of the memory of `read_rows`.
 
     Raises:
         ValueError: The file is not a CSV file of numbers, has two columns of one name, or a line of another length.

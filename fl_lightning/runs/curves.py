@@ -20,7 +20,7 @@ COLUMNS: dict[str, str] = {"bytes": "comm/total_bytes", "seconds": "time/round_s
 
 
 class Curve(NamedTuple):
-    """A metric by round, bytes or seconds, over several runs.
+    """Mean curve of a metric over several runs. The x axis is rounds, communicated bytes or seconds.
 
     Attributes:
         x: The x value of each point, the mean over the runs.

@@ -24,7 +24,7 @@ Two rounds are needed because clients use shared knowledge and client state from
 
 @contextmanager
 def temporary_run_dir(resume: bool) -> Iterator[Path]:
-    """Context that yields a temporary run folder for a dry run, and removes the folder at its end.
+    """Context that yields a temporary run folder for a dry run. The folder is removed on exit.
 
     Raises:
         ConfigError: `resume` is true.

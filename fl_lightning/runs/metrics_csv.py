@@ -161,7 +161,7 @@ class ClientsCsv:
         self.names = () if header and CLIENT_NAME not in header else names
 
     def rows(self, round: int) -> Iterator[dict[str, str]]:
-        """Return an iterator over the complete lines up to a round, as mappings from column to cell."""
+        """Return an iterator over the complete lines of the file up to a round, as dicts from column to cell."""
         header = self._header()
         return (dict(zip(header, cells, strict=False)) for cells in self._lines(round))
 

@@ -137,7 +137,7 @@ def plot_run(rows: Sequence[Row], metrics: Sequence[str], x: XAxis, percent: boo
 
 
 def _common_label(metrics: Sequence[str], percent: bool) -> str:
-    """Return the label of an axis with some metrics: `acc (%)` for `global/acc` and `client/acc_mean`."""
+    """Return the label of an axis that shows one or more metrics: `acc (%)` for `global/acc` and `client/acc_mean`."""
     if len(metrics) == 1:
         return axis_label(metrics[0], percent)
     names = {label_of(name).removeprefix(name.partition("/")[0].replace("_", " ")).strip() for name in metrics}

@@ -273,7 +273,9 @@ class Record:
         self.memory.prune(self.checkpoints.named_files)
 
     def ensure_checkpoint(self) -> None:
-        """Write a checkpoint of the last finished round if the round has none and its metrics are written.
+        """Write a checkpoint of the last finished round if this round has no checkpoint yet.
+
+        Nothing is written for round 0, or if the round's metrics are not in `metrics.csv` yet.
 
         Raises:
             CheckpointError: This checkpoint or an earlier one could not be written.
@@ -305,7 +307,7 @@ class Record:
             self.logger.finalize(status)
 
     def _flush_newest(self) -> None:
-        """Flush the newest checkpoint to disk, then remove the previously flushed one unless callbacks keep it."""
+        """Flush the newest checkpoint to disk. Then remove the one flushed before, unless it is to be kept."""
         with suppress(CheckpointError):  # the file system has failed, and the error of the run says so
             rounds = self.checkpoints.rounds()
             if rounds and rounds[0] != self._flushed_round:

@@ -46,7 +46,7 @@ def restrict_and_load_config(
     trust: bool = False,
     without: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the config of a run folder. If it is not trusted, restrict imports and writes from here on.
+    """Load the config of a run folder. If the config is not trusted, restrict imports and writes from here on.
 
     The restriction lasts until the caller's `contextvars` context ends. The file is read once, so the config is that of
     the verified text.
