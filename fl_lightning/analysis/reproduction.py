@@ -175,7 +175,14 @@ class Reproduction:
 
 
 def read_result(folder: Path, figure: str, series: str, unit: Unit) -> SeedResult:
-    """Read a run's result from its folder, in the table's unit. An unfinished run gets a result without a value."""
+    """Read the result of a run from its folder, in the unit of the paper's table; without a value if it is unfinished.
+
+    Args:
+        folder: The run's folder.
+        figure: The entry of the run's `summary.json` that the table shows.
+        series: The metric whose last 10 values are averaged.
+        unit: The unit of the paper's table.
+    """
     if not is_finished(folder):
         return SeedResult()
     try:

@@ -212,7 +212,10 @@ class Study:
     # --- Early termination ---
 
     def should_stop(self, job: Job) -> bool:
-        """Report a trial's new rounds to the pruner. Return whether the job must stop because its trial is over."""
+        """Return whether a running job must be stopped, because the sweep's pruner has ended its trial.
+
+        The pruner first gets the metric of the trial's new rounds. A trial has one job for each seed.
+        """
         trial = self._trial_of(job)
         if trial.state == RUNNING and self._report_rounds(trial):
             self._study.tell(trial.number, state=PRUNED)

@@ -104,7 +104,7 @@ class Dataset(ArgumentsMixin, ABC):
         """
 
     def checked(self, objective: Objective | None = None) -> LoadedData:
-        """Load the data and check them. Scenarios call this instead of `load`.
+        """Load the data with `load`, and check that they fit `LoadedData` and the learning task.
 
         Args:
             objective: The learning task; the dataset's own, or inferred from the labels, if None.

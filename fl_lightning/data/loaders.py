@@ -104,6 +104,6 @@ class ClientDataModule(L.LightningDataModule):
         return self.batches
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
-        """Apply `ready` to the inputs of a batch that Lightning has moved to the device."""
+        """Convert the inputs of a batch to network inputs, after Lightning has moved the batch to the device."""
         x, y = batch
         return self.ready(x), y

@@ -120,7 +120,10 @@ class TaskServer:
     def _run_tasks(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
     ) -> Request:
-        """Run tasks, in one shared fit if possible, until a new `Worker` object is requested. Return that request."""
+        """Run the requested tasks until a request brings another `Worker` object, and return this request.
+
+        If possible, all clients are trained in one `Trainer.fit`.
+        """
 
         def work(fit: Fit | None = None) -> Request:
             while (request := receive()).block:

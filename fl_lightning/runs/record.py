@@ -48,7 +48,7 @@ Keep = Callable[[list[int]], set[int]]
 
 
 class RecordedRun(Protocol):
-    """Protocol of a run that `Record` writes: its last finished round and the content of its checkpoints.
+    """What `Record` needs of a run (as `typing.Protocol`): its last finished round and the content of its checkpoints.
 
     Attributes:
         round: The last finished round.

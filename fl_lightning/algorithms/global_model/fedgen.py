@@ -233,7 +233,7 @@ class GeneratedFeatures(LossTerm):
         return self.scale * loss
 
     def draw_noise(self, generator: Generator, number: int, rng: torch.Generator | None = None) -> Tensor:
-        """Return noise for a number of features, `(number, noise_dim)`."""
+        """Draw the noise from which the generator makes `number` feature vectors: `(number, noise_dim)`."""
         draw, like = torch.rand if self.uniform_noise else torch.randn, generator.output.bias
         return draw(number, generator.noise_dim, generator=rng, dtype=like.dtype, device=like.device)
 
