@@ -97,7 +97,7 @@ class Evaluator:
             if not data.has_global_test:
                 raise ConfigError("scenario.dataset: all test samples are on the clients' machines. See metrics.csv")
             return {"round": round, **self._measure(round, ())}
-        return {"round": round, **self._measure(round, self._evaluate_received(round, self._final_downloads))}
+        return {"round": round, **self._measure(round, self._evaluate_received(round, self._downloads))}
 
     def deliver_models(self, round: int) -> None:
         """Send each client's final model to the client's own machine, which stores the model.
@@ -105,7 +105,7 @@ class Evaluator:
         If a machine cannot store it, a warning names the client and the reason.
         """
         clients = range(self.server.clients)
-        tasks = self._tasks(round, clients, self._final_downloads(round + 1, clients), keep_model=True)
+        tasks = self._tasks(round, clients, self._downloads(round + 1, clients), keep_model=True)
         for result in in_client_order(self.engine.run(self.worker, tasks), clients):
             if result.failure:
                 who = self.worker.data.names.client(result.client)
@@ -136,7 +136,7 @@ class Evaluator:
 
         return evaluate_clients(self.engine, self.worker, self.scored, self.server.memory, tasks)
 
-    def _final_downloads(self, round: int, clients: Sequence[int]) -> Iterable[Message]:
+    def _downloads(self, round: int, clients: Sequence[int]) -> Iterable[Message]:
         """Return the server's message to each client in a round. If there is no server, the messages are empty."""
         return self.server.downloads(round, clients) if self.server.algorithm.server else repeat(Message())
 

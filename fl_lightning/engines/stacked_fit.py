@@ -240,7 +240,7 @@ class StackedFit:
             self.kinds = [step]
         else:
             self._stack()
-            self._look()
+            self._group_by_module()
 
     def _stack(self) -> None:
         """Move the clients' weights and buffers to the rows of the stacked tensors.
@@ -256,7 +256,7 @@ class StackedFit:
                 if own.data_ptr() != place.data_ptr():
                     own.data = place.copy_(own.detach())
 
-    def _look(self) -> None:
+    def _group_by_module(self) -> None:
         """Compare the active clients' modules, and group clients whose steps differ only in the values of tensors."""
         kinds: list[tuple[dict[str, Any], dict[int, StepContents]]] = []
         for row, client in enumerate(self.clients):
@@ -393,7 +393,7 @@ class StackedFit:
             now = contents(module.knowledge)
             changed |= difference(held, now) is not None or versions(now) != written
         if changed:
-            self._look()
+            self._group_by_module()
 
 
 def differ_in_weights_only(worker: Worker) -> bool:

@@ -176,7 +176,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
+def with_tensors(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
     """Return an attribute's value with its tensors replaced. The given value is not modified.
 
     A container in which a tensor is replaced is copied.
@@ -193,7 +193,7 @@ def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free:
     if not isinstance(value, _CONTAINERS):
         return value
     keys = list(value) if isinstance(value, dict) else range(len(value))
-    items = {key: replaced(value[key], f"{path}.{key}", alias, free) for key in keys}
+    items = {key: with_tensors(value[key], f"{path}.{key}", alias, free) for key in keys}
     if all(items[key] is value[key] for key in keys):
         return value
     if isinstance(value, tuple):
@@ -284,7 +284,7 @@ class StackedStep:
         def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> StepOutput:
             if functions:
                 functions.place = place
-            with self._holding(tensors, free):
+            with self._replacing_tensors(tensors, free):
                 output: StepOutput = self.step(x, y)
             if output.features is None:  # vmap returns only tensors
                 output = output._replace(features=output.logits.new_empty(0))
@@ -314,7 +314,7 @@ class StackedStep:
             raise impure(path)
 
     @contextmanager
-    def _holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
+    def _replacing_tensors(self, registered: Tensors, free: Tensors) -> Iterator[None]:
         """Context in which the module of the batched step holds the given tensors, and a `SharedTrainer` as trainer.
 
         Raises:
@@ -327,7 +327,7 @@ class StackedStep:
         client = vars(self.step.client)
         put: list[tuple[dict[str, Any], str, Any, str]] = [
             *((held, key, registered[name], name) for held, key, name in self.homes),
-            *((held, key, replaced(value, path, other, free), path) for held, key, value, path in self.attributes),
+            *((held, key, with_tensors(value, path, other, free), path) for held, key, value, path in self.attributes),
             (client, "_trainer", SharedTrainer(client["_trainer"]), "client._trainer"),
         ]
         before = [(held, key, held[key]) for held, key, *_ in put]
