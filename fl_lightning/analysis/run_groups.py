@@ -81,7 +81,7 @@ class Group:
         return first if unique else " ".join(filter(None, names))
 
     def in_percent(self) -> Group:
-        """Return a copy of the group with its metric, and the difference from the reference group, in percent."""
+        """Return a copy of the group in which metric values are in percent, and differences in percentage points."""
         last, best, difference = percent(self.last), percent(self.best), percent(self.difference)
         return replace(self, last=last, best=best, difference=difference)
 

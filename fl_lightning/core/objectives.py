@@ -129,7 +129,7 @@ class Objective(Capable, ABC):
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:
-        """Return the number of groups that `strata` distinguishes, which is 1 without classes."""
+        """Return the number of groups of samples for stratified sampling: the number of classes, or 1 without classes."""
         return 1
 
 
@@ -191,7 +191,7 @@ class Classification(Objective):
         return labels
 
     def stratum_count(self, outputs: int) -> int:
-        """Return the number of classes, which is the network's number of outputs."""
+        """Return the number of classes, which is the number of outputs of the network."""
         return outputs
 
 

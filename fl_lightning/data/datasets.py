@@ -92,7 +92,13 @@ class Dataset(ArgumentsMixin, ABC):
     draws_test_set: bool = False
 
     def fitted_rows(self, train: int) -> np.ndarray:
-        """Return the indices of the training samples that statistics are computed from; by default 0 to `train - 1`."""
+        """Return the indices of the training samples from which statistics of the inputs are computed, such as means.
+
+        By default, these are all training samples.
+
+        Args:
+            train: The number of training samples.
+        """
         return np.arange(train) if self.fitted is None else self.fitted
 
     @abstractmethod

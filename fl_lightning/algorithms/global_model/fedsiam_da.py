@@ -215,7 +215,7 @@ class DualAggregation(Aggregator):
 
 
 class FedSiamDA(Algorithm):
-    """Siamese training with a copy of the global model, contrast to the past local model, and weights by similarity.
+    """Clients train siamese networks with a copy of the global model. The server weights clients by similarity.
 
     With `mu` 0 and `aggregation: uniform` this is FedAvg with `weighting: uniform`, bit for bit. The model needs a
     projection and a predictor: `model.head.projection: 256`, `model.head.prediction: 256`.
