@@ -256,14 +256,16 @@ def is_multirun(words: Sequence[str]) -> bool:
 def split_options(
     words: Sequence[str], options: Mapping[str, Option]
 ) -> Iterator[tuple[str, list[str], Sequence[str]]]:
-    """Split a command line into options, each with its key, values and words. Any other word gets the key "".
+    """Split a command line into its options, and yield the key of each, its values and its part of the command line.
+
+    A word that belongs to no option is yielded with the key "".
 
     Args:
         words: The command line after the command.
         options: The known options by key. Others have one value.
 
     Yields:
-        The key of the option, its values, and all its words.
+        The key of the option, its values, and all its words: for `--out x`, these are `out`, `[x]` and `[--out, x]`.
     """
     rest = deque(words)
     while rest:

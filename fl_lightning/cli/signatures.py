@@ -206,7 +206,7 @@ def class_in(module: Source, node: ast.AST | None) -> Class | None:
 
 
 def find_class(path: str) -> Class:
-    """Return the class of this package with this import path, read from the source code."""
+    """Describe the class of this package that has an import path. The class is read from source code, not imported."""
     module, _, name = path.rpartition(".")
     found = class_in(source(module), ast.Name(name))
     assert found, path

@@ -129,7 +129,7 @@ class Objective(Capable, ABC):
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:
-        """Return the number of groups for stratified sampling of the data: the number of classes, or 1 without classes."""
+        """Return the number of groups for stratified sampling: the number of classes, or 1 if there are none."""
         return 1
 
 

@@ -29,7 +29,9 @@ class Engine(ABC):
     check_interrupt: Callable[[], None] = staticmethod(lambda: None)
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work` and return its value. Some engines override this to train many clients in one `Trainer.fit`.
+        """Call the function `work`, which trains clients, inside one `Trainer.fit` if the engine can share a fit.
+
+        This base class calls it without a fit.
 
         Args:
             worker: The worker object of the tasks.

@@ -338,7 +338,7 @@ class ClientLink:
 
 
 def describe_client(client: int, described: DataDescription) -> RecordDict:
-    """Return the description of a client's data as records, which the client's machine sends on request."""
+    """Pack the description of a client's data (sizes, shapes, digest) into a Flower message, which the server asks for."""
     return pack({}, {}, {"kind": "description", "client": client, **asdict(described)})
 
 
