@@ -338,7 +338,7 @@ class ClientLink:
 
 
 def describe_client(client: int, described: DataDescription) -> RecordDict:
-    """Pack the description of a client's data (sizes, shapes, digest) into a Flower message, which the server asks for."""
+    """Pack the description of a client's data (sizes, shapes, digest) into Flower records, for the server."""
     return pack({}, {}, {"kind": "description", "client": client, **asdict(described)})
 
 
