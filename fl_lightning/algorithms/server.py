@@ -76,16 +76,16 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The shared state, with read access to the part of each client's state that other clients may see.
+        """The server's state, with access to the tensors that each client makes public to other clients.
 
-        Downloads are built from it. `Algorithm.public` names that part, if any.
+        Downloads are built from it. `Algorithm.public` names these tensors, if any.
         """
         return self._visible(self.state, {})
 
     def _visible(self, state: State, new_client: State) -> State:
-        """Return a shared state with read access to the part of each client's state that other clients may see.
+        """Return the given server state with access to the tensors that each client makes public to other clients.
 
-        `Algorithm.public` names that part. Without it, the state is returned as it is.
+        `Algorithm.public` names these tensors. Without it, the state is returned as it is.
 
         Args:
             state: The shared state.

@@ -36,7 +36,7 @@ EDGE = 0.1
 
 @dataclass(frozen=True)
 class Defaults:
-    """The ranges and the default values of a method's options, from its class and its configs.
+    """The search ranges and the default values of a method's options.
 
     Args:
         search_space: The ranges of the class, by option.
@@ -204,7 +204,7 @@ def tune(
 
 
 def first_half(results: Sequence[TrialResult], tuning: Tuning) -> list[TrialResult]:
-    """Return the trials that began in the first half of the tuning budget (number of trials and processor time)."""
+    """Return the trials that began before half of the allowed trials or half of the allowed processor time was used."""
     used = accumulate((result.processor_seconds for result in results), initial=0.0)
     return [
         result
@@ -346,11 +346,11 @@ class BenchmarkResult:
 
     @property
     def runs(self) -> list[Run]:
-        """All finished runs with tuned values."""
+        """The finished runs of all methods with their tuned values. Tuning trials are not included."""
         return [run for result in self._results.values() for run in result.runs.values()]
 
     def ranks(self, table: str, untuned: bool = False) -> dict[str, list[float]]:
-        """Return each method's rank by its mean result, 1 for the best, in each scenario of a table of the benchmark.
+        """Return each method's ranks in a table: one rank per scenario, by mean result, 1 for the best.
 
         Methods with equal results share the mean of their ranks. A method without a result has the last rank.
 
@@ -386,7 +386,7 @@ def read_results(benchmark: Benchmark, tuned: Sequence[TunedEntry], out: Path) -
 
 
 def _finished(jobs: Mapping[int, Job]) -> tuple[dict[int, Run], list[str]]:
-    """Return the finished runs of some jobs by seed, and the error messages of the failed jobs."""
+    """Return the finished runs, by seed, and the error messages of the failed jobs."""
     runs, failures = {}, []
     for seed, job in jobs.items():
         if is_finished(job.folder):

@@ -85,7 +85,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark as its file describes it.
+    """The contents of a benchmark file: which methods to compare, in which scenarios, and how to tune them.
 
     Args:
         name: The name of the file, without its suffix.
@@ -155,7 +155,7 @@ class Entry:
         return self.benchmark.methods.get(self.method, MethodOptions())
 
     def words(self) -> tuple[str, ...]:
-        """Return the `fit` command line of the entry's runs, without the tuned values and the seed."""
+        """Return the command line of `fit` that all runs of the entry share, without tuned values and seed."""
         own = dict(self.options.settings)
         first = {"algorithm": own.pop("algorithm", self.method)}
         scenario = self.benchmark.scenarios[self.scenario]
@@ -249,7 +249,7 @@ def _benchmark(name: str, content: Any) -> Benchmark:
 
 
 def parse_overrides(words: Sequence[str]) -> Settings:
-    """Parse the words KEY=VALUE after `--set`, and return the settings by key.
+    """Parse the `KEY=VALUE` arguments of `--set` into a mapping from keys to values.
 
     Raises:
         ConfigError: A word has another form, or the key cannot be set.

@@ -46,7 +46,10 @@ def title(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool) -> s
 
 
 def score_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool) -> ResultTable:
-    """Return the table of means and deviations by method and scenario, sorted by mean rank, with the best in bold."""
+    """Return a table of each method's mean ± standard deviation in each scenario, sorted by mean rank.
+
+    The best value of each scenario is in bold.
+    """
     scenarios, has_untuned = list(result.benchmark.scenarios), result.benchmark.untuned
     ranks = {method: fmean(each) for method, each in result.ranks(table.name).items()}
     before = {method: fmean(each) for method, each in result.ranks(table.name, untuned=True).items()}
@@ -74,7 +77,10 @@ def score_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool
 
 
 def difference_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool) -> ResultTable:
-    """Return the table of differences from the tuned reference method; without rows if `table` lacks this method."""
+    """Return a table of each method's difference from the tuned reference method, by scenario.
+
+    It has no rows if the reference is not a method of `table`.
+    """
     scenarios, reference = list(result.benchmark.scenarios), result.benchmark.reference
     rows = []
     for method in table.methods if reference in table.methods else ():

@@ -71,14 +71,14 @@ class Comparison:
 
     @property
     def digits(self) -> int:
-        """The number of decimal places with which to show values of the metric."""
+        """The number of decimal places for values of the metric: 2 in percent, otherwise 4."""
         return 2 if self.percent else 4
 
     @property
     def columns(self) -> list[str]:
-        """The settings that have a column of their own in a table of the comparison.
+        """The keys of the settings that get a table column. Nested settings share the column of their parent.
 
-        `algorithm.mu` has none, because the column of `algorithm` shows its value, too.
+        For example, the column of `algorithm` also shows `algorithm.mu`. The setting `across` always has a column.
         """
         return column_keys(self.keys, self.across)
 
@@ -89,13 +89,13 @@ class Comparison:
 
     @property
     def missing_seeds(self) -> list[str]:
-        """A list with one warning if not all groups have the same seeds; otherwise an empty list."""
+        """Warnings about missing seeds: a list with one message if groups have different seeds, otherwise empty."""
         if all(len(group.seeds) == len(self.seeds) for group in self.groups):
             return []
         return [f"seeds: {', '.join(map(str, self.seeds))}; some groups lack some."]
 
     def in_percent(self) -> Comparison:
-        """Return a copy of the comparison with the metric and its differences between groups in percent.
+        """Convert the metric to percent, including its differences between groups, and return the new comparison.
 
         Raises:
             ConfigError: A value of the metric is no fraction.
@@ -193,7 +193,7 @@ def compare(
 
 
 def across_values(found: Comparison) -> list[str]:
-    """Return the sorted values, as text, of the setting that a comparison spreads over columns or panels (`across`).
+    """Return the column or panel names of a comparison: the values of its setting `across`, sorted, as text.
 
     The value of a group without the setting is an empty text. If `across` is empty, the list is empty.
     """
@@ -210,7 +210,7 @@ def _default_metric(runs: Sequence[Run]) -> str:
 
 
 def _across_key(name: str, keys: Sequence[str], runs: Sequence[Run], grouped: bool) -> str:
-    """Return the full dotted key of the setting given as `--across`, in full or by its end, such as `tau`.
+    """Return the full dotted key of the setting given as `--across`. Users may give only its end, such as `tau`.
 
     Args:
         name: The key or its end.
@@ -252,7 +252,7 @@ def _group_runs(runs: Sequence[Run], grouping: Grouping, wanted: Mapping[str, An
 def _reference_settings(
     reference: Mapping[str, Any] | None, keys: Sequence[str], runs: Sequence[Run]
 ) -> dict[str, Any]:
-    """Return the settings of the reference groups by full dotted key; an empty dict if there is no reference.
+    """Return the settings that define the reference groups, with full dotted keys; empty if there is no reference.
 
     Settings that all runs share are left out, unless there are no others.
 

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.5
 
 
 class Program(NamedTuple):
-    """A command-line program to run in job processes, and the modules to import before these processes start.
+    """A command-line program to run in job processes, and the modules to import once for all of these processes.
 
     Args:
         main: Takes a command line without the program's name, and returns the exit code. Job processes import it.
@@ -83,7 +83,7 @@ class JobResult(NamedTuple):
 
 
 class RunJobs(Protocol):
-    """Type of a function that runs jobs: `run_jobs` with its program and workers set by `functools.partial`."""
+    """Type of a function that takes jobs and runs them, such as `partial(run_jobs, program=..., workers=...)`."""
 
     def __call__(self, jobs: Iterable[Job], *, should_stop: Callable[[Job], bool] | None = None) -> Iterator[JobResult]:
         """Yield the result of each job when it ends."""

@@ -329,7 +329,7 @@ class FedGen(Algorithm):
         return after | self.train_generator(state, stack(heads), torch.stack(counts))
 
     def train_generator(self, state: State, heads: Tensors, counts: Tensor) -> State:
-        """Return the trained generator and the state of its training.
+        """Train the generator. Return its new weights and its training state: optimizer, seed and next round.
 
         Args:
             state: The state before the round.
@@ -358,7 +358,7 @@ class FedGen(Algorithm):
         return {SharedGenerator.name: trained | {COUNTS: labelled}, TRAINING: training}
 
     def generator_before(self, state: State, num_classes: int) -> Generator:
-        """Return the generator before the server trains it in this round. Before round 1, its weights are random."""
+        """Return the generator that the server trained last. Before its first training, its weights are random."""
         if shared := state[SharedGenerator.name]:
             return Generator.of(shared)
         with torch.random.fork_rng(devices=[]):

@@ -47,7 +47,7 @@ def effective_steps(
 
 
 class NormalizedMeans(NamedTuple):
-    """Means of a round's uploads, from which `NormalizedAveraging` computes its step.
+    """Weighted means of the clients' uploaded models in a round, from which the next model is computed.
 
     `p_k` are the clients' shares of the samples.
 
@@ -97,7 +97,7 @@ class NormalizedAveraging(Aggregator):
 
 
 class EqualSteps(ClientModule):
-    """A client's module that only accepts fits by SGD with one constant learning rate and momentum."""
+    """A client's module that requires equal local steps: SGD with one constant learning rate and momentum."""
 
     def check_fit(self) -> None:
         """Raise an error if the number of effective steps cannot be computed for the settings of the fit."""

@@ -37,7 +37,7 @@ def similarities(features: Tensor) -> Tensor:
 
 
 def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
-    """Return the contrastive loss SCL, which compares each sample of a batch with its hardest positive and negatives.
+    """Return the contrastive loss SCL. It compares each sample with the hardest samples of its own and other classes.
 
     It is the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`. `s⁺` is the least similarity of i to a sample
     of its class, itself included; `k` are the two most similar samples of other classes. A sample with
@@ -55,7 +55,7 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 
 
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
-    """Return the penalty PEN on each sample whose similarity to all others of its class is at least `threshold` (λ).
+    """Return the mean penalty PEN on samples that are too similar to the other samples of their class.
 
     It is the mean over i of `log(1 + exp((q - 1)/τ))`. `q` is the least similarity of i to another sample of its class
     if it is at least λ. Otherwise, and without another sample, `q` is -1.
@@ -145,7 +145,7 @@ class RelaxedContrastive(LossTerm):
         self.levels, self.active = levels, w_s > 0 or w_p > 0
 
     def begin(self, module: ClientModule) -> None:
-        """Find the layers whose inputs are the features of each level (stage) of the network."""
+        """Choose one layer per level (stage) of the network. The loss uses the inputs of these layers as features."""
         if self.active:
             self.taps = level_taps(module.backbone, self.levels)
 

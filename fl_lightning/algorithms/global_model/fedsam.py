@@ -111,7 +111,7 @@ class FedSAM(Algorithm):
 
 
 class MoFedSAM(FedCM):
-    """FedSAM whose clients step along a mix of their sharpness-aware gradient and the server's last direction.
+    """FedSAM in which each local step mixes the client's gradient with the direction of the last global update.
 
     With `rho` 0 this is FedCM, bit for bit. It needs plain SGD. Each step computes two gradients.
 

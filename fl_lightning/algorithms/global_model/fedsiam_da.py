@@ -57,11 +57,12 @@ def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
 
 
 class SiameseAlignment(LossTerm):
-    """`μ L_stop`: the client's model and a trained copy of the global one predict each other's features.
+    """Loss term `μ L_stop`: aligns the client's features with those of a copy of the global model.
 
-    In each step, the copy is first trained on its half of Eq. 7 (Eq. 8), by a second optimizer of the client's type.
-    Then the term is the client's half, computed with the updated copy (Eq. 9). In each fit, the copy starts from the
-    received weights. Without the stop-gradient this is Eq. 5's `μ ½ D-(z_global, z)`, and there is no trained copy.
+    Each of the two models predicts the features of the other. In each step, the copy is first trained on its half of
+    Eq. 7 (Eq. 8), by a second optimizer of the client's type. Then the term is the client's half, computed with the
+    updated copy (Eq. 9). In each fit, the copy starts from the received weights. Without the stop-gradient this is
+    Eq. 5's `μ ½ D-(z_global, z)`, and there is no trained copy.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
@@ -93,7 +94,7 @@ class SiameseAlignment(LossTerm):
         self._optimizer = module.optimizer_for(backbone.parameters()) if self.stop_gradient else None
 
     def forward(self, step: Step) -> Tensor:
-        """Return the client model's half of the siamese loss `μ L_stop`, or zero outside a fit."""
+        """Return `μ` times the siamese loss of the client's model on a batch; zero outside of a client's training."""
         if not self._copy or step.inputs is None or step.features is None:
             return self.outside_fit(step.logits.new_zeros(()))
         received = self._copy[0]
@@ -116,7 +117,7 @@ class SiameseAlignment(LossTerm):
 
 
 class HistoryContrast(LossTerm):
-    """`μ L_hist` (Eq. 10) pushes representations away from those of the client's model one epoch earlier.
+    """Loss term `μ L_hist` (Eq. 10): pushes the client's features away from those of its model one epoch earlier.
 
     In the first epoch of a round, the earlier model is the client's model at the end of its previous round, which never
     leaves the client. In a client's first round the term is off until the second epoch. The earlier model is in eval
@@ -145,7 +146,7 @@ class HistoryContrast(LossTerm):
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """From the second epoch on, copy the client's encoder. Features of the epoch are compared with the copy's."""
+        """Copy the client's encoder as the earlier model of this epoch, from the second epoch on."""
         if self.active and module.current_epoch > 0:
             self._earlier = [frozen_encoder(module.backbone)]
 

@@ -73,7 +73,9 @@ def median_of_positive(values: Tensor) -> Tensor:
 
 
 class ClassifierVariance(LossTerm):
-    """`λ V` makes class probabilities vary over a batch as much as one-hot predictions on balanced data.
+    """Loss term `λ V`: penalises class probabilities that vary too little over a batch.
+
+    The required standard deviation is that of one-hot predictions on balanced data.
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.
@@ -97,7 +99,7 @@ class ClassifierVariance(LossTerm):
 
 
 class HypersphericalUniformity(LossTerm):
-    """`μ U` pushes the features of a batch away from each other.
+    """Loss term `μ U`: pushes the features of a batch away from each other.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.

@@ -209,5 +209,5 @@ class SCAFFOLD(Algorithm):
 
 
 def control_term(module: ClientModule) -> ControlVariates:
-    """Return the loss term of a client's module that holds its control variates."""
+    """Return the `ControlVariates` loss term of a client's module."""
     return next(term for term in module.terms() if isinstance(term, ControlVariates))

@@ -227,7 +227,10 @@ class APPLE(Algorithm):
         return state | {CORES: {"trained": pad(state[CORES]["trained"], (0, 1)), "ratios": ratios / ratios.sum()}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the message to a client: other clients' core models, initial mixing ratios and shared knowledge."""
+        """Return the message to a client: the other clients' core models, and the initial mixing ratios.
+
+        The tensors that every client gets, such as those of loss terms, are added.
+        """
         assert isinstance(state, VisibleState)
         others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
         cores = bundle({j: tensors_to_message(state.peer(j)) for j in others})

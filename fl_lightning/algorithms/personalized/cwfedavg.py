@@ -63,7 +63,7 @@ def distribution_gap(shares: Tensor, weight: Tensor) -> Tensor:
 
 
 class WeightDistribution(LossTerm):
-    """WDR: `λ ||p_i - p̃_i||_2` pulls the row norms of the last layer towards the client's class shares.
+    """Regularizer WDR, `λ ||p_i - p̃_i||_2`: pulls the last layer's row norms towards the client's class shares.
 
     The true shares stay on the client: they come from the module's `class_counts`.
 
@@ -109,9 +109,9 @@ class WeightDistribution(LossTerm):
 
 
 def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
-    """Return each client's weight in each class model, `q_ij = p_i p̃_ij / Σ_i p_i p̃_ij` (Eq. 4-5), `(K, C)`, float64.
+    """Return each client's weight in the model of each class, `(K, C)`, normalised over the clients (Eq. 4-5).
 
-    A column with sum zero stays zero.
+    That is `q_ij = p_i p̃_ij / Σ_i p_i p̃_ij`, in float64. A column with sum zero stays zero.
 
     Args:
         samples: `N_i`, `(K,)`; `p_i = N_i / N`.
@@ -123,9 +123,9 @@ def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
 
 
 def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
-    """Return the weight of each upload, `(K,)`, in the model from which client i starts a round (Eq. 3 and 7).
+    """Return the weight of each uploaded model in a client's initial model of a round, `(K,)` (Eq. 3 and 7).
 
-    This model is `Σ_m (Σ_j p̃_ij q_mj) w_m`.
+    The initial model of client i is `Σ_m (Σ_j p̃_ij q_mj) w_m`.
 
     Args:
         distribution: `p̃_i`, `(C,)`, or `(n, C)` for n clients, which gives `(n, K)`.
@@ -140,7 +140,7 @@ def class_models(state: State) -> Tensors:
 
 
 class ClassShares(SharedKnowledge):
-    """The clients' true class shares, uploaded only in the ablation that uses them, and never broadcast."""
+    """The clients' true class shares. They are uploaded with `distribution: true`, and never broadcast."""
 
     needs_classes = True
     name = "class_shares"
@@ -203,9 +203,9 @@ class ClassWise(Aggregator):
         return state[name] if name in state else next(self.ahead(state, [client]))[name]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield, for each client in turn, the state with the model from which this client starts a round.
+        """Compute the models that clients start a round from. For each client, yield the state with its model added.
 
-        These models are computed for a block of clients at a time. The product of a block always has the same shape, so
+        The models are computed for a block of clients at a time. The product of a block always has the same shape, so
         its rounding does not depend on the number of clients. The models are mixed from class models or uploads,
         whichever are fewer, in float64.
         """
@@ -258,18 +258,24 @@ class ClassWise(Aggregator):
 
 
 def start_section(client: int) -> str:
-    """Return the state key of the model from which a client starts a round. `ClassWise.ahead` adds this key."""
+    """Return the key under which the server's state stores the model that a client starts a round from.
+
+    `ClassWise.ahead` adds this key.
+    """
     return f"start_{client}"
 
 
 def block_rows(stacked: Tensors) -> int:
-    """Return the number of clients whose starting models are computed together: at most 16, fewer for large models."""
+    """Return the size of a block, a group of clients whose initial models are computed together.
+
+    It is at most 16, and smaller for large models.
+    """
     numbers = sum(value[0].numel() for value in stacked.values())
     return max(1, min(16, BLOCK_BYTES // (8 * numbers)))
 
 
 def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
-    """Split clients, in order, into blocks whose members differ in `client % rows`, their row in the block's arrays."""
+    """Split clients, in order, into blocks in which each client has its own array row, `client % rows`."""
     block: dict[int, int] = {}
     for client in clients:
         if client % rows in block:

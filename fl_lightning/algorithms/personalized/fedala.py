@@ -49,7 +49,10 @@ def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, receive
 
 
 def has_converged(losses: Sequence[float], threshold: float) -> bool:
-    """Return whether the training loss has converged: its last `LAST` values have a small standard deviation."""
+    """Return whether the training loss has converged: the standard deviation of its latest values is small.
+
+    It must be below `threshold` over the last `LAST` values, after at least one earlier value.
+    """
     last = torch.tensor(losses[-LAST:], dtype=torch.float64)
     return len(losses) > LAST and float(last.std(correction=0)) < threshold
 

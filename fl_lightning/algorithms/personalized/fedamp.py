@@ -44,7 +44,7 @@ def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: 
 
 
 def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float, sigma: float) -> Tensor:
-    """Return the weights `ξ_ij` with which HeurFedAMP mixes the other clients' models for client i, `(m,)`.
+    """Return HeurFedAMP's weights `ξ_ij` of the other clients' models in a client's mixture, `(m,)`.
 
     They grow with the cosine similarity of the models:
 
@@ -138,7 +138,10 @@ class FedAMP(Algorithm):
         return Message.pack(sections)
 
     def cloud_model(self, state: State, client: int) -> Tensors:
-        """Return a client's mixture `u_i = Σ_j ξ_ij w_j`. If the client has not trained, `w_i` is the initial model."""
+        """Return a client's cloud model, the mixture `u_i = Σ_j ξ_ij w_j` of its own and other clients' models.
+
+        If the client has not trained, its own model `w_i` is the initial model.
+        """
         assert isinstance(state, VisibleState)
         own = state.peer(client) if state["heard"]["ever"][client] else state["model"]
         peers = [j for j in state["heard"]["last"].nonzero()[:, 0].tolist() if j != client]

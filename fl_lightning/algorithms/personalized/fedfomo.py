@@ -45,9 +45,9 @@ def model_benefit(previous_loss: float, loss: float, distance: float) -> float:
 
 
 def mixing_shares(benefits: Tensor) -> Tensor:
-    """Return each model's share in the mixture, from benefits `w`: `max(w, 0)`, normalised to sum 1 (Eq. 4), `(M,)`.
+    """Return each model's share in the mixture, `(M,)`: its positive benefit, normalised to sum 1 (Eq. 4).
 
-    All are 0 if no benefit is positive.
+    A negative benefit counts as 0. All shares are 0 if no benefit is positive.
     """
     positive = benefits.clamp(min=0)
     total = positive.sum()
@@ -198,7 +198,7 @@ class FedFomo(Algorithm):
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
-        """Return the benefit of each model over the model `previous` on the client's data (Eq. 3), `(M,)`.
+        """Return each model's benefit, `(M,)`: its loss reduction relative to `previous`, per unit of distance (Eq. 3).
 
         It is the loss of `previous` minus the loss of the model, divided by the distance between the two models.
 

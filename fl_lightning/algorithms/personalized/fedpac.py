@@ -88,7 +88,7 @@ def feature_statistics(sums: Tensor, squares: Tensor, samples: Tensor) -> tuple[
 
 
 def collaboration_weights(means: Tensor, variances: Tensor) -> Tensor:
-    """Return the weights with which each participant mixes the participants' heads, `(K, K)`.
+    """Return each participant's weights for mixing the heads of all participants, `(K, K)`.
 
     Row i minimises `||h_i - Σ_j a_j h_j||² + Σ_j a_j² V_j / n_j` over `a_j ≥ 0` with sum 1.
 
@@ -131,7 +131,7 @@ class FeatureStatistics(SharedKnowledge):
     name = "feature_statistics"
 
     def initial(self, num_classes: int) -> Tensors:
-        """Return no tensors, because statistics are never broadcast."""
+        """Return no tensors to broadcast in round 1, because the statistics are sent to the server only."""
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
@@ -199,7 +199,7 @@ def head_section(client: int) -> str:
 
 
 class FedPAC(Algorithm):
-    """FedRep with features aligned to global class centroids, and for each client the best mixture of all heads.
+    """FedRep that also aligns features to global class centroids, and gives each client its own mixture of all heads.
 
     Clients train the head on the received body, then the body under the new head with the alignment. Before that, they
     compute the statistics of their features by which the server weights the heads.

@@ -42,7 +42,10 @@ class Local(Algorithm):
         return Message()
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Consume all uploads, so that every client trains, and return the server's state unchanged."""
+        """Return the server's state unchanged, after reading all uploads.
+
+        A client trains when its upload is read.
+        """
         for _ in uploads:
             pass
         return state

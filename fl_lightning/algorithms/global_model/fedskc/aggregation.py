@@ -109,7 +109,7 @@ class GlobalDiscrepancy(Aggregator):
 
 
 def review_ratio(now: Tensor, before: Tensor) -> float:
-    """Return the relative growth of the variance of the global mean logits since the previous round (Eq. 5).
+    """Return the ratio in Eq. 5: the relative growth of the global mean logits' variance since the previous round.
 
     That is `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`.
 
@@ -127,7 +127,7 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
 
 
 def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two equal masks, for this and the previous round: the classes with mean logits in both rounds (Eq. 5).
+    """Return the mask of the classes with mean logits in both rounds (Eq. 5), once for each round.
 
     Args:
         now: `(C,)` bool, the classes known in this round.
@@ -137,7 +137,7 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks, for this and the previous round: the classes with mean logits in the respective round.
+    """Return both masks unchanged: the classes with mean logits in this round, and those in the previous round.
 
     This is the authors' code; Eq. 5 compares the classes known in both rounds.
     """
@@ -188,11 +188,11 @@ class GlobalPeriodReview(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The structural knowledge (mean logits per class), and the shared knowledge of the inner aggregator."""
+        """What clients and server exchange besides weights: mean logits per class, and what `inner` needs."""
         return (self.structural, *self.inner.knowledge)
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return the inner aggregator's entries of the server's state before round 1."""
+        """Return what the inner (wrapped) aggregator stores in the server's state before round 1."""
         return self.inner.initial(model, num_classes)
 
     @property

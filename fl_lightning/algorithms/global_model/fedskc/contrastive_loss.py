@@ -44,7 +44,7 @@ def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
 def local_contrastive_loss(
     logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float, spread: Spread = "batch"
 ) -> Tensor:
-    """Return the contrastive loss (Eq. 3): the cross-entropy with the class similarities, divided by `τ`, as logits.
+    """Return the contrastive loss (Eq. 3). It is a cross-entropy with the logits `similarity / τ`.
 
     Classes without knowledge are omitted from the sum, and their samples add nothing.
 

@@ -33,7 +33,7 @@ from fl_lightning.client.module import LossTerm
 
 
 class FedSKC(Algorithm):
-    """Contrastive training, weighted aggregation and a correction on the server, all based on mean logits per class.
+    """Clients share mean logits per class, which are used in local training, in aggregation and to correct the model.
 
     With `lcl`, `gda` and `gpr` all off this is FedAvg, bit for bit.
 

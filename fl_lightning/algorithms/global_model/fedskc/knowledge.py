@@ -30,10 +30,10 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Average each client's class-wise mean logits with the most similar clients' ones, then over all clients (Eq. 1).
+    """Merge the clients' mean logits of each class into global mean logits (Eq. 1).
 
-    The knowledge of a class is averaged over the clients with samples of it. For h such clients, `min(M, h - 1)`
-    neighbours are used.
+    For each class, a client's mean logits are first averaged with those of the most similar clients. The results are
+    then averaged over the clients with samples of the class. For h such clients, `min(M, h - 1)` neighbours are used.
 
     Args:
         local: `(K, C, C)` knowledge of the participants.
