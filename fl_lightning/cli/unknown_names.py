@@ -335,7 +335,7 @@ def arguments_of(key: str, path: str) -> list[str]:
 
 
 def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
-    """Flatten a config to dotted keys. The value of a key that takes a class is its `class_path`."""
+    """Return the class paths and other values of a config by dotted key, such as `algorithm` and `algorithm.tau`."""
     if not isinstance(content, dict):
         return {key: content}
     if "class_path" in content:

@@ -99,7 +99,7 @@ def mean_over_holders(local: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ClassMeans(SharedKnowledge):
-    """The mean network output of each class, first over a client's samples, then over the clients.
+    """Mean network output of each class. Each client averages over its samples, and the server over the clients.
 
     All clients that have samples of a class count equally. A class that no client uploads keeps its last mean. Before
     round 1, no class has a mean, and nothing is sent. Subclasses return the outputs to average in `outputs`.

@@ -64,9 +64,10 @@ def has_optimizer(backbone: nn.Module) -> bool:
 
 @contextmanager
 def in_fit(module: L.LightningModule) -> Iterator[Any]:
-    """Context that yields the user's complete LightningModule, connected to the `trainer` of the client's fit.
+    """Context that connects the user's LightningModule to the client's `Trainer`, and yields the LightningModule.
 
-    Values that it logs are logged by the client's module.
+    A head that was split off is put back for this time. Values that the user's LightningModule logs are logged by the
+    client's module.
     """
     backbone: Any = module.backbone
     with backbone.assembled() if isinstance(backbone, FromModule) else nullcontext(backbone) as network:
@@ -112,7 +113,7 @@ def own_step(module: L.LightningModule, batch: Any, batch_idx: int) -> tuple[Ten
 
 
 def own_optimizer(module: L.LightningModule) -> tuple[Any, torch.optim.Optimizer]:
-    """Call `configure_optimizers` of the user's LightningModule; return its result, and the optimizer in the result.
+    """Call `configure_optimizers` of the user's LightningModule. Return the result, and the optimizer in it.
 
     Raises:
         ConfigError: It does not return exactly one optimizer.

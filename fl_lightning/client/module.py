@@ -96,9 +96,10 @@ class LossTerm(ArgumentsMixin, nn.Module):
         """
 
     def outside_fit(self, value: Tensor) -> Tensor:
-        """Return `value` as the result of a loss term that cannot be computed, such as outside of a client's fit.
+        """Return `value` in place of the loss when tensors that the term needs are missing. Raise an error in training.
 
-        A subclass calls it in `forward` if a tensor of the step, or an attribute that `begin` sets, is missing.
+        A subclass calls it in `forward` if a tensor of the step, or an attribute that `begin` sets, is missing, such as
+        outside of a client's fit.
 
         Raises:
             ConfigError: The term is active and in train mode.
@@ -226,7 +227,7 @@ class ClientModule(L.LightningModule):
         return self
 
     def forward(self, x: Tensor | Inputs) -> Tensor:
-        """Return the backbone's outputs, such as logits, for a batch of inputs: `(B, C)`."""
+        """Return the backbone's outputs for a batch of inputs, such as logits of shape `(B, C)`."""
         return cast(Tensor, self.backbone(x))
 
     @property
@@ -248,7 +249,9 @@ class ClientModule(L.LightningModule):
         self._objective = objective
 
     def class_counts_for(self, term: LossTerm) -> Tensor:
-        """Return the client's number of training samples per class, `(C,)`, on the module's device.
+        """Return the number of the client's training samples in each class, `(C,)`, for a loss term that needs it.
+
+        The tensor is on the module's device.
 
         Args:
             term: The loss term that needs them.
@@ -408,7 +411,10 @@ class ClientModule(L.LightningModule):
         self.log_dict({f"{stage}_{name}": value / len(y) for name, value in sums.items()}, batch_size=len(y))
 
     def configure_optimizers(self) -> Any:
-        """Build the fit's optimizer over `trainables`, at this round's learning rate, and its scheduler, if any."""
+        """Return the optimizer for this round, with its learning-rate scheduler if one is configured.
+
+        Without an optimizer of the user's own, it trains the parameters that `trainables` returns.
+        """
         if self.has_own_optimizer and type(self).trainables is ClientModule.trainables:
             configured, optimizer = own_optimizer(self)
         else:
@@ -449,5 +455,5 @@ class ClientModule(L.LightningModule):
 
 
 def objective_weight(terms: Iterable[LossTerm]) -> float:
-    """Return the factor on the objective's loss if these loss terms are active: the product of their factors."""
+    """Return the product of the loss terms' `objective_weight`, by which the objective's loss is multiplied."""
     return math.prod(term.objective_weight for term in terms)

@@ -55,7 +55,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> None:
-    """Load tensors from `optimizer_tensors` into an optimizer's state. Its learning rate does not change."""
+    """Restore an optimizer's state, such as momentum, from saved tensors. Its learning rate does not change.
+
+    The tensors come from `optimizer_tensors`.
+    """
     state: dict[int, Tensors] = {}
     for key, value in kept.items():
         number, _, name = key.partition("/")
@@ -88,7 +91,7 @@ def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: Schedu
 
 
 class LRScales:
-    """Factors on the clients' learning rates in each round, from a learning-rate scheduler over rounds.
+    """Factors that scale the clients' learning rates: one for each round, computed by a learning-rate scheduler.
 
     Args:
         scheduler: Builds the scheduler, which starts from a learning rate of 1. Without one, all factors are 1.

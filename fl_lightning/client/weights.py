@@ -75,7 +75,10 @@ def trainable_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Copy values into parameters in place, between two forward passes of a training step."""
+    """Copy values into parameters in place, without gradient tracking.
+
+    It can be called between two forward passes of a training step, because it clears autocast's cached weights.
+    """
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
@@ -102,7 +105,9 @@ def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
 
 
 def kept_model(network: nn.Module, fixed: Collection[str], what: str, fix: str) -> Tensors:
-    """Return a network's state dict as client state: copied to the CPU, and checked for NaN and Inf.
+    """Return a copy of a network's state dict, without frozen parameters, for the client to keep between rounds.
+
+    The copy is on the CPU.
 
     Args:
         network: A model of the client's own, beside the one that is uploaded.

@@ -17,7 +17,7 @@ MOST_ELEMENTS = 100
 
 
 class ArgumentsMixin:
-    """Base class that keeps the arguments of its constructor as plain values, for `describe`."""
+    """Base class that records constructor arguments, so that an object can be described in a config file."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -1,4 +1,4 @@
-"""Capabilities: boolean class attributes that turn False if a subclass overrides the methods that they describe."""
+"""Capabilities: flags about what a class's methods do. A subclass that overrides such a method loses the flag."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 
 class Capable:
-    """Base class for capabilities: boolean class attributes that turn False if a subclass overrides certain methods.
+    """Base class for flags about what methods do. In a subclass that overrides such a method, the flag becomes False.
 
-    Faster ways of running a method rely on capabilities. A subclass that overrides one of the methods that a capability
-    describes does not inherit the capability: its value becomes `False`, which is safe, unless the subclass sets it.
+    The flags are boolean class attributes, called capabilities. Faster ways of running a method rely on them. A
+    subclass that overrides one of the methods that a capability describes does not inherit the capability: its value
+    becomes `False`, which is safe, unless the subclass sets it.
 
     Attributes:
         capabilities: The methods that each capability describes, by the capability's name.

@@ -20,7 +20,10 @@ DIGITS = "digits_fedavg.yaml"
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with each `--config=NAME`, a name or a path, replaced by the file's path."""
+    """Return the words of a command line with each `--config=NAME` replaced by `--config=PATH`.
+
+    `NAME` is the name of a config in this package, or a path.
+    """
     start = "--config="
     return [f"{start}{config_path(word.removeprefix(start))}" if word.startswith(start) else word for word in words]
 

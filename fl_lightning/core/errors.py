@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Each message is one line with the key, the reason and the fix."""
+"""Exceptions for errors that a user can fix. Each message is one line: what is wrong, and how to fix it."""
 
 import math
 import os

@@ -115,7 +115,7 @@ def unflatten(value: Any) -> Any:
 
 
 def owners(tensors: Tensors) -> list[Tensor]:
-    """Return the tensors that store a state dict's elements: the flat tensor, and the entries that are not in it."""
+    """Return the tensors that own a state dict's memory: the flat tensor for its views, and all other entries."""
     state = as_flat(tensors)
     return [*tensors.values()] if state is None else [state.flat, *state.others.values()]
 

@@ -40,7 +40,7 @@ class Inputs:
         return tensors.items()
 
     def like(self, values: Iterable[Any]) -> Any:
-        """Put values, one per tensor, into the same container as the tensors: a dict with their names, or a tuple."""
+        """Return values, one for each tensor, in a dict with the tensors' names, or in a tuple without names."""
         return dict(zip(self.tensors, values, strict=True)) if isinstance(self.tensors, dict) else tuple(values)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
@@ -83,11 +83,11 @@ class Inputs:
         return self.map(Tensor.pin_memory)
 
     def split(self, size: int) -> list[Inputs]:
-        """Return parts of `size` samples. The last part may be smaller."""
+        """Split the samples into parts of `size` samples each. The last part may be smaller."""
         return [self[start : start + size] for start in range(0, len(self), size)]
 
     def tensor_split(self, parts: int) -> list[Inputs]:
-        """Return parts whose sizes differ by at most one sample."""
+        """Split the samples into `parts` parts whose sizes differ by at most one sample."""
         return [self[rows] for rows in torch.arange(len(self)).tensor_split(parts)]
 
     @classmethod

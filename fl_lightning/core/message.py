@@ -114,7 +114,7 @@ def tensors_to_message(tensors: Tensors) -> Message:
 
 
 def peer_section(peer: int) -> str:
-    """Return the prefix `peer_<id>`, which `bundle` adds to the names of all entries of a peer's message."""
+    """Return `peer_<id>`, the prefix of one peer's entries in a message that joins several peers' messages."""
     return f"peer_{peer}"
 
 

@@ -102,7 +102,10 @@ class Objective(Capable, ABC):
         return weighted
 
     def _weigh(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Convert outputs and class weights to one dtype and device. Without weights, return the outputs and None."""
+        """Prepare outputs and class weights for a weighted loss: convert them to the same dtype and device.
+
+        Without weights, return the outputs and None.
+        """
         if self.weights is None:
             return outputs, None
         outputs = at_least_float32(outputs)
@@ -118,7 +121,7 @@ class Objective(Capable, ABC):
         raise NotImplementedError
 
     def divergence_hint(self, labels: Tensor) -> str:
-        """Return a hint for an error message if the training labels may be why a loss diverged, else an empty text."""
+        """Return a hint for the error message about a diverged loss, such as to scale the labels; empty by default."""
         return ""
 
     def strata(self, labels: Tensor) -> Tensor:
@@ -161,7 +164,11 @@ class Classification(Objective):
         return F.cross_entropy(outputs, targets, weights, reduction=reduction, label_smoothing=self.label_smoothing)
 
     def balanced_weights(self, labels: Tensor, outputs: int) -> Tensor:
-        """Return scikit-learn's class weights: `n / (C' n_j)` for the `C'` classes that occur, and 1 for the others."""
+        """Return weights that are inversely proportional to the class counts. Classes without samples have weight 1.
+
+        They are scikit-learn's balanced weights, `n / (C' n_j)`, with `n` samples, `n_j` of them in class `j`, and `C'`
+        classes that occur.
+        """
         counts = torch.bincount(labels, minlength=outputs)
         weights = len(labels) / (counts * (counts > 0).sum())
         return weights.where(counts > 0, 1.0)
@@ -229,7 +236,7 @@ class MultiLabel(Objective):
             raise ValueError("has other numbers than 0 and 1")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the fraction of correct labels (`acc`) and the binary cross-entropy (`loss`), summed over a batch."""
+        """Return `acc` and `loss`, each averaged over the labels of a sample and summed over the samples."""
         correct = ((outputs > 0) == targets.bool()).float().mean(dim=1).sum()
         loss = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="sum")
         return {"acc": correct, "loss": loss / outputs.shape[1]}

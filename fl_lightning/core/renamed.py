@@ -139,9 +139,9 @@ def _update_paths(value: Any) -> Any:
 
 
 def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, Any]:
-    """Return the innermost dict of a nested config that a dotted key leads to, or an empty dict if not found.
+    """Return the part of a nested config in which a dotted key belongs. If it is missing, return an empty dict.
 
-    For `algorithm.tau`, it is the `init_args` of `algorithm`, which contain `tau`. With `add`, missing dicts
+    For `algorithm.tau`, that is the `init_args` of `algorithm`, which contain `tau`. With `add`, missing dicts
     are created.
     """
     group: Any = config

@@ -18,7 +18,10 @@ import torch
 
 
 class Stream(IntEnum):
-    """The purposes for which random numbers are drawn. Never renumber them: results depend on the values."""
+    """Purposes for which random numbers are drawn. Each purpose has its own stream of random numbers.
+
+    Never renumber them: results depend on the values.
+    """
 
     PARTITION = 0
     LOCAL_SPLIT = 1
@@ -86,7 +89,7 @@ class RandomStates:
         self._keep_torch()
 
     def unmoved(self) -> bool:
-        """Return whether no random number was drawn since the save: the global generators are in the saved states."""
+        """Return whether the global generators are still in the saved states, because no random number was drawn."""
         states = zip(self._generators, self._torch, strict=True)
         return all(torch.equal(one.get_state(), state) for one, state in states) and _others() == self._others
 
@@ -117,6 +120,9 @@ class RandomStates:
 
 
 def _others() -> tuple[Any, tuple[Any, ...]]:
-    """Return the states of Python's and NumPy's global generators as values that `==` can compare."""
+    """Return the states of the global random generators other than torch's: Python's and NumPy's.
+
+    The states can be compared with `==`.
+    """
     kind, words, *rest = np.random.get_state(legacy=True)
     return random.getstate(), (kind, np.asarray(words).tobytes(), *rest)

@@ -27,9 +27,10 @@ PIECE = 1 << 18
 
 
 class VisibleState(dict[str, Tensors]):
-    """The shared state on the server, with access to the tensors that each client makes public (`Algorithm.public`).
+    """State of the server that also gives access to the tensors that each client makes public.
 
-    A state that is computed from it, such as `state | {...}`, is a plain dict without this access.
+    `Algorithm.public` names these tensors. A state that is computed from it, such as `state | {...}`, is a
+    plain dict without this access.
 
     Args:
         state: The shared state.
@@ -184,7 +185,10 @@ class ExchangedMean:
 
 
 def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensors:
-    """Return the weighted mean of state dicts, `Σ a_k w_k / Σ a_k` for every floating-point entry."""
+    """Return the weighted mean of state dicts. The weights need not sum to 1.
+
+    Each floating-point entry is `Σ a_k w_k / Σ a_k`, with the weights `a_k` and the entries `w_k`.
+    """
     mean = RunningMean()
     for state, weight in zip(states, weights, strict=True):
         mean.add(state, float(weight))
@@ -216,7 +220,9 @@ def to_float64(state: Tensors) -> Tensors:
 
 
 def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Tensors:
-    """Return n linear combinations `Σ_k a_ik w_k` of K state dicts, computed in float64 and rounded once.
+    """Return n linear combinations of K state dicts, one for each row of coefficients.
+
+    Combination `i` is `Σ_k a_ik w_k`, computed in float64 and rounded once at the end.
 
     Args:
         coefficients: `a`, `(n, K)`.
@@ -258,7 +264,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, shape: torch.Size) -> Tensor:
-    """Return the boolean mask of the given shape that `pack_mask` packed into bytes."""
+    """Unpack the bytes from `pack_mask` into a boolean mask of the given shape."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
 
 
@@ -272,7 +278,10 @@ def read_numbers(lists: Sequence[Sequence[Tensor]]) -> list[list[float]]:
 
 
 def sums_of(tensors: Tensors) -> list[Tensor]:
-    """Return the sum of each floating-point tensor, or a single sum for `FlatTensors`, to detect NaN and Inf."""
+    """Return the sums of a state dict's floating-point tensors. A sum is not finite if its tensor has NaN or Inf.
+
+    For `FlatTensors`, it is one sum over the flat tensor.
+    """
     flat = as_flat(tensors)
     return [value.sum() for value in (tensors.values() if flat is None else [flat.flat]) if value.is_floating_point()]
 

@@ -59,7 +59,7 @@ def read_yaml(path: Path, what: str | None = None) -> Any:
 
 
 def parse_yaml(text: bytes, what: str) -> Any:
-    """Parse YAML as `read_yaml` does. `what` is the name of the file in messages."""
+    """Parse YAML from bytes. Raise a `ConfigError` that names the file (`what`) if the YAML is not valid."""
     try:
         return load_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
@@ -169,7 +169,7 @@ class _Checker:
 
 @dataclass
 class _Collection:
-    """A YAML mapping or list that `_Checker` has read in part, with the keys so far."""
+    """A YAML mapping or list that is currently being read, with its keys so far."""
 
     anchor: str | None
     before: int

@@ -1,4 +1,4 @@
-"""Prepare the process of a command for closed streams, limited encodings and a deleted working folder."""
+"""Check and configure the standard streams, text encoding and working folder of a command-line process."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def require_trust(key: str, value: Any) -> None:
-    """Raise an error if the config in use is untrusted and sets an option that requires trust, such as an address.
+    """Raise an error if an untrusted config sets this option, such as a server address. Trusted configs may set it.
 
     Args:
         key: The config key of the value.
@@ -152,7 +152,7 @@ def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
 
 
 def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
-    """Return functions or classes by import path, each under two paths: through its module and through its package."""
+    """Return a dict from import path to function or class. Each has two paths: by its module and by its package."""
     found: dict[str, Any] = {}
     for value in values:
         package = value.__module__.rpartition(".")[0]

@@ -110,7 +110,7 @@ class Dataset(ArgumentsMixin, ABC):
         """
 
     def checked(self, objective: Objective | None = None) -> LoadedData:
-        """Load the data with `load`, and check that they fit `LoadedData` and the learning task.
+        """Load the data, check the shapes, dtypes and values of the tensors, and return the data.
 
         Args:
             objective: The learning task; the dataset's own, or inferred from the labels, if None.
@@ -271,7 +271,7 @@ def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
 
 
 def count_outputs(*labels: Tensor) -> int:
-    """Return how many outputs a network needs for the labels: one per class, or one per label (column) of a sample."""
+    """Return the number of outputs that a network needs for these labels: the number of classes or of label columns."""
     y = labels[0]
     if y.is_floating_point() or y.ndim > 1:
         return 1 if y.ndim == 1 else y.shape[1]
@@ -279,7 +279,7 @@ def count_outputs(*labels: Tensor) -> int:
 
 
 class FileDataset(Dataset):
-    """Base class of public datasets, which are read from files in the layout of their authors.
+    """Base class of public datasets that are read from their original, published files.
 
     Args:
         data_dir: Folder that contains the dataset's file or folder.

@@ -112,7 +112,7 @@ class FederatedData:
         return range(len(self.shards), len(self.shards) + len(self.held_out))
 
     def shard(self, client: int) -> Shard:
-        """Return the training and test samples of one client. Held-out clients come after the training clients."""
+        """Return the training and test samples of one client. Held-out clients have the last indices."""
         trains = client < len(self.shards)
         return self.shards[client] if trains else self.held_out[client - len(self.shards)]
 
@@ -162,7 +162,7 @@ class FederatedData:
 
 
 def _tensors(x: Tensor | Inputs) -> list[Tensor]:
-    """Return the tensor of one input, or those of several inputs in the order of their names."""
+    """Return inputs as a list of tensors: a single tensor, or several sorted by name."""
     return [value for _, value in sorted(x.items())] if isinstance(x, Inputs) else [x]
 
 

@@ -135,7 +135,7 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Return whether the SHA-256 checksum at the end of a file matches the file's name and its other bytes."""
+    """Return whether the checksum at the end of a file is the SHA-256 of the file's name and the content before it."""
     digest, end = hashlib.sha256(path.name.encode()), b""
     with open_file(path, "file") as file:
         while block := file.read(1 << 20):

@@ -66,7 +66,10 @@ class ImageShape(NamedTuple):
 
 
 class ImageOptions:
-    """Options of custom images: size, colour, normalization, augmentation and cache. `ImageFolder` describes them."""
+    """Options for the images of custom datasets: size, colour, normalization, augmentation and cache.
+
+    `ImageFolder` describes the options.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class ImageOptions:
         self.channels, self.mean, self.std, self.augment, self.cache = channels, mean, std, augment, cache
 
     def shape(self, images: Sequence[EncodedImage]) -> ImageShape:
-        """Return the common shape to which all images are converted, from their headers and the options."""
+        """Return the shape of all images after decoding. It depends on the options and on the files' headers."""
         with ThreadPoolExecutor() as pool:
             shapes = [shape for chunk in chunks(images) for shape in pool.map(read_shape, chunk)]
         channels, first = self.channels or max(shape.channels for shape in shapes), shapes[0]
@@ -160,7 +163,9 @@ class ImageOptions:
         return hashlib.sha256(json.dumps([known, self.size, self.channels]).encode()).hexdigest()[:16]
 
     def transforms(self, x: Tensor, fitted: np.ndarray) -> dict[str, Any]:
-        """Return the images' normalization and augmentation as the fields `prepare` and `augment` of `LoadedData`.
+        """Return functions for normalization and augmentation, as a dict with the keys `prepare` and `augment`.
+
+        The keys are fields of `LoadedData`.
 
         Args:
             x: The images.

@@ -85,9 +85,9 @@ class PowerMean(Aggregator):
 
 
 class MyMethod(Algorithm):
-    """FedAvg with `PriorMatching` on the clients and `PowerMean` on the server.
+    """Example method: FedAvg with an additional loss term on the clients and a different weighted mean on the server.
 
-    With `beta` 0 and `power` 1 it is FedAvg.
+    The loss term is `PriorMatching`, and the mean is `PowerMean`. With `beta` 0 and `power` 1 it is FedAvg.
 
     Args:
         beta: Weight of the loss term.
