@@ -39,9 +39,10 @@ class ByClient(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return each client's sample indices: of all clients in the data, or of `clients` clients drawn at random.
+        """Split the dataset by the client ids of its samples.
 
-        Clients with fewer than `min_samples` training samples are left out.
+        `clients` is the number of clients to select at random; None selects all clients in the data. Clients with fewer
+        than `min_samples` training samples are left out.
         """
         if data.client_train is None:
             raise ConfigError(
@@ -61,9 +62,9 @@ class ByClient(Partition):
         return ClientSplits(parts, tests if tests and any(map(len, tests)) else None, ids.tolist())
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Draw `clients` clients at random, and return the sample indices of each.
+        """Select clients at random, and return the sample indices of each selected client.
 
-        `labels` is the client of each sample, not its class.
+        `clients` is the number of clients to select. `labels` is the client of each sample, not its class.
         """
         parts = [part for part in indices_by_class(labels) if len(part) >= self.min_samples]
         return [parts[k] for k in draw_clients(clients, len(parts), "the data", rng)]
@@ -98,13 +99,16 @@ class PredefinedSplit(Partition):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Return each client's index lists: of all clients in the file, or of `clients` clients drawn at random."""
+        """Split the dataset by the index lists in the file.
+
+        `clients` is the number of clients to select at random; None selects all clients in the file.
+        """
         return self._draw(clients, rng)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Draw `clients` of the file's clients at random, and return the training indices of each.
+        """Select clients in the file at random, and return the training indices of each selected client.
 
-        `labels` is not used.
+        `clients` is the number of clients to select. `labels` is not used.
         """
         return self._draw(clients, rng).train
 
@@ -120,9 +124,13 @@ class PredefinedSplit(Partition):
 
 
 def draw_clients(clients: int, available: int, source: str, rng: np.random.Generator) -> np.ndarray:
-    """Draw `clients` of `available` clients at random, and return their indices in ascending order.
+    """Draw different client indices at random, and return them in ascending order.
 
-    Error messages name the `source` of the clients.
+    Args:
+        clients: Number of clients to draw.
+        available: Number of clients to draw from.
+        source: Where the clients come from, for error messages.
+        rng: The random generator.
     """
     if clients > available:
         what = f"{clients}, but {one_line(source)} has {available} clients"
@@ -141,7 +149,10 @@ def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
 
 
 def read_index_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
-    """Read each client's `train` and `test` indices, by client name in the file's order; `test` may be empty."""
+    """Read the lists of `train` and `test` sample indices of each client from a file.
+
+    The keys are the clients' names in the order of the file, or positions in a JSON list. `test` may be empty.
+    """
     with naming_file(path, "file of indices"):
         content = _read_arrays(path) if path.suffix == ".npz" else _read_mapping(path)
         lists = {name: _indices(name, value) for name, value in content.items()}

@@ -165,8 +165,9 @@ class Dirichlet(Partition):
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw the number of samples per class and client in a group of `members` clients, `(C, members)`.
+        """Draw the number of samples of each class for each client of a group, `(C, members)`.
 
+        `members` is the number of clients in the group, and `clients` that of all clients, for error messages.
         Draws are repeated until each client has at least half of an equal share of the samples.
         """
         sizes = np.unique(labels, return_counts=True)[1]

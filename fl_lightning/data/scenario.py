@@ -141,7 +141,7 @@ class Scenario:
             raise ConfigError(f"scenario.{given[0]}: the data are on the clients' machines, already split. {fix}")
 
     def training_clients(self, clients: int) -> int:
-        """Return how many of `clients` clients train; the others are held out of the training.
+        """Return the number of clients that train. `clients` is the number of all clients; the others are held out.
 
         Raises:
             ConfigError: All clients are held out.
@@ -155,7 +155,7 @@ class Scenario:
     def _load_without(
         self, held_out: Sequence[int], federated: FederatedData, data: LoadedData, seed: int
     ) -> LoadedData:
-        """Load the data again, with statistics such as the mean computed without the held-out clients' samples."""
+        """Load the data again, and compute statistics such as the mean without the held-out clients' samples."""
         everything = torch.arange(len(data.y_train))
         rows = self._reduce(replace(data, x_train=everything), seed, self._objective(data)).x_train
         assert isinstance(rows, Tensor)
@@ -208,7 +208,7 @@ class Scenario:
             raise ConfigError(f"scenario.long_tail: subsamples classes, but {objective.no_classes}. Leave it out")
 
     def _warn_of_unused_clients(self) -> None:
-        """Warn if the dataset's option `client` is set, and the partition splits by labels alone."""
+        """Warn if the config names a column of client ids that the partition does not use."""
         column = getattr(self.dataset, "client", None)
         if column and type(self.partition).split_dataset is Partition.split_dataset:
             what = f"{type(self.partition).__name__} does not use the column {one_line(column)}"
@@ -264,7 +264,7 @@ def split_official_test(
 
 
 def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective) -> FederatedData:
-    """Return federated data in which clients are tested on samples of the test set, not on held-out training samples.
+    """Return federated data with the test set appended to the training set. Clients are tested on the appended samples.
 
     `x_train` and `y_train` of the result hold the training samples followed by the test samples.
     """

@@ -39,7 +39,7 @@ class Column:
     scale: float = 1.0
 
     def values(self, column: pd.Series) -> np.ndarray:
-        """Return the values of a table column as unencoded numbers: a category as its index, an unknown category as -1.
+        """Return a table column as numbers, `(n,)`. Categories become their indices; an unknown category becomes -1.
 
         Raises:
             ConfigError: Values are missing, or are not finite numbers where the schema has numbers.
@@ -62,9 +62,10 @@ class Column:
         return pd.Index(self.categories, dtype=object).get_indexer(values).astype(np.float64)
 
     def encode(self, values: Tensor, one_hot: bool) -> Tensor:
-        """Convert unencoded numbers (see the method `values`) to network inputs, `(n, 1)`.
+        """Convert a column of numbers or category indices to network inputs, by scaling or one-hot encoding.
 
-        Categories with `one_hot` become `(n, categories)`.
+        `values` are those of the method `values`, as `(n, 1)`. Categories with `one_hot` become `(n, categories)`,
+        other columns `(n, 1)`.
         """
         if self.categories is not None and one_hot:
             # `type_as`, since a trace keeps the device that is given to `arange`.
@@ -104,7 +105,7 @@ class TableSchema:
     client: str | None = None
 
     def rows(self, frame: pd.DataFrame) -> Tensor:
-        """Return the rows of a table as unencoded numbers, `(n, columns)` in `float64`: a category as its index.
+        """Return a table's features as numbers, `(n, columns)` in `float64`. Categories become indices.
 
         Args:
             frame: A table that has the schema's columns, in any order. Other columns are ignored.
@@ -118,12 +119,18 @@ class TableSchema:
         return torch.from_numpy(np.stack([column.values(frame[column.name]) for column in self.columns], axis=1))
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Convert unencoded rows (see the method `rows`) to the network's inputs, `(n, width)` in `float32`."""
+        """Convert rows of numbers and category indices to the network's inputs, `(n, width)` in `float32`.
+
+        The method `rows` returns such rows.
+        """
         one_hot = self.encoding == "one_hot"
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 
     def examples(self, n: int) -> Tensor:
-        """Return n artificial rows to try `encode` on, with numbers near the mean, known and unknown categories."""
+        """Return `n` artificial rows to test `encode` with.
+
+        Numbers are near the mean. Categories are known in some rows and unknown in others.
+        """
         rows = [
             [
                 i % (len(column.categories) + 1) - 1 if column.categories else column.mean + (i - n // 2) * column.scale
@@ -154,7 +161,7 @@ class TableSchema:
 
     @classmethod
     def from_json(cls, text: str) -> TableSchema:
-        """Return the schema that a JSON text written by `to_json` describes.
+        """Build a schema from JSON text that `to_json` has returned.
 
         Raises:
             ConfigError: The text is not the JSON of a schema.

@@ -15,9 +15,10 @@ from fl_lightning.data.partitions import assign_samples, indices_by_class
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw a share of n samples, stratified by class (largest remainders), and return a boolean mask of them, `(n,)`.
+    """Draw the same share of the samples of each class at random. Return a boolean mask of the samples, `(n,)`.
 
-    The number of samples is `round(share · n)`, but at least one is left to train on.
+    The number of drawn samples is `round(share · n)`, but at least one is left to train on. The numbers by class are
+    rounded by largest remainders.
     """
     chosen = np.zeros(len(labels), dtype=bool)
     total = min(round(share * len(labels)), len(labels) - 1)

@@ -29,9 +29,9 @@ class Engine(ABC):
     check_interrupt: Callable[[], None] = staticmethod(lambda: None)
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call the function `work`, which trains clients, inside one `Trainer.fit` if the engine can share a fit.
+        """Call `work`, a function that trains clients, and return its value. Engines may call it in one `Trainer.fit`.
 
-        This base class calls it without a fit.
+        All clients then share this fit. The base class calls `work` without a fit.
 
         Args:
             worker: The worker object of the tasks.

@@ -56,7 +56,7 @@ def check_client_callbacks(given: Sequence[Callback]) -> None:
 
 
 def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
-    """Call `setup` of copies of the client callbacks, so that their errors are raised before round 1.
+    """Set up copies of the client callbacks, so that errors in a `setup` hook are raised before round 1.
 
     Args:
         given: The callbacks.

@@ -86,9 +86,9 @@ class ClientData:
         return self.algorithm.training_samples(len(self.data.shard(client).train))
 
     def strata(self, client: int) -> Tensor:
-        """Return the number of a client's training samples in each group of `Objective.strata`.
+        """Return the number of a client's training samples of each class. Without classes, all samples are one group.
 
-        In classification, each class is a group.
+        `Objective.strata` defines the groups.
         """
         if client not in self._strata:
             objective, loaded = self.data.objective, self.data.data

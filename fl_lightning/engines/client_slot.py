@@ -96,7 +96,10 @@ class ClientSlot:
         return self._placed.flat
 
     def check_weights(self) -> None:
-        """If the module is no longer intact, set its `shared_weights` to None: its weights are uploaded one by one."""
+        """Check that the weights can still be uploaded as one tensor, or set `shared_weights` of the module to None.
+
+        In the latter case, the weights are uploaded one by one.
+        """
         if not self.is_intact:
             self.module.shared_weights = None
 
@@ -116,7 +119,7 @@ class ClientSlot:
         return self.layout.empty(self._weights[0].dtype, self._weights[0].device)
 
     def place(self, flat: Tensor) -> None:
-        """Make the module's weights views of a flat tensor. Their values become those of the flat tensor."""
+        """Use the tensor `flat` as the memory of the module's weights, so that the weights take its values."""
         self._placed = FlatTensors(flat, self.layout, self._others, self._order)
         for (name, _), weight in zip(self.layout.shapes, self._weights, strict=True):
             weight.data = self._placed[name]

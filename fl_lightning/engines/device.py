@@ -42,7 +42,7 @@ def has_doubles(device: torch.device) -> bool:
 
 
 class DeviceCopies:
-    """Copies the weights of downloads to a device, except tensors that the previous download already contained.
+    """Copies the weights in server messages to a device, except tensors that were also in the previous message.
 
     Args:
         device: The device.

@@ -1,4 +1,7 @@
-"""Evaluation between rounds: the global model, and the clients' models as trained or as received."""
+"""Evaluation of the global model and of the clients' models between the rounds of a run.
+
+A client's model is evaluated as the client has trained it, or as the client receives it for the next round.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +204,7 @@ class Evaluator:
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
-        """Initial state of each held-out client; empty if the method has a server.
+        """Initial state of each held-out client. It is empty for algorithms with a central server.
 
         Without a server, it contains the tensors that other clients may read.
         """
@@ -259,7 +262,7 @@ def evaluate_clients(
 
 
 def sends_one_model(worker: Worker) -> bool:
-    """Return whether all clients that keep no layers of their own are evaluated with the same model."""
+    """Return whether all clients get the same model, except for layers that a client keeps for itself."""
     algorithm = worker.algorithm
     return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 

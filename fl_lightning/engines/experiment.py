@@ -117,7 +117,7 @@ class Experiment:
         return self.server.state
 
     def starting_module(self, client: int) -> ClientModule:
-        """Return a client's module, on the CPU, as it starts to train in the round after the last finished one."""
+        """Return a client's module, on the CPU, as it starts to train in the next round."""
         round = self.round + 1
         return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
 

@@ -278,7 +278,9 @@ class ClientLink:
                 self._questions[self._push(question)], self._asked[machine] = machine, now
 
     def poll(self, ids: Iterable[str] = ()) -> dict[str, Message]:
-        """Receive the descriptions that `ask` has asked for, and the answers to other messages.
+        """Receive the answers of clients' machines that have arrived, without waiting for all answers.
+
+        Descriptions that `ask` has asked for are received and recorded as well.
 
         Args:
             ids: Ids of the messages.

@@ -106,7 +106,7 @@ def describe_excess(size: float, most_bytes: float) -> str:
 
 
 def read_excess(answer: FlowerMessage) -> str:
-    """Return the text of `describe_excess` if Flower stopped receiving an answer because of its size, else no text."""
+    """Return the error text of an answer that was too large to be received; empty for other answers."""
     reason = answer.error.reason if answer.has_error() else None
     return "".join(one_line(reason or "").partition(TOO_LARGE)[1:])
 
@@ -199,7 +199,7 @@ def pack_result(result: Result, public: str | None) -> RecordDict:
 
 
 def pack_failure(reason: str) -> RecordDict:
-    """Return the answer of a client that cannot run a task, as records."""
+    """Pack the reason why a client cannot run a task into Flower's records. The client sends them as its answer."""
     return pack({}, {}, {"failure": reason[:1000]})
 
 

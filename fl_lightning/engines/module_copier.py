@@ -88,7 +88,7 @@ class ModuleCopier(Generic[M]):
 
 
 def empty_copy(tensor: Tensor) -> Tensor:
-    """Return an uninitialised parameter or tensor like the given one. Copy a tensor of any other class."""
+    """Return a copy of a tensor or parameter without its values. Tensors of other classes keep their values."""
     if type(tensor) is nn.Parameter:
         return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)
     return torch.empty_like(tensor) if type(tensor) is Tensor else copy.deepcopy(tensor)

@@ -76,7 +76,7 @@ class ModuleFactory:
         return ClientSlot(module, shared, self.algorithm.fixed) if can_reset(module, shared) else None
 
     def receive(self, task: Task, slot: ClientSlot | None = None) -> ClientModule:
-        """Return the client's module at the start of a task, with the download loaded and torch's random state set.
+        """Return a client's module for a task, with the server's message loaded and torch's random state set.
 
         Args:
             task: The task.
@@ -103,7 +103,7 @@ class ModuleFactory:
         return module
 
     def personalize(self, task: Task) -> ClientModule:
-        """Build a client's module for evaluation without training: load the download, then personalise the module."""
+        """Build a client's module for evaluation without training. The algorithm adapts it to the client's data."""
         module = self.receive(task)
         with inference(module, self.trainer):
             self.algorithm.personalize(module, self.clients.training_batches(task.client))

@@ -159,7 +159,7 @@ class PoolEngine(Engine):
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
-        """Prepare the workers to run tasks of this `Worker` object, and return how many workers to use.
+        """Send the run's `Worker` object to the processes or actors, and return how many of them to use.
 
         Workers that are still busy are ended. The others receive the object, unless they have it already.
         """

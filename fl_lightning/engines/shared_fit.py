@@ -41,7 +41,7 @@ class SharedFitEngine(Engine):
         """Return whether clients can be trained in one fit."""
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work` and return its value. If possible, all clients that `work` trains share one `Trainer.fit`."""
+        """Call `work`, a function that trains clients, inside one `Trainer.fit` if possible. Return its value."""
 
         def run(fit: SharedFit) -> Value:
             self._fit = fit
@@ -118,11 +118,11 @@ class SharedFit(L.LightningModule):
         """Do nothing: clients train in `on_train_batch_end`, outside of the precision context of this hook."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Call `work`, which trains the clients."""
+        """Train all clients, by calling the function `work` that this object was created with."""
         self.work(self)
 
     def forward(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
-        """Train a client's module and return its optimizer."""
+        """Train one client's module inside the shared fit, and return the client's optimizer."""
         with own_settings():
             return self._fit(module, task)
 

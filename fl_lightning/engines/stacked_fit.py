@@ -257,7 +257,7 @@ class StackedFit:
                     own.data = place.copy_(own.detach())
 
     def _group_by_module(self) -> None:
-        """Compare the active clients' modules, and group clients whose steps differ only in the values of tensors."""
+        """Group this epoch's clients by module. The modules of a group differ only in the values of tensors."""
         kinds: list[tuple[dict[str, Any], dict[int, StepContents]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.epoch):
@@ -272,7 +272,10 @@ class StackedFit:
         self.kinds = [StackedStep(steps, self.device, self._random_states(steps)) for _, steps in kinds]
 
     def _random_states(self, rows: Iterable[int]) -> dict[int, RandomStates]:
-        """Return the random states of these clients (`rows`), by row. Clients without random states are left out."""
+        """Return the stored random states of some clients. Clients without random states are left out.
+
+        `rows` and the keys of the result are the clients' rows in the stacked tensors.
+        """
         return {row: state for row in rows if (state := self.clients[row].random_states)}
 
     # --- Steps ---
@@ -349,7 +352,7 @@ class StackedFit:
         return rows, tensors, output.loss
 
     def _of(self, rows: list[int]) -> Tensors:
-        """Return the stacked weights and buffers of the clients in these rows.
+        """Return the weights and buffers of some clients from the stacked tensors, where each client is one row.
 
         Trainable weights are views of the stacked tensors if the rows are consecutive. All other tensors are copies.
         """
@@ -360,7 +363,12 @@ class StackedFit:
         }
 
     def _set_gradients(self, rows: list[int], tensors: Tensors) -> None:
-        """Clip and set the gradients of the clients in these rows, and store the buffers that the step updated."""
+        """Clip some clients' gradients, pass them to the optimizer, and store these clients' new buffers.
+
+        Args:
+            rows: The rows of the clients in the stacked tensors.
+            tensors: The weights, with gradients, and the buffers of these clients after the backward pass.
+        """
         gradients = {name: value.grad for name, value in tensors.items() if value.grad is not None}
         clip(gradients, self.alone.gradient_clip_val or 0.0, self.alone.gradient_clip_algorithm or "norm")
         self.blocks.set_gradients(rows, gradients)
@@ -397,7 +405,7 @@ class StackedFit:
 
 
 def differ_in_weights_only(worker: Worker) -> bool:
-    """Return whether, in every round, the steps of any two clients differ only in the weights of the backbone.
+    """Return whether clients run the same training step in every round, only with different network weights.
 
     Loss terms, shared knowledge and class weights are further tensors, and a method may change a module before its
     training.
@@ -410,7 +418,7 @@ def differ_in_weights_only(worker: Worker) -> bool:
 
 
 def in_rows(worker: Worker, tasks: Sequence[Task]) -> list[Task]:
-    """Sort tasks by the number of samples of their clients, largest first.
+    """Sort tasks in the order of their clients' rows in the stacked tensors: those with the most samples first.
 
     Clients with the most steps then come first, so that active clients stay consecutive rows, which are views of the
     stacks. Clients with equal numbers of samples are neighbours, because their batches always have the same size.

@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 class BlockOptimizer:
-    """An optimizer for the stacked weights of several clients, with the results of one optimizer per client.
+    """An optimizer for several clients' stacked weights. It updates each client as an optimizer of its own would.
 
     The optimizers of `StackedEngine` treat each number of a parameter separately, except for counts such as the number
     of steps. So a block of rows that have taken the same steps is one parameter, a view of the stack. This is faster
