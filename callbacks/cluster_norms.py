@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class ClusterNorms(RoundCallback):
-    """Record the number of clusters, and the update norms that CFL compares with `eps1` and `eps2`.
+    """Record the number of clusters, and the update norms by which CFL decides whether to split a cluster.
 
-    Logs `clusters/count` and, for each cluster with participants, `clusters/mean_norm_<c>`, the norm of the mean
-    update, and `clusters/max_norm_<c>`, the largest norm of a member's update.
+    CFL compares the norms with its options `eps1` and `eps2`. Logs `clusters/count` and, for each cluster with
+    participants, `clusters/mean_norm_<c>`, the norm of the mean update, and `clusters/max_norm_<c>`, the largest norm
+    of a member's update.
 
     Raises:
         ConfigError: The method does not split clusters by these norms.

@@ -202,5 +202,5 @@ def may_add_metrics(run: FederatedRun) -> bool:
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:
-    """Return whether a user's class, not this package, defines any of the `methods` of a callback."""
+    """Return whether at least one of a callback's `methods` is defined in a user's own class."""
     return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

@@ -86,7 +86,10 @@ class RowNorms(RoundFigure):
         return arrays
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Compare class shares with row norms, scaled to sum 1 per client: mean L2 distance (`gap`) and correlation."""
+        """Return the metrics `row_norms/gap` and `row_norms/correlation`, which compare class shares with row norms.
+
+        The row norms are scaled to sum 1 per client. The gap is the L2 distance, averaged over clients.
+        """
         shares, estimates = (row_shares(arrays[name]) for name in ("data", "trained"))
         gap = float(np.linalg.norm(shares - estimates, axis=1).mean())
         flat = estimates.std() == 0 or shares.std() == 0

@@ -72,7 +72,7 @@ class Aggregator(ArgumentsMixin, Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield, for each client, the state to call `model_for` with. Subclasses may add precomputed models to it.
+        """Yield, for each client, the server state from which `model_for` returns the client's model.
 
         By default this is `state` itself. An aggregator that can compute the models of several clients together adds
         them to the yielded state, where `model_for` finds them. A client's model must not depend on the other ids in

@@ -116,7 +116,10 @@ class Algorithm(ArgumentsMixin, Capable):
         self._refuse_unused_options()
 
     def _refuse_equal_terms(self) -> None:
-        """Raise an error if two loss terms have the same name. The message says whether the method has this term."""
+        """Raise an error if two loss terms have the same name.
+
+        The message says whether the user listed a term twice, or added a term that the method already has.
+        """
         names = [term.name for term in self.loss_terms]
         options = describe(self).get("init_args", {})
         added = names[len(names) - len(options.get("loss_terms") or []) :]
@@ -143,7 +146,7 @@ class Algorithm(ArgumentsMixin, Capable):
                 raise ConfigError(f"algorithm.{key}: {what}. {fix}")
 
     def _refuse_unused_options(self) -> None:
-        """Raise an error if an option has no effect because `aggregator` replaces the aggregator it belongs to."""
+        """Raise an error if the user sets an option of the default aggregator and also replaces the aggregator."""
         given, defaults = (describe(each).get("init_args", {}) for each in (self, type(self)))
         for name in self.aggregator_options if given.get("aggregator") else ():
             if name in defaults and given[name] != defaults[name]:
@@ -317,7 +320,9 @@ class Algorithm(ArgumentsMixin, Capable):
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
     def describe(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
-        """Client: return the tensors that `calibrate` needs from the client, such as class means of its features.
+        """Client: return statistics of its data, such as class means, with which the server adjusts the global model.
+
+        The server receives them in `calibrate`.
 
         Args:
             module: The global model, in eval mode, without gradients.
@@ -327,9 +332,9 @@ class Algorithm(ArgumentsMixin, Capable):
         return {}
 
     def calibrate(self, module: ClientModule, descriptions: Iterable[Tensors]) -> None:
-        """Server: change the global model in place before it is evaluated, exported or saved.
+        """Server: adjust the global model with the clients' data statistics before it is evaluated, exported or saved.
 
-        The shared state does not change, so training continues without the change.
+        The model is changed in place. The shared state does not change, so training continues without the change.
 
         Args:
             module: The global model, in eval mode, without gradients.

@@ -35,7 +35,17 @@ def update(start: Tensors, end: Tensors) -> Tensor:
 
 
 def cosines(one: Tensor, other: Tensor) -> Tensor:
-    """Return cosines `S_ij = <Δ_i, Δ_j> / (||Δ_i|| ||Δ_j|| + 1e-12)`, `(m, n)`, of updates `(m, P)` and `(n, P)`."""
+    """Return the cosine similarity of each update in `one` to each update in `other`.
+
+    It is `S_ij = <Δ_i, Δ_j> / (||Δ_i|| ||Δ_j|| + 1e-12)`.
+
+    Args:
+        one: `(m, P)`.
+        other: `(n, P)`.
+
+    Returns:
+        `(m, n)`.
+    """
     return one @ other.T / (one.norm(dim=1)[:, None] * other.norm(dim=1) + 1e-12)
 
 

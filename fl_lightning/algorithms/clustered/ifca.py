@@ -88,7 +88,7 @@ class ClusterMeans(Aggregator):
         return folded
 
     def finish(self, folded: ClusterFold, before: State, knowledge: State) -> State:
-        """Return the mean model of each cluster with clients, the mean over participants, and the clients' choices."""
+        """Return each chosen cluster's mean model, the mean of all uploaded models, and each participant's cluster."""
         clients, clusters = torch.tensor(folded.choices).T
         means = {section(cluster): mean.value() for cluster, mean in folded.members.items()}
         return {"model": folded.overall.value(), "choices": {"client": clients, "cluster": clusters}} | means

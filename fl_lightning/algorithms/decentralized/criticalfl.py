@@ -87,7 +87,10 @@ class PeerCriticalFL(PeerAlgorithm):
         return int(own.numbers["peers"])
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return what a client collects from each peer: gradient norm, and whole model or its most changed entries."""
+        """Return the part of each peer's message that the client collects: a gradient norm, and all or part of a model.
+
+        From a peer in a critical period, it collects only the entries of the model that changed most.
+        """
         return {j: collected_part(message) for j, message in peers.items()}
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
@@ -151,7 +154,10 @@ def collected_part(publication: Message) -> Message:
 
 
 def mask_message(message: Message) -> Message:
-    """Convert a message's model to a mask of the sent entries, and their values. A whole model gets a mask of ones."""
+    """Return a message with its model in masked form: a mask of the sent entries, and a vector of their values.
+
+    A model in this form does not change. A whole model gets a mask of ones.
+    """
     model = message.section("model")
     if MASK in model:
         return message

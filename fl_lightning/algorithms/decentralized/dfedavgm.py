@@ -21,12 +21,16 @@ from fl_lightning.core.state_dicts import State, weighted_mean
 
 
 def metropolis_weights(links: Tensor) -> Tensor:
-    """Return Metropolis mixing weights `(N, N)`, float64: `1/(1 + max(d_i, d_j))` for linked clients of degrees `d`.
+    """Return the Metropolis weights of a graph, by which each client averages its model with its neighbours' models.
 
-    Rows sum to 1. In an undirected graph, so do columns, and mixing preserves the mean.
+    The weight of two linked clients is `1/(1 + max(d_i, d_j))`, with their numbers of neighbours `d`. Rows sum to 1. In
+    an undirected graph, so do columns, and mixing preserves the mean.
 
     Args:
         links: Row i marks the neighbours of client i, `(N, N)` bool, False on the diagonal.
+
+    Returns:
+        `(N, N)`, float64.
     """
     degrees = links.sum(dim=1).double()
     weights = links / (1 + torch.maximum(degrees[:, None], degrees))

@@ -31,9 +31,10 @@ NEXT = "next_masks"
 
 
 def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[str, float]:
-    """Return the density of each tensor's mask by the Erdős-Rényi kernel (ERK), `min(1, ε Σ shape / Π shape)`.
+    """Return the density (share of true entries) of each tensor's mask. Smaller tensors usually get denser masks.
 
-    ε is chosen so that the share of all entries is `dense_ratio`.
+    The densities follow the Erdős-Rényi kernel (ERK), `min(1, ε Σ shape / Π shape)`. ε is chosen so that the masks
+    contain the share `dense_ratio` of all entries.
     """
     sizes = {name: shape.numel() for name, shape in shapes.items()}
     if dense_ratio >= 1:
@@ -57,7 +58,10 @@ def random_mask(shape: torch.Size, density: float) -> Tensor:
 
 
 def search_rate(round: int, prune_rate: float, rounds: int) -> float:
-    """Return the share of mask entries that are replaced in round t, `α_t = a/2 (1 + cos(π t / T))`; 0 from T on."""
+    """Return the share of mask entries to replace in a round. It falls from `prune_rate` to 0 along a cosine.
+
+    It is `α_t = a/2 (1 + cos(π t / T))` in round `t`, with `a` the `prune_rate` and `T` the `rounds`; 0 from `T` on.
+    """
     return prune_rate / 2 * (1 + math.cos(math.pi * min(round, rounds) / rounds))
 
 

@@ -154,7 +154,10 @@ class UnitAlignment(LossTerm):
         with_encoder(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return `μ ||I^Aux_i - I^Aux_avg||²` (Eq. 12), or zero before average features are known."""
+        """Return the penalty on the distance between the client's and the average features of the constant input.
+
+        It is `μ ||I^Aux_i - I^Aux_avg||²` (Eq. 12), or zero before average features are known.
+        """
         average = self.unit.average
         if average is None:
             return step.logits.new_zeros(())
@@ -185,7 +188,7 @@ def run_in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 class UAPDFL(PeerAlgorithm):
-    """Peers that share whole models, feature extractors or classifiers, depending on their similarity.
+    """Peers share their feature extractors. Peers with similar model outputs also share classifiers or whole models.
 
     In each round a client collects unit representations from `n_com` peers. If all divergences are within `th_i`, it
     continues from the model of one random peer (client-wise dropout). Otherwise its feature extractor becomes the mean,
@@ -267,7 +270,13 @@ class UAPDFL(PeerAlgorithm):
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 
     def drops_out(self, gaps: Sequence[float]) -> bool:
-        """Return whether all peers' models are so similar that the client takes over the model of a random peer."""
+        """Return whether the client continues from a random peer's model instead of averaging (client-wise dropout).
+
+        It does so if all peers' models are similar to its own.
+
+        Args:
+            gaps: The divergence between the client's and each peer's output for the unit input.
+        """
         if not self.dropout or not gaps or self.th_i == 0:
             return False
         return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)

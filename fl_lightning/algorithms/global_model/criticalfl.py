@@ -37,7 +37,9 @@ DETECTOR = "critical"
 
 
 def growth(norms: Tensor, window: int) -> float:
-    """Return the relative growth of the moving average of gradient norms when the last norm is added.
+    """Return the relative growth of the moving average of gradient norms, `(new - old) / old`.
+
+    The new average includes the last norm, and no longer the first.
 
     Args:
         norms: `(window + 1,)`, the last FGN at the end.
@@ -147,7 +149,11 @@ class EntryMean(Aggregator):
     """
 
     def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
-        """Return the running mean of whole tensors, and the sums `(2, P)` of masked entries and of their weights."""
+        """Return the running mean of the tensors sent whole and, for entries sent with a mask, two sums per entry.
+
+        The sums, `(2, P)`, are over the clients that sent the entry: of its weighted values, and of the weights. They
+        are None if all models were sent whole.
+        """
         mean, sums = RunningMean(), None
         for upload in uploads:
             model, weight = upload.message.section("model"), upload.n_samples

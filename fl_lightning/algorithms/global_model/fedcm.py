@@ -75,10 +75,12 @@ class ClientMomentum(LossTerm):
 
 
 class PathMeans(NamedTuple):
-    """Means of a round's uploaded models: plain, and weighted by `1 / (K η)`, with `K` steps and learning rate `η`.
+    """Two means of a round's uploaded models: unweighted, and weighted by `1 / (steps * learning rate)`.
+
+    `K` is a client's number of steps, and `η` is its learning rate.
 
     Attributes:
-        models: The plain mean.
+        models: The unweighted mean.
         by_path: The mean with weights `1 / (K η)`.
         inverse: Mean of `1 / (K η)` over the participants.
     """
@@ -109,7 +111,7 @@ class DirectionServer(ServerStep):
         return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
 
     def fold(self, uploads: Iterable[Upload]) -> PathMeans:  # type: ignore[override]
-        """Return the plain mean of the uploads, and their mean weighted by `1 / (K η)`: `K` steps, learning rate `η`.
+        """Return an unweighted mean of the uploaded models, and a mean weighted by `1 / (steps * learning rate)`.
 
         A client without steps has weight 0 in the second mean.
         """

@@ -1,4 +1,4 @@
-"""FedDC: each client keeps track of its drift from the global model, and corrects its weights by it.
+"""FedDC: each client sums its drift from the global model over the rounds, and a loss term corrects for this drift.
 
 Gao, Fu, Li, Chen, Xu, Xu: "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction", CVPR
 2022, Eq. 2-7 and Algorithm 1.

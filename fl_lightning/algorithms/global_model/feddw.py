@@ -49,7 +49,9 @@ def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor:
-    """Return the clients' merged soft-label matrix, `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` (Eq. 7).
+    """Return the mean of the clients' soft-label matrices. Each row is weighted by the clients' samples of its class.
+
+    It is `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` (Eq. 7), with `|D_i^n|` samples of class i on client n.
 
     Args:
         local: `(K, C, C)` SL matrices.
@@ -111,7 +113,9 @@ class SoftLabels(SharedKnowledge):
 
 
 def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
-    """Return FedDW's regulariser `1/C² · ||Ω - softmax(ω ωᵀ)||_F²` (Eq. 11), with softmax by rows.
+    """Return FedDW's regulariser: the mean squared error between soft labels and `softmax(ω ωᵀ)` of the weights `ω`.
+
+    It is `1/C² · ||Ω - softmax(ω ωᵀ)||_F²` (Eq. 11), with softmax by rows.
 
     Args:
         soft_labels: `Ω`, `(C, C)`; rows sum to 1.
@@ -121,9 +125,10 @@ def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
 
 
 def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Tensor) -> Tensor:
-    """Return FedDW's linearised regulariser `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²` (Eq. 26-30), convex in `A = ωᵀ`.
+    """Return a convex surrogate of FedDW's regulariser, linearised around the weights `anchor` (Eq. 26-30).
 
-    At `A = A0` it equals `||Ω - AᵀA||_F²`, the term without its softmax.
+    It is `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²`, convex in `A = ωᵀ`. At `A = A0` it equals `||Ω - AᵀA||_F²`, the
+    term without its softmax.
 
     Args:
         soft_labels: `Ω`, `(C, C)`.
@@ -135,9 +140,10 @@ def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Ten
 
 
 class DistillingWeights(LossTerm):
-    """DW: pulls the class relations `ω ωᵀ` of the classification layer towards the average soft labels.
+    """FedDW's loss term: keep class similarities in the classification layer near the clients' average soft labels.
 
-    The term is `μ` times the regulariser of Eq. 11. Only `ω` gets a gradient.
+    The similarities are `ω ωᵀ`, with the layer's weights `ω`. The term is `μ` times the regulariser of Eq. 11. Only `ω`
+    gets a gradient.
 
     Args:
         mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100,
@@ -191,9 +197,9 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times the regulariser (Eq. 11) or, with `linearize_every`, its linearised form.
+        """Return the loss that keeps class similarities near the soft labels, times its weight μ.
 
-        Zero if no soft labels are known.
+        With `linearize_every` it is the convex surrogate. It is zero if no soft labels are known.
         """
         soft_labels = self.soft_labels.values
         if soft_labels is None:
@@ -259,7 +265,9 @@ class FedDW(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Build a client's module. Remove the bias of the classification layer, unless the preset `reference` keeps it.
+        """Build a client's module, and remove the bias of its classification layer.
+
+        The preset `reference` keeps the bias.
 
         Raises:
             ConfigError: The layer has a bias, and `drop_bias` does not allow its removal.

@@ -19,12 +19,13 @@ from fl_lightning.core.message import Tensors
 
 
 def next_gradient(gradient: Tensor, start: Tensor, end: Tensor, alpha: float) -> Tensor:
-    """Return the gradient that a client keeps for its next round, `g_k - α (θ_k - θ)` (Eq. 1).
+    """Return the estimated gradient of a client's own loss with respect to one parameter, after a fit.
 
-    If `θ_k` is a minimum of the regularized loss, this is the gradient of the client's own loss at `θ_k`.
+    It is `g_k - α (θ_k - θ)` (Eq. 1). It is exact if `θ_k` is a minimum of the regularized loss. The client keeps it
+    for its next round.
 
     Args:
-        gradient: `g_k`, a parameter's gradient after the client's last round.
+        gradient: `g_k`, the estimate from the client's last round.
         start: `θ`, the received parameter.
         end: `θ_k`, the parameter after the fit.
         alpha: α.
@@ -33,10 +34,11 @@ def next_gradient(gradient: Tensor, start: Tensor, end: Tensor, alpha: float) ->
 
 
 class DynamicRegularizer(LossTerm):
-    """The term `-<g_k, θ> + α/2 · ||θ - θ_received||²`, with the client's gradient `g_k` from its last round.
+    """FedDyn's loss term: the squared distance to the received weights, and a linear term from the client's last round.
 
-    A client keeps `g_k` from round to round; it is zero at first, and never sent. The term covers all parameters, also
-    those that the loss does not depend on.
+    It is `-<g_k, θ> + α/2 · ||θ - θ_received||²`. `g_k` is the gradient of the client's own loss, estimated at the end
+    of its last round. A client keeps `g_k` from round to round; it is zero at first, and never sent. The term covers
+    all parameters, also those that the loss does not depend on.
 
     Args:
         alpha: α, above 0.
@@ -70,7 +72,7 @@ class DynamicRegularizer(LossTerm):
         return sum(parts[1:], start=parts[0])
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the client's next gradient `g_k`."""
+        """Return `g_k` for the next round: the estimated gradient of the client's own loss at the trained weights."""
         now = module.backbone.named_parameters()
         return {name: next_gradient(self._gradient[name], self._start[name], p.detach(), self.alpha) for name, p in now}
 

@@ -60,7 +60,7 @@ class Generator(nn.Module):
 
     @classmethod
     def of(cls, shared: Tensors) -> Generator:
-        """Build a generator from a copy of its weights in the shared knowledge.
+        """Build a generator with a copy of the weights in `shared`.
 
         The layer sizes follow from the shapes of the weights.
         """
@@ -91,7 +91,18 @@ def label_bounds(counts: Tensor) -> Tensor:
 
 
 def draw_labels(bounds: Tensor, number: int, rng: torch.Generator | None = None) -> Tensor:
-    """Return random labels, `(number,)`. Unlike `torch.multinomial`, this never waits for a GPU."""
+    """Draw random class labels, given the cumulative class probabilities `bounds`.
+
+    Unlike `torch.multinomial`, this never waits for a GPU.
+
+    Args:
+        bounds: The result of `label_bounds`, `(C - 1,)`.
+        number: The number of labels.
+        rng: The random generator; None means torch's default generator.
+
+    Returns:
+        `(number,)`.
+    """
     return (torch.rand(number, 1, dtype=bounds.dtype, device=bounds.device, generator=rng) >= bounds).sum(dim=1)
 
 
@@ -112,7 +123,9 @@ def ensemble_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def share_weighted_loss(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-    """Return the ensemble loss of the authors' code: cross-entropies of the heads, summed with class shares as weights.
+    """Return the cross-entropy of the clients' heads, weighted by each client's share of the samples of the class.
+
+    It is summed over clients and averaged over the batch. The authors' code uses this loss instead of `ensemble_loss`.
 
     Args:
         logits: The K heads' logits, `(K, B, C)`.
@@ -124,9 +137,10 @@ def share_weighted_loss(logits: Tensor, labels: Tensor, shares: Tensor) -> Tenso
 
 
 def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
-    """Return the diversity loss `exp(-mean_ij(δ_ij · Δ_ij))`. It is small if different noise gives different features.
+    """Return the diversity loss, which is small if different noise vectors give different features.
 
-    `δ_ij` is the mean squared difference of the noise of samples i and j, `Δ_ij` the mean absolute one of the features.
+    It is `exp(-mean_ij(δ_ij · Δ_ij))`. `δ_ij` is the mean squared difference of the noise of samples i and j, `Δ_ij`
+    the mean absolute difference of their features.
 
     Args:
         noise: `(B, noise_dim)`.
