@@ -175,7 +175,7 @@ def network_of_module(
 
 
 def described_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the network in a run's config as `class_path` and `init_args`."""
+    """Return the class path and arguments of the model in a run's config, as a dict."""
     model = config["model"]
     return {"class_path": model} if isinstance(model, str) else model
 

@@ -116,7 +116,10 @@ def plot_runs(
 
 
 def arrange(found: Comparison) -> Panels:
-    """Give each group of a comparison a panel and a label. There is one panel per value of the setting `across`."""
+    """Assign the groups of runs to the panels of a figure, and label them.
+
+    There is one panel for each value of the setting `found.across`; a single panel if there is no such setting.
+    """
     key, values = found.across, across_values(found) or [""]
     end = key.rpartition(".")[2]
     named = {value: f"{end}={value}" if value else f"no {end}" for value in values}
@@ -228,7 +231,14 @@ def clients_figure(found: Comparison, panels: Panels, name: str, percent: bool, 
 
 
 def last_values(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the clients' values of a metric in the last round in which a client has one, from a `clients.csv`."""
+    """Return the clients' values of a metric in the last round for which the metric was recorded.
+
+    Clients without a value in this round are left out.
+
+    Args:
+        columns: The columns of the run's `clients.csv`.
+        name: The column of the metric.
+    """
     known = np.isfinite(columns[name])
     last = columns["round"][known].max(initial=0)
     return columns[name][known & (columns["round"] == last)]
@@ -278,9 +288,9 @@ def _partition(runs: Sequence[Run]) -> PartitionCounts:
 
 
 def clusters(axes: Axes, panels: Panels, width: float) -> Iterator[tuple[float, float, str, Group]]:
-    """Yield the x position, width, label and group of each bar or box, and label the x axis.
+    """Arrange bars or boxes in clusters: yield the x position, width, label and group of each.
 
-    With several panels, each is a cluster of bars; otherwise each bar has its label below it.
+    With several panels, each is a cluster of bars; otherwise each bar has its label below it. The x axis is labelled.
     """
     if len(panels.groups) > 1:
         ticks, size = list(panels.groups), CLUSTER / len(panels.labels)
@@ -310,7 +320,10 @@ def fill(panels: Panels, label: str) -> dict[str, Any]:
 
 
 def add_cluster_legend(figure: PaperFigure, panels: Panels) -> None:
-    """Add a legend of the groups if bars or boxes are in clusters, that is, if there are several panels."""
+    """Add a legend with the colour of each group of runs to a plot with several clusters of bars or boxes.
+
+    Each panel is one cluster. A single cluster needs no legend, because each bar or box has its label below it.
+    """
     if len(panels.groups) > 1:
         add_legend(figure, {label: Patch(**fill(panels, label)) for label in panels.ranked})
 

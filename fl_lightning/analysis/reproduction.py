@@ -60,7 +60,7 @@ class Cell:
 
     @cached_property
     def last10(self) -> float | None:
-        """Our mean of the metric over the last ten evaluated rounds, averaged over seeds; None without such means."""
+        """The metric's mean over the last ten evaluated rounds, averaged over our runs; None if no run has it."""
         means = [one.last10 for one in self.results.values() if one.last10 is not None]
         return fmean(means) if means else None
 
@@ -158,7 +158,7 @@ class Reproduction:
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """The verdicts on the paper's claims: one for each claim and each column for which it is made."""
+        """Our results for the paper's claims: one `Verdict` for each claim and each column to which it applies."""
         return [self._verdict(claim, column) for claim in self.table.claims for column in claim.columns]
 
     def _verdict(self, claim: Claim, column: str) -> Verdict:
@@ -175,7 +175,7 @@ class Reproduction:
 
 
 def read_result(folder: Path, figure: str, series: str, unit: Unit) -> SeedResult:
-    """Read the result of a run from its folder, in the unit of the paper's table; without a value if it is unfinished.
+    """Read a run's result from its folder, in the unit of the paper's table. An unfinished run has no value.
 
     Args:
         folder: The run's folder.

@@ -56,7 +56,10 @@ def format_cell(cell: Cell) -> str:
 
 
 def format_ours(cell: Cell) -> str:
-    """Return our mean ± standard deviation in a cell (`>` marks a lower bound) and how many runs are done or failed."""
+    """Format our result in a cell: mean ± standard deviation, and how many runs are finished or failed.
+
+    `>` before the mean marks a lower bound, because a run did not reach the target accuracy.
+    """
     count = sum(bool(one.reason) for one in cell.results.values())
     failed = f"{count} failed" if count else ""
     if not cell.spread:

@@ -73,7 +73,7 @@ class ResultTable:
     notes: list[str] = field(default_factory=list)
 
     def plain(self) -> str:
-        """Return the table for the terminal: aligned columns, then the notes."""
+        """Return the table as aligned columns for the terminal, followed by the lines of `notes`."""
         cells = [[one_line(cell) for cell in row] for row in (self.header, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         forms = [f"{'<' if i < self.words else '>'}{width}" for i, width in enumerate(widths)]
@@ -86,7 +86,7 @@ class ResultTable:
         return to_csv([self.header, *self.rows]).rstrip("\n")
 
     def latex(self) -> str:
-        """Return the table as a LaTeX `tabular` that uses the package booktabs, with the notes as comments."""
+        """Return the table as a LaTeX `tabular` for the package booktabs. The lines of `notes` follow as comments."""
         header, *body = (f"  {' & '.join(row)} \\\\" for row in self._cells(_latex, r"\textbf{%s}"))
         columns = "l" * self.words + "r" * (len(self.header) - self.words)
         return "\n".join(
@@ -103,7 +103,7 @@ class ResultTable:
         )
 
     def markdown(self) -> str:
-        """Return the table in GitHub's Markdown, then the notes."""
+        """Return the table in GitHub's Markdown, followed by the lines of `notes`."""
         rules = ["---"] * self.words + ["--:"] * (len(self.header) - self.words)
         header, *body = self._cells(escape_markdown, "**%s**")
         lines = [f"| {' | '.join(row)} |" for row in (header, rules, *body)]

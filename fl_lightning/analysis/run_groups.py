@@ -108,7 +108,10 @@ class Grouping(NamedTuple):
     across: str = ""
 
     def varied_within(self, runs: Iterable[Run]) -> dict[str, set[Any]]:
-        """Return the settings in which the given runs differ, as `varied_settings` returns them."""
+        """Return the settings in which the given runs differ, by key.
+
+        See `varied_settings` for the values.
+        """
         return varied_settings({run: self.texts[run] for run in runs})
 
 
@@ -181,7 +184,7 @@ def column_keys(keys: Sequence[str], across: str) -> list[str]:
 
 
 def _name(key: str, run: Run, grouping: Grouping) -> str:
-    """Return the table cell of a setting: its value and the nested settings that vary, such as `FedSKC tau=0.1`."""
+    """Return a setting's value as a name, followed by its nested settings that vary: `FedSKC tau=0.1`."""
     settings, texts, varied = compared_values(run), grouping.texts[run], grouping.varied
     inner = [
         f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"
@@ -194,7 +197,7 @@ def _name(key: str, run: Run, grouping: Grouping) -> str:
 
 
 def _method_name(path: str, grouping: Grouping) -> str:
-    """Return a method's class without its module, or the whole path if runs have two classes of this name."""
+    """Return the class name of a method, or its import path if the runs use two classes of this name."""
     name = path.rpartition(".")[2]
     paths = {str(run.settings.get("algorithm")) for run in grouping.texts}
     return name if [each.rpartition(".")[2] for each in paths].count(name) == 1 else path
@@ -216,7 +219,7 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
 
 
 def names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:
-    """Return the names of some groups (`named`), separated by commas.
+    """Return the names of some groups of runs, separated by commas.
 
     A name is the value of the first setting or, if that is not unique among `groups`, of all settings.
     """

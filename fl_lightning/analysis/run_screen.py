@@ -51,7 +51,9 @@ QUIET = 60.0
 
 @dataclass(frozen=True)
 class RunScreen:
-    """A terminal view of a run's progress and metrics. The library rich prints it in the size of the terminal.
+    """A terminal view of a run's progress and metrics. Print it with a console of the package `rich`.
+
+    The view is as wide as the terminal.
 
     Args:
         status: The status of the run.
@@ -267,7 +269,10 @@ def curves(rounds: Sequence[Row], names: Sequence[str], terminal: Terminal, rows
 
 
 def points(rounds: Sequence[Row], name: str) -> list[Row]:
-    """Return the rounds to plot for a metric: those in which its absolute value is at most `LARGEST`."""
+    """Return the rounds in which a metric has a value that the plot can show.
+
+    Values above `LARGEST` in absolute value are left out.
+    """
     return [row for row in rounds if abs(row.get(name, math.inf)) <= LARGEST]
 
 

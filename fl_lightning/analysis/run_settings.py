@@ -19,7 +19,10 @@ def compared_settings(run: Run) -> dict[str, str]:
 
 
 def compared_values(run: Run) -> dict[str, Any]:
-    """Return the settings of a run that affect results, including only those callbacks that may stop the run."""
+    """Return the settings of a run that affect its results, by key.
+
+    Of the callbacks, only those that may stop the run are included.
+    """
     values = {key: value for key, value in run.settings.items() if not is_uncompared(key)}
     callbacks = values.pop("callbacks", None)
     stopping = [each for each in callbacks if _may_stop(each)] if isinstance(callbacks, list) else []

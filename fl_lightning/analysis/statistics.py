@@ -24,7 +24,7 @@ class Spread(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Mean difference of the metric's last value between a group and its reference, over pairs of runs with equal seed.
+    """Statistics of the difference in a metric between two groups of runs, paired by seed.
 
     Args:
         pairs: Number of pairs.

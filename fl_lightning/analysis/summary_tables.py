@@ -114,7 +114,10 @@ def last_metrics(rounds: Sequence[Row], columns: Mapping[str, np.ndarray]) -> di
 
 
 def _caption(families: set[str], model: str, validation: bool) -> str:
-    """Return the caption of a table of metrics: for each group of metrics, the evaluated models and the data."""
+    """Return the caption of a table of metrics: which models were evaluated on which data.
+
+    It has one line for each group of metrics, such as `global` and `client`.
+    """
     everybody, own = "the global test set", "its own test split"
     if validation:
         everybody, own = "the validation samples of all clients", "its own validation samples"

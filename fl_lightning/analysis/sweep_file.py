@@ -55,7 +55,7 @@ class Parameter:
     q: float | None = None
 
     def rounded(self, drawn: Any) -> Any:
-        """Return a value that Optuna drew, rounded to a multiple of `q` if given."""
+        """Return a value that Optuna drew, rounded to a multiple of `q`, the parameter's step size, if it has one."""
         if self.q is None:
             return drawn
         low, high = multiples(self.distribution, self.q)
@@ -134,7 +134,7 @@ class Sweep:
 
 
 def sweep_path(name: str) -> Path:
-    """Return the path of a sweep file, given this path or the name of a sweep that is shipped with the package.
+    """Return the path of a sweep file. `name` is this path, or the name of a sweep that the package ships.
 
     Raises:
         ConfigError: The file does not exist.
@@ -275,7 +275,7 @@ def _metric(content: Any) -> tuple[str, bool]:
 
 
 def _pruner(content: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
-    """Return Optuna's pruner for W&B's hyperband, and the round from which trials are no longer pruned.
+    """Convert `early_terminate` of a W&B sweep to an Optuna pruner, and return it with the round at which pruning ends.
 
     At rounds min_iter, min_iter * eta, ... the best 1/eta of the trials so far continue. This is a single bracket of
     successive halving; Optuna's HyperbandPruner would distribute the trials over several brackets.
@@ -350,7 +350,7 @@ def _parameter(description: Any) -> Parameter:
 
 
 def _listed_parameter(values: Sequence[Any]) -> Parameter:
-    """Return a parameter with listed values.
+    """Return a parameter of a sweep that takes one of the given values.
 
     Optuna stores numbers, truth values and text with their type, and numbers of one list with one type. Other values,
     such as lists, are text: Optuna's databases do not support them. So are values that Optuna takes for equal.

@@ -96,7 +96,10 @@ def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Settin
 
 
 def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
-    """Return the table of a sweep's results: parameter values with their mean metric, best first; incomplete trials."""
+    """Return the results of a sweep as a table: a row for each combination of parameter values, best mean metric first.
+
+    If trials are incomplete, a column describes them.
+    """
     keys = [key for key in sweep.parameters if key != "seed"]
     by_seed, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
     has_seeds = by_seed or bool(sweep.seeds)
@@ -118,7 +121,11 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
 
 
 def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
-    """Write the config of the first complete trial with the best parameter values, and return this trial, if any."""
+    """Write the config of a sweep's best trial to a file. Return this trial; None if no trial is complete.
+
+    Trials that differ only in the seed are ranked by their mean metric. Of the best ones, the first complete trial is
+    used.
+    """
     best = rank_settings(results, sweep.maximize)[0].complete
     if not best:
         return None

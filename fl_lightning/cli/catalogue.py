@@ -93,7 +93,7 @@ def descriptions(kind: str) -> dict[str, str]:
 
 
 def groups(kind: str) -> dict[str, dict[str, str]]:
-    """Return the one-line description of each class or file of one kind, by heading and name.
+    """Return the one-line description of each class or file of a kind, such as `models`, by heading and name.
 
     Algorithms have one heading per family. Other kinds have a single heading.
     """
@@ -138,7 +138,7 @@ def arguments(key: str, path: str) -> list[str] | None:
 
 
 def is_in_source(key: str, name: str) -> bool:
-    """Return whether a package that a config key uses, such as torchvision for `model`, defines a class or function.
+    """Return whether `name` is a class or function in the packages for a config key, such as torchvision for `model`.
 
     The source files are searched without importing the packages.
     """

@@ -16,10 +16,10 @@ NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 
 
 def correct_case(words: Sequence[str]) -> list[str]:
-    """Correct the case of class names on a command line, and rewrite nested nulls that jsonargparse would read as text.
+    """Correct the case of class names on a command line.
 
-    In `--model.head.prediction=null`, jsonargparse turns null into the text `None`. It reads the mapping in
-    `--model.head={prediction: null}` correctly.
+    Nested nulls are rewritten, too: in `--model.head.prediction=null`, jsonargparse turns null into the text `None`. It
+    reads the mapping in `--model.head={prediction: null}` correctly.
 
     Args:
         words: The command line, with each option and its value as one word.
@@ -55,7 +55,7 @@ def builders_of_torchvision() -> list[str]:
 
 
 def as_backbone(module: str) -> str:
-    """Return the command-line options that wrap the network of a function in `FromModule`, to use it as the model.
+    """Return the command-line options to use a function that builds a network, such as `resnet18`, as the model.
 
     Args:
         module: The import path of the function, or the name of a model builder of torchvision.

@@ -1,4 +1,4 @@
-"""Bring the command line of an experiment into one form, before its names are checked. Does not import torch."""
+"""Normalize the command line of an experiment before its names are checked. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from fl_lightning.core.config_files import with_config_paths
 
 
 def normalize_words(command: str, words: Sequence[str]) -> list[str]:
-    """Normalize a command line: write `--key=value`, find configs, correct names, and insert a baseline's options.
+    """Normalize the command line of an experiment.
+
+    Options get the form `--key=value`, names of configs become paths, and class names get the correct case. The name of
+    a baseline is replaced by its options.
 
     Args:
         command: The command, one that takes the keys of an experiment.

@@ -109,7 +109,10 @@ def _wrong_class(key: str, message: str) -> str | None:
 
 
 def _other_class(key: str, path: str) -> str | None:
-    """Return our message about a torch or Lightning class that a key takes only through a wrapper; None for others."""
+    """Return our message about a class that a key does not take directly, such as a torch dataset.
+
+    Returns None for other keys, and for classes about which there is no such message.
+    """
     if key == "model":
         return f"{path} is no nn.Module. Give the import path of a network's class"
     if key == "scenario.dataset":

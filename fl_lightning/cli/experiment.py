@@ -1,4 +1,4 @@
-"""Build a `FederatedOrchestrator` from a config, or from a run's folder."""
+"""Build the object that runs an experiment (a `FederatedOrchestrator`) from a config or a run's folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WATCHERS = ("engine", "logger", "callbacks")
 
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
-    """Build the `FederatedOrchestrator` that a parsed command line describes."""
+    """Build the experiment that a parsed command line describes."""
     objects = instantiate(given, parser)
     run, local = (
         {name: objects[name] for name in inspect.signature(kind).parameters if name in objects}
@@ -45,7 +45,7 @@ def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedO
 
 
 def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
-    """Build the scenario, model, algorithm and other objects that a parsed command line describes."""
+    """Build the objects that a parsed command line describes, such as the algorithm, the model and the engine."""
     for group in ("scenario", "evaluation", "trainer"):
         if not isinstance(value := given[group], Namespace):
             held = "null" if value is None else repr(value)
@@ -77,7 +77,7 @@ def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Return a config in which this package's classes have the import paths that a run's `config.yaml` records."""
+    """Replace short import paths of this package's classes in a config by the paths that `config.yaml` records."""
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -117,7 +117,10 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
 
 
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
-    """Load a run like `open_run`. The import restrictions of an untrusted run stay in force after the call."""
+    """Load a run from its folder and one of its checkpoints.
+
+    Unlike after `open_run`, the import restrictions of an untrusted run stay in force.
+    """
     parser = experiment_parser()
     config = restrict_and_load_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
     with readable_errors(parser):

@@ -110,7 +110,9 @@ def remote_parts(run: FederatedOrchestrator) -> tuple[FlowerEngine, RemoteClient
 
 
 def server_app(file: Path) -> ServerApp:
-    """Return the Flower ServerApp of the experiment in a config file, for a SuperLink that starts the server itself.
+    """Return the Flower ServerApp that runs the experiment of a config file.
+
+    It is for a SuperLink (Flower's server process) that starts the ServerApp itself.
 
     `flwr run --run-config 'run-dir="/data/run" resume=false'` sets the run folder, and whether to resume its run.
 
@@ -157,7 +159,7 @@ def run_experiment(file: Path, grid: Grid, options: Mapping[str, Any]) -> None:
 
 
 def client_config(config: Mapping[str, Any]) -> str:
-    """Return the part of an experiment's config that its clients need, as text."""
+    """Return a YAML text with the part of an experiment's config that its clients need."""
     kept = {key: value for key, value in config.items() if key not in SERVER_KEYS}
     evaluation = {key: config["evaluation"][key] for key in ("metrics", "positive_class")}
     dataset = dict(config["scenario"]["dataset"])
@@ -167,9 +169,9 @@ def client_config(config: Mapping[str, Any]) -> str:
 
 
 def client_experiment(text: str, trusted: bool) -> FederatedOrchestrator:
-    """Build an experiment on a client's machine. Unless `trusted`, restrict imports from now on to an allowlist.
+    """Build an experiment on a client's machine, from the config that the server sent.
 
-    The restriction lasts until the caller's `contextvars` context ends.
+    Unless `trusted`, imports are restricted to an allowlist until the caller's `contextvars` context ends.
 
     Args:
         text: The config that the server sent.

@@ -146,7 +146,7 @@ def group_by_heading(options: Mapping[str, Option]) -> dict[str, dict[str, Optio
 
 
 def find_heading(key: str) -> str:
-    """Return the heading under which the help lists a key; `more` if `HEADINGS` does not contain the key."""
+    """Return the heading under which the help lists a config key; `more` if no heading is defined for the key."""
     for heading, keys in HEADINGS.items():
         if key in keys or f"{key.partition('.')[0]}." in keys:
             return heading
@@ -169,7 +169,7 @@ def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
 
 
 def shorten(option: Option) -> Option:
-    """Return an option with the first clause of its help text, and with its default in place of its type."""
+    """Shorten an option for a list: keep the first clause of its help text, and its default instead of its type."""
     text = option["help"].replace("`", "")
     clause = re.split(r"[;:] |\.(?: [A-Z]|$)", text, maxsplit=1)[0]
     choices = [choice for choice in option.get("choices", []) if choice not in ("true", "false")]

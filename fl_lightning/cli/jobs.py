@@ -1,4 +1,4 @@
-"""Run `fit` in job processes: the runs of `fit --multirun`, `sweep` and `reproduce`, and the checks before them."""
+"""Run or check `fit` command lines in separate processes (job processes), for commands such as `sweep`."""
 
 from __future__ import annotations
 

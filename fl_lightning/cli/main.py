@@ -113,7 +113,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _has_shown(error: BaseException) -> bool:
-    """Return whether an error is argparse's exit after printing a requested text, such as for `--print_config`."""
+    """Return whether argparse raised this error to exit after printing what the user requested (`--print_config`)."""
     if not isinstance(error, SystemExit) or error.code != 0:
         return False
     return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -129,7 +129,7 @@ def _raised_in(error: BaseException) -> tuple[FrameType, int]:
 
 
 def _brief(line: str) -> str:
-    """Shorten a long error message in the middle, because the fix is at the end."""
+    """Cut the middle out of a long error message. The end is kept, because it says how to fix the error."""
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 

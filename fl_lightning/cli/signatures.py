@@ -131,7 +131,7 @@ def source(module: str) -> Source:
 
 
 def path_of(module: str) -> Path:
-    """Return the file path of a module of this package without the ending `.py`, without importing the module."""
+    """Return the file path of a module of this package, without the suffix. The module is not imported."""
     _, package, *rest = module.split(".")
     spec = find_spec(f"{PACKAGE}.{package}")
     assert spec
@@ -206,7 +206,7 @@ def class_in(module: Source, node: ast.AST | None) -> Class | None:
 
 
 def find_class(path: str) -> Class:
-    """Describe the class of this package that has an import path. The class is read from source code, not imported."""
+    """Describe a class of this package, given its import path. The class is read from source code, not imported."""
     module, _, name = path.rpartition(".")
     found = class_in(source(module), ast.Name(name))
     assert found, path

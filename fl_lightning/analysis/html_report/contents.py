@@ -1,4 +1,4 @@
-"""Collect what an HTML report shows of some runs, as JSON data."""
+"""Collect the JSON data of an HTML report from runs: settings, metrics, clients and partitions."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def round_number(value: float) -> float | int | None:
 
 
 def drawn_rounds(run: Run) -> list[int]:
-    """Return the numbers of the rounds of a run to draw.
+    """Return the numbers of the rounds at which the curves of a run are drawn.
 
     These are all rounds. In runs of more than `MOST_ROUNDS` rounds they are every n-th evaluated round and the last
     one.
@@ -179,13 +179,16 @@ def split_settings(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], 
 
 
 def setting_texts(run: Run) -> dict[str, str]:
-    """Return the settings of a run by key, as text of at most `MOST_TEXT` characters."""
+    """Return a run's settings as text, by key. Long texts are cut off."""
     texts = {key: format_setting(value) for key, value in run.settings.items()}
     return {key: each if len(each) <= MOST_TEXT else f"{each[: MOST_TEXT - 1]}…" for key, each in texts.items()}
 
 
 def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
-    """Return the names and runs of the groups that `compare` forms. Each run without a config is a separate group."""
+    """Group runs that differ only in the seed, and return the groups' names and runs.
+
+    Each run without a config is a separate group.
+    """
     configured = [run for run in runs if run.config]
     groups = compare(configured, reference={}).groups if configured else []
     others = [run for run in runs if not run.config]
@@ -195,7 +198,7 @@ def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
-    """Return the results of each group: mean ± sample standard deviation of summary values over the group's runs."""
+    """Return a table with each group's final results, as mean ± sample standard deviation over the group's runs."""
     names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
     columns = [name for name in names if name.endswith(("_last", "_best")) or name.startswith("R_")]
     columns.sort(key=lambda name: (not name.startswith("global/"), not name.startswith("R_")))

@@ -1,4 +1,7 @@
-"""Read a run's files for an HTML report. Links and large files are refused, and large images are reduced."""
+"""Read the files of a run that an HTML report shows.
+
+Symbolic links and files above a size limit are refused. Large images are scaled down.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ SIDES = (1400, 1000, 700)
 
 
 def own_file(run: Run, *parts: str) -> Path:
-    """Return the path of a file below a run's folder. Raise an error if it is too large or reached through a link.
+    """Return the path of a file in a run's folder. Raise an error for symbolic links and too large files.
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -65,7 +65,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str], Defaults]:
-    """Return each method's default search space and config values, by table and method.
+    """Return the default search space and config values of each method in a benchmark, by table and method.
 
     Raises:
         ConfigError: A setting is wrong; the message names the table, the scenario and the method.
@@ -84,15 +84,18 @@ def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str
 
 
 def defaults_of(words: Words, environment: Environment) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the method's search space and all config values of a `fit` command line. Runs in a job process."""
+    """Return the defaults of a method: its search space, and all config values of its `fit` command line.
+
+    Runs in a job process.
+    """
     with open_experiment(words, environment) as (run, config):
         return run.algorithm.search_space, Run(Path(), config, []).settings
 
 
 def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], Defaults]) -> None:
-    """Check the search ranges and the metric of some entries, before any trial runs.
+    """Check the search ranges and the metric of a benchmark, before any trial runs.
 
-    Each method of each table, and each scenario, is in at least one of these entries.
+    Only as many entries are checked as are needed to include each scenario, and each method of each table.
 
     Raises:
         ConfigError: A trial could not run or would not have the metric.
@@ -113,7 +116,10 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
 
 
 def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) -> TunedEntry:
-    """Tune a method in one scenario: run the trials that are missing, and report each on stderr as it ends."""
+    """Tune one benchmark entry, which is a method in a scenario (a set of options).
+
+    The trials that are missing are run, and each is reported on stderr as it ends.
+    """
     of = "of at most" if entry.benchmark.tuning.processor_seconds < math.inf else "of"
 
     def show(result: TrialResult, most: int) -> None:
@@ -135,7 +141,10 @@ def is_allowed(words: Words) -> bool:
 
 
 def run_all(tuned: Sequence[TunedEntry], out: Path, given: Namespace) -> bool:
-    """Execute all unfinished runs with tuned values and, if configured, default values. Return whether a run failed."""
+    """Execute all unfinished runs of a benchmark. Return whether a run failed.
+
+    The runs use the tuned values. If the benchmark sets `untuned`, further runs use the values of the configs.
+    """
     jobs: list[Job] = [job for one in tuned for job in one.jobs(out).values()]
     failed = [ended for ended in run_missing(jobs, out / RUNS, given.workers, given.threads) if ended.code]
     if tuned[0].entry.benchmark.untuned:

@@ -75,7 +75,10 @@ def group_table(found: Comparison) -> ResultTable:
 
 
 def pivot_table(found: Comparison) -> ResultTable:
-    """Return a comparison as a pivot table of the last round's metric: one column per value of the key `across`."""
+    """Return a comparison as a pivot table: the metric of each group, with a column for each value of one setting.
+
+    The setting is `found.across`, and the metric is that of the last evaluated round.
+    """
     key, columns = found.across, across_values(found)
     others = [other for other in found.columns if other != key]
     cells = {(tuple(group.names[other] for other in others), group.names[key]): group for group in found.groups}
@@ -173,7 +176,10 @@ def format_reach(reach: Reach) -> list[str]:
 
 
 def format_cell(group: Group | None, found: Comparison) -> str:
-    """Format a group's metric in the last round for a pivot table, with significance stars and missing seeds."""
+    """Format a group of runs as a pivot table cell: metric, significance stars, and `(2 of 3)` if seeds are missing.
+
+    The metric is that of the last evaluated round.
+    """
     if group is None:
         return "missing"
     seeds, stars = format_seeds(group, found), group.difference.stars if group.difference else ""

@@ -32,7 +32,7 @@ rm server.csr
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Write the folder of the app, and print the commands that start the server, the clients and the run."""
+    """Write the folder of a Flower app, and print the commands that start the server, the clients and the run."""
     folder, clients = Path(given.out), given.scenario.clients
     for key in ("held_out_clients", "validation_share"):
         if given.scenario[key] is not None:
@@ -61,7 +61,7 @@ def encoding_of(given: Namespace, parser: ArgumentParser) -> TableSchema | None:
 
 
 def remote_config(config: dict[str, Any], clients: int, test_data: Path | None, schema: Path | None) -> dict[str, Any]:
-    """Return a copy of an experiment's config, changed to train with Flower on data on the clients' machines.
+    """Return an experiment's config, adapted to clients that train on their own machines with Flower.
 
     Args:
         config: The resolved config.

@@ -33,9 +33,10 @@ from fl_lightning.runs.trust import allow_local_modules, restrict_and_load_confi
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Add to a command line what it implies: the engine's and optimizer's class, and the config of the run to resume.
+    """Expand a `fit` command line: add the options that its other options imply.
 
-    A class is added if the command line has options of it. Modules of the user's own classes become importable.
+    These are the class of the engine or optimizer whose options are given, and the config of the run to resume. Modules
+    of the user's own classes become importable.
     """
     configs = [read_config(Path(path)) for path in option_values(words, "config")]
     words = with_optimizer_class(with_engine_class(words, configs), configs)
@@ -81,7 +82,7 @@ def print_results(orchestrator: FederatedOrchestrator, run: Run) -> None:
 
 
 def with_engine_class(words: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a command line with an engine's short name replaced by its class name if engine options are given.
+    """Replace an engine's short name on a command line by its class name, if options of the engine are given.
 
     `--engine=processes --engine.workers=2` becomes `--engine=ProcessesEngine --engine.workers=2`. The short name may
     also come from a config.
@@ -103,7 +104,7 @@ def with_optimizer_class(words: Sequence[str], configs: Sequence[Mapping[str, An
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
-    """Add the config of a run to resume to a command line, unless the user gives another config.
+    """Add the config of the resumed run to a command line that has `--resume` but no `--config`.
 
     Raises:
         ConfigError: The run has no config, or another user made it and it names its own code.
@@ -130,7 +131,7 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the experiment's settings as its config states them, without the changes by later files and options.
+    """Return an experiment's settings before later config files and command-line options change them.
 
     The changes become part of the run's name. A class that replaces another one counts with its default options. If
     the experiment's config is not complete, all settings are returned.
@@ -158,7 +159,7 @@ def config_name(given: Namespace, parser: ArgumentParser) -> str:
 
 
 def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
-    """Return the config files that define the experiment: the first files up to the one that completes the config.
+    """Return the first config files of a command line that together define a complete experiment.
 
     Later files change the experiment. If the config is complete only with all files, or not even then, all files are
     returned.

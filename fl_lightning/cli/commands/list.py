@@ -1,4 +1,4 @@
-"""`fl-lightning list`: list the names that a config can use."""
+"""`fl-lightning list`: list the names of algorithms, datasets, models and more that a config can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fl-lightning fit --seeds ... --multirun ...`: run an experiment with several seeds and settings, and compare."""
+"""`fl-lightning fit --seeds ... --multirun ...`: compare runs of an experiment with several seeds and settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFLICTS = {
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """Reorder a command line: the options for several runs, such as `--seeds`, then `--`, then all other options.
+    """Move the options for several runs, such as `--seeds`, to the start of a command line, and write `--` after them.
 
     In the words of each run, `PLACE` marks the position of `--multirun`.
 
@@ -122,7 +122,9 @@ def dry_runs(grid: Sequence[Combination]) -> int:
 
 
 def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list[Job]:
-    """Return one job per combination of settings and seed, after checking the combinations that have no run yet.
+    """Check the combinations of settings in a multirun, and return its jobs: one for each combination and seed.
+
+    The checks of `fit` are made only for combinations that have no run yet.
 
     Raises:
         ConfigError: A value is wrong or does not fit the others, two combinations are equal, or none is the reference.

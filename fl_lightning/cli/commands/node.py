@@ -30,7 +30,7 @@ from fl_lightning.flower.node import Node, Site
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Load this client's data, connect to the SuperLink, and answer its messages until the process is ended."""
+    """Load this client's data, connect to the server (a Flower SuperLink), and answer its messages until stopped."""
     import_flower()
     paths = (None if path is None else Path(path) for path in (given.certificate, given.key))
     address = Address(given.superlink, *paths)

@@ -27,7 +27,7 @@ MOST_BYTES = 2**27
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Draw groups of runs, write the figure to a file, and print the lines for its caption."""
+    """Draw a figure that compares groups of runs, write it to a file, and print lines for its caption."""
     path = Path(given.out)
     check_target(path)
     figure = plot_runs(
@@ -51,7 +51,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def check_target(path: Path) -> None:
-    """Raise an error if a file has no known suffix, or exists and is not a figure of this command.
+    """Check that a path has the suffix of a figure, and that no file from elsewhere would be overwritten.
 
     Raises:
         ConfigError: The suffix is unknown, or the file exists and was not written by this command.

@@ -30,15 +30,15 @@ class ClassCounts(SharedKnowledge):
     counts: Tensor  # on clients, each tensor that was sent is an attribute
 
     def initial(self, num_classes: int) -> Tensors:
-        """Server, before round 1: return the tensors to send in round 1."""
+        """Return the tensors that the server sends to the clients in round 1."""
         return {"counts": torch.ones(num_classes)}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Client, after training: return the tensors to upload."""
+        """Return the tensors that a client uploads after its training."""
         return {"counts": torch.stack([F.one_hot(y, num_classes).sum(dim=0) for _, y in batches]).sum(dim=0).float()}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Server, after the uploads: return the tensors to send in the next round."""
+        """Merge the clients' uploads on the server, and return the tensors to send in the next round."""
         return {"counts": torch.stack([one.message.section(self.name)["counts"] for one in uploads]).sum(dim=0)}
 
 
@@ -54,7 +54,10 @@ class PriorMatching(LossTerm):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The shared knowledge that this loss term reads. fl-lightning sends and merges everything listed here."""
+        """The tensors that this loss term needs, which clients and server exchange in addition to the weights.
+
+        fl-lightning sends and merges each of them.
+        """
         return (self.class_counts,)
 
     def forward(self, step: Step) -> Tensor:
