@@ -85,7 +85,7 @@ class LastUploads(Aggregator):
 class FedAMP(Algorithm):
     """Each personalised model is kept near a mixture of all models, in which similar models weigh more.
 
-    Each client continues from its own model and adds `λ/2α ||w - u_i||²` to its loss. Its personalized cloud model
+    Each client continues from its own model and adds `λ/(2α) ||w - u_i||²` to its loss. Its personalized cloud model
     `u_i` is a mixture of its own last upload and those of the last round's participants. Round 1 has no cloud model.
     With `lam` 0 clients train independently. BatchNorm's statistics never leave the client.
 
