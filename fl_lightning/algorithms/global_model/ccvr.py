@@ -95,8 +95,8 @@ class CCVR(FedAvg):
     With `epochs` 0 this is FedAvg, bit for bit. The calibrated model is evaluated, exported and written at the end of
     the run, and training continues without the calibration. `global/uncalibrated_acc` is the accuracy without it.
 
-    Bytes a round, each participant: down `model`, up `model + 8`. Once, for the calibration, each client: down `model`,
-    up `4 * C * (d**2 + d + 1)`.
+    Bytes a round, each participant: down `model`, up `model + 8`. Each calibration, each client: down `model`, up
+    `4 * C * (d**2 + d + 1)`.
 
     Args:
         features: Number of virtual features of each class, 1 or more.

@@ -225,7 +225,8 @@ class FedSiamDA(Algorithm):
 
     Args:
         mu: μ of Eq. 11; the paper's best is 0.1.
-        stop_gradient: With false, use Eq. 5, which has no predictor and trains no copy of the global model.
+        stop_gradient: With false, use Eq. 5: `μ [½ cos(z_hist, z) - ½ cos(z_global, z)]`, without predictor and trained
+            copy.
         aggregation: `dual`, or the ablations `uniform` and `weighted` (by samples).
     """
 

@@ -48,8 +48,8 @@ class FedSKC(Algorithm):
             result.
         gpr: Global period review.
         gda_scale: `count` (the paper) or `share`, see `aggregation_weights` and `discrepancy`.
-        spread: `batch` divides similarities by `U_j` (Eq. 2). `none` does not, as in the authors' code, and may need a
-            smaller learning rate.
+        spread: `batch` divides the similarity to class j by `U_j` (Eq. 2), the batch's mean distance to its
+            knowledge. `none` does not, as in the authors' code, and may need a smaller learning rate.
         review: `interpolation`, or `literal` for Eq. 5 as printed, see `GlobalPeriodReview`. By default
             `interpolation`, or `literal` with `preset: reference`.
         preset: `paper`, or `reference` for the authors' published code.
