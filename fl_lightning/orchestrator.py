@@ -295,7 +295,10 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         self.record.checkpoint(keep)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return the content of a checkpoint: the shared state, and the states of the callbacks and of the engine."""
+        """Return the content of a checkpoint: the states of the server, the callbacks and the engine.
+
+        The server's state contains, for example, the global model.
+        """
         return {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
 
     def _set_up(self, worker: Worker) -> None:

@@ -99,7 +99,10 @@ class BlockOptimizer:
         return tensors
 
     def _divide(self, rows: Sequence[int]) -> None:
-        """Split blocks of clients, so that each block lies entirely inside or outside of the clients `rows`."""
+        """Split blocks of clients that contain both clients in `rows` and other clients.
+
+        Afterwards each block contains only clients in `rows`, or none of them.
+        """
         chosen, count = set(rows), self._cuts[-1]
         cuts = {row for row in range(1, count) if (row in chosen) != (row - 1 in chosen)}
         if cuts - set(self._cuts):

@@ -118,9 +118,9 @@ class StepContents:
         }
 
     def shape(self) -> dict[str, Any]:
-        """Return everything that must be equal for two clients to be trained as one batch, by path in the module.
+        """Return the step's tensor shapes and types, module classes and other attributes, without tensor values.
 
-        That is: shapes and types of tensors, classes of modules, and values of other attributes.
+        The keys are paths in the step. Clients can be trained as one batch only if this dict is equal for all of them.
         """
         modules = {id(module): name for name, module in self.modules.items()}
 
@@ -153,7 +153,7 @@ def plain(module: nn.Module) -> dict[str, Any]:
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters, buffers and plain attributes of a module and its submodules by path."""
+    """Return the parameters, buffers and other attributes of a module and its submodules. The keys are dotted paths."""
     return {**dict(tensors_of(module)), **plain(module)}
 
 
@@ -299,9 +299,9 @@ class StackedStep:
         return output._replace(features=None) if missing else output
 
     def verify(self) -> None:
-        """Check that the steps since `watch` have modified only what a step may modify.
+        """Raise an error if a step since `watch` has changed module attributes, other tensors or global random states.
 
-        A step must not modify attributes of the module, tensors outside of the backbone, or the global random state.
+        Other tensors are those outside of the backbone.
 
         Raises:
             ConfigError: A step has changed something, or drawn random numbers that are not those of `ClientFunctions`.
@@ -315,7 +315,14 @@ class StackedStep:
 
     @contextmanager
     def _replacing_tensors(self, registered: Tensors, free: Tensors) -> Iterator[None]:
-        """Context in which the module of the batched step holds the given tensors, and a `SharedTrainer` as trainer.
+        """Context that replaces the tensors and the trainer of the module that computes the batched step.
+
+        The trainer becomes a stand-in that raises an error if the step reads what differs between clients. The context
+        restores everything on exit.
+
+        Args:
+            registered: The new parameters and buffers by name.
+            free: The new tensors of other attributes by path.
 
         Raises:
             ConfigError: The step replaces a tensor or the trainer.
@@ -369,7 +376,7 @@ class SharedTrainer:
 
 
 class ClientFunctions(TorchFunctionMode):
-    """Replaces functions, such as dropout, that `torch.vmap` would not compute as each client alone would.
+    """Replaces dropout and other functions inside `torch.vmap`, so that each client gets the results of training alone.
 
     Dropout, `torch.rand` and `torch.randn` draw from the client's own random state. Embeddings keep the padding vector
     out of the gradient of every client. torch's batching rule does so for the first client only (seen in torch 2.15).

@@ -73,7 +73,10 @@ def quiet_trainer(
 
 
 def obstacle_to_shared_fit(trainer: L.Trainer) -> tuple[str, str] | None:
-    """Return which trainer option keeps clients from sharing one fit, and why; None if no option does."""
+    """Return the trainer option that prevents training several clients in one `Trainer.fit`, and the reason.
+
+    Without such an option, the result is None.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         return f"the callback {type(callback).__name__}", "it is for one fit, and all clients are in one"
     if trainer.accumulate_grad_batches != 1:

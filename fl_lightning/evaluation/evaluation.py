@@ -231,7 +231,7 @@ def personal_means(scores: Sequence[Score]) -> Row:
 
 
 def own_series(scores: Mapping[int, Score]) -> Row:
-    """Return each client model's metrics, without the loss, on the client's test split, as `client_<id>/<name>`."""
+    """Return the test metrics of each client's own model, without the loss. The keys are `client_<id>/<name>`."""
     return {
         f"client_{client}/{name}": value
         for client, score in scores.items()

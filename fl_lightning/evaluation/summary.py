@@ -82,7 +82,7 @@ def sum_of(rows: Iterable[Row], name: str) -> float:
 
 
 def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the lowest value of each recorded loss over a run's rounds, as `<loss>_best`."""
+    """Return the lowest value of each recorded loss over all rounds of a run. The keys are `<loss>_best`."""
     found = {name: best_and_last(rows, name, lower=True) for name in LOSSES}
     return {f"{name}_best": figures["best"] for name, figures in found.items() if figures}
 

@@ -144,7 +144,11 @@ class Node:
         return pack_result(result, worker.algorithm.public)
 
     def _open(self, experiment: str, run: str) -> tuple[Worker, ClientStates]:
-        """Return the worker object of an experiment and the client's states in a run, and keep them for later tasks."""
+        """Load an experiment and open the client's stored states of a run. What is loaded already is reused.
+
+        Returns:
+            The `Worker` (model, data and options of the experiment), and the storage of the client's states.
+        """
         digest = hashlib.sha256(experiment.encode()).hexdigest()
         if self._worker is None or digest != self._experiment:
             self._context, self._run = copy_context(), ""
@@ -172,9 +176,13 @@ class Node:
         return worker
 
     def _check_sent(self, worker: Worker, kinds: set[str]) -> None:
-        """Raise an error if a method sends any of `kinds` that this machine does not permit.
+        """Raise an error if a method sends something that this machine does not permit it to send.
 
         It is called before the training, and again afterwards, when everything that the method sends is known.
+
+        Args:
+            worker: The model, data and options of the experiment, including the method.
+            kinds: Names of what the method sends, such as `model`.
 
         Raises:
             BadMessage: Names the method and what it sends.

@@ -1,4 +1,4 @@
-"""A client's own data on its machine, as federated data in which no other client has samples."""
+"""Load a client's own data on the client's machine. All other clients have no samples there."""
 
 from __future__ import annotations
 

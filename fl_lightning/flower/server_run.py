@@ -1,7 +1,7 @@
-"""A run on Flower's SuperLink with this process as its server, in place of a process that the SuperLink starts.
+"""Start a run on Flower's SuperLink, and make this process the server of the run.
 
-So the run folder, the output and Ctrl-C are those of any run. As in `connection.py`, this uses parts of Flower that are
-not public.
+Usually, the SuperLink starts another process as the server. In this process, the run folder, the output and Ctrl-C are
+those of any run. As in `connection.py`, this uses parts of Flower that are not public.
 """
 
 from __future__ import annotations

@@ -165,7 +165,9 @@ def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...] | Shapes, 
 
 
 def probe(module: nn.Module, in_shape: tuple[int, ...] | Shapes, path: str) -> Tensor | Inputs:
-    """Return a random batch of two samples that a module accepts. Each input is floating-point numbers or token ids.
+    """Find out which inputs a module accepts, and return a batch of two such samples.
+
+    For each input, random floating-point numbers are tried first, then integer zeros as token ids.
 
     Raises:
         ConfigError: The module accepts no such batch.
@@ -212,7 +214,7 @@ def _give_tensors(network: nn.Module, args: tuple[Any, ...], options: dict[str, 
 
 
 def call_arguments(network: nn.Module, tensors: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments with which a network's `forward` takes several inputs.
+    """Convert the inputs of a network to positional and keyword arguments for its `forward`.
 
     A dict becomes keyword arguments and a tuple becomes positional arguments, if `forward` takes these. Otherwise
     `forward` gets the dict or tuple as its only argument.

@@ -60,7 +60,9 @@ def axis_label(metric: str, percent: bool) -> str:
 
 
 def mean_curve(runs: Sequence[Sequence[Row]], metric: str, x: XAxis = "round", percent: bool = False) -> Curve | None:
-    """Return the curve of a metric over the rounds in which all runs have a value; None if there are no such rounds.
+    """Return the mean and standard deviation of a metric over several runs, as a curve.
+
+    The curve has only the rounds in which all runs have a value. Without such rounds, the result is None.
 
     Args:
         runs: The rounds of each run. Runs without the metric are ignored.

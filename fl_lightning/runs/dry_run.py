@@ -53,7 +53,10 @@ def train_samples(batch_size: int, validation: float) -> int:
 
 
 def shorten_fit(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Trainer options changed for a dry run: few steps. `max_epochs` stays, because methods depend on it."""
+    """Return a copy of Trainer options that limits training to two batches, for a dry run.
+
+    A given `max_epochs` is kept, because methods depend on it.
+    """
     steps, epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
     limits = {"max_steps": BATCHES if steps == -1 else min(steps, BATCHES), "limit_train_batches": BATCHES}
     return {**trainer, **limits, "max_epochs": 1 if epochs is None and steps == -1 else epochs}

@@ -115,7 +115,7 @@ class MetricsCsv:
             raise CheckpointError(f"cannot write to {self.path.parent}: {error}") from error
 
     def _rows_until(self, round: int) -> list[Row]:
-        """Return the rows of `metrics.csv` from round 1 to `round`, or to the round before the first missing one."""
+        """Return the rows of `metrics.csv` from round 1 to `round`. If a round is missing, the rows end before it."""
         try:
             rows = [row for row in read_rows(self.path) if row] if self.path.exists() else []
         except ValueError as error:

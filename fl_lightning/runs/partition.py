@@ -23,9 +23,10 @@ MAX_COLUMNS = 200
 
 
 def group_clients(counts: np.ndarray) -> np.ndarray:
-    """Return the mean number of samples of each class in 200 groups of similar clients, `(C, 200)`.
+    """Put similar clients into 200 groups, and return the clients' mean class counts in each group, `(C, 200)`.
 
-    Clients are sorted by their largest class and its size, and cut into groups.
+    Figures show the groups if there are too many clients to show each of them. Clients are sorted by their largest
+    class and its size, and cut into groups.
     """
     order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
     return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MAX_COLUMNS)], axis=1)

@@ -48,7 +48,7 @@ Keep = Callable[[list[int]], set[int]]
 
 
 class RecordedRun(Protocol):
-    """What `Record` needs of a run (as `typing.Protocol`): its last finished round and the content of its checkpoints.
+    """Protocol of a run that `Record` can write to a run folder: the last finished round, and the checkpoint content.
 
     Attributes:
         round: The last finished round.

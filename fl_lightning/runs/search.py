@@ -88,7 +88,7 @@ def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
 
 
 def known_key(name: str, runs: Iterable[Run], option: str) -> str:
-    """Return the full key of a setting, given the key or its end, after checking that some of these runs have it.
+    """Return the full key of a setting that some of these runs have, such as `scenario.partition.alpha` for `alpha`.
 
     Args:
         name: The key or its end.

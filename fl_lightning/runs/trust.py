@@ -103,7 +103,7 @@ def local_modules(value: Any) -> list[str]:
 
 
 def _import_paths(value: Any) -> Iterator[str]:
-    """Yield all parts of a config's texts that look like import paths."""
+    """Yield everything in the strings of a config that looks like an import path. Searches nested dicts and lists."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _import_paths(each)
