@@ -79,7 +79,7 @@ class BlockOptimizer:
                 self._parameters[name, block].grad = gradient[place]
 
     def state_of(self, row: int) -> Tensors:
-        """Return the optimizer state of one client, in the format of `optimizer_tensors`."""
+        """Return the optimizer state of one client as tensors by `<parameter index>/<state name>`."""
         block = next(block for block in self.blocks if block.start <= row < block.stop)
         kept: Tensors = {}
         for number, name in enumerate(self.names):
@@ -90,7 +90,10 @@ class BlockOptimizer:
         return kept
 
     def _stacked(self, started: Sequence[dict[int, Tensors]]) -> Tensors:
-        """Stack the clients' initial optimizer states into one state, by `<parameter index>/<state name>`."""
+        """Stack the initial optimizer states of the clients into one state, with one row per client.
+
+        Keys are `<parameter index>/<state name>`. There is one parameter for each weight and block of clients.
+        """
         tensors: Tensors = {}
         for number, (name, block) in enumerate(self._parameters):
             rows = [own.get(self.names.index(name), {}) for own in started[slice(*block)]]
@@ -117,7 +120,7 @@ class BlockOptimizer:
         ]
 
     def _arrange(self) -> None:
-        """Make each block of clients one parameter of the optimizer, and keep the optimizer state of each client."""
+        """Create an optimizer parameter for each weight and block of clients, and keep their optimizer states."""
         before, self._parameters = self._parameters, {}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = []
@@ -137,7 +140,10 @@ class BlockOptimizer:
 
 
 def part(key: str, value: object, rows: slice) -> object:
-    """Return the part of a block's optimizer state that belongs to some rows."""
+    """Return a copy of an optimizer state tensor with only some of its rows. Each row belongs to one client.
+
+    A count, such as the number of steps, is copied whole. A value that is not a tensor is returned unchanged.
+    """
     if not isinstance(value, Tensor):
         return value
     return (value if key in COUNTS else value[rows]).clone()

@@ -80,7 +80,7 @@ class ClientStep(nn.Module):
 
 
 def impure(path: str) -> ConfigError:
-    """Return the error for a training step that has changed something that it may only read."""
+    """Return the exception to raise if a training step changes a tensor or attribute that it may only read."""
     return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
 
 
@@ -147,7 +147,10 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
-    """Collect the `attributes` of a module and of all its submodules, by path. Containers are flattened."""
+    """Return the attributes of a module and its submodules by path, without parameters and buffers.
+
+    Each item of a list, tuple or dict has a path of its own.
+    """
     held = {f"{name}.": attributes(part) for name, part in module.named_modules()}
     return {name + path: leaf for name, values in held.items() for path, leaf in leaves(values).items()}
 
@@ -177,7 +180,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def with_tensors(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
-    """Return an attribute's value with its tensors replaced. The given value is not modified.
+    """Return a tensor or container with some tensors replaced by others. The given value is not modified.
 
     A container in which a tensor is replaced is copied.
 
@@ -355,7 +358,7 @@ class StackedStep:
 
 
 class SharedTrainer:
-    """Stand-in for the trainer while the step of several clients runs as one batch.
+    """Stands in for Lightning's `Trainer` while the training step of several clients runs as one batched call.
 
     It raises an error if an attribute is read that differs between clients.
 

@@ -138,7 +138,10 @@ class TaskServer:
 
 
 def shares_fit(worker: Worker) -> bool:
-    """Return whether tasks can share a `Trainer.fit`. On an error, return False; separate fits then raise the error."""
+    """Return whether the tasks of several clients can share one `Trainer.fit`; False if the check fails.
+
+    The cause of the failure is then raised when a client is trained in a fit of its own.
+    """
     try:
         return can_share_fit(worker)
     except BaseException:

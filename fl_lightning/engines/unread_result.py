@@ -67,7 +67,10 @@ class UnreadResult(NamedTuple):
 
 
 def unread_result(task: Task, result: Result, losses: LossRecord | None = None) -> UnreadResult:
-    """Return a result whose tensors are still on the device, with sums that show whether its upload is finite."""
+    """Return a task's result whose losses are read from the device later, together with those of other clients.
+
+    It includes sums of the upload's tensors, for a later check for NaN and Inf.
+    """
     sections = result.upload.sections if result.upload else {}
     return UnreadResult(task, result, losses, {name: sums_of(tensors) for name, tensors in sections.items()})
 

@@ -1,4 +1,4 @@
-"""Runs one client's task: load the download, train in a `Trainer.fit`, evaluate, and return the upload.
+"""Runs one client's task: load the tensors from the server, train with Lightning, evaluate, and return the upload.
 
 A `Task` and a `Worker` are picklable and complete, so that an engine can run them in any process on any machine and
 get the same bytes.
@@ -167,7 +167,7 @@ class Worker:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """The scorer, which evaluates client modules on test data."""
+        """The object that evaluates models on the global test set and on clients' test splits."""
         return Scorer(self.client_data, self.metrics, self.positive_class)
 
     @property

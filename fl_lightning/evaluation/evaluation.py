@@ -224,7 +224,10 @@ def client_summary(scores: Sequence[Score], group: str = "client") -> Row:
 
 
 def personal_means(scores: Sequence[Score]) -> Row:
-    """Average each metric on the global test set over the clients' models. The loss is left out."""
+    """Return the mean of each metric over the clients' models, all evaluated on the global test set.
+
+    The loss is left out.
+    """
     names = dict.fromkeys(name for score in scores for name in score.values if name not in ("loss", "acc_interval"))
     values = {name: [score.values[name] for score in scores if name in score.values] for name in names}
     return {f"personal_on_global/{name}_mean": sum(own) / len(own) for name, own in values.items()}

@@ -1,4 +1,4 @@
-"""Read a run's metrics by round, and summarise them: best and last values, rounds to an accuracy (R_acc), bytes."""
+"""Summarise the metrics of a run: best and last values, rounds to a target accuracy (R_acc), and total bytes."""
 
 from __future__ import annotations
 

@@ -148,7 +148,10 @@ def open_connection(*args: Any) -> AbstractContextManager[Any]:
 
 
 def refusal(message: str) -> Refused:
-    """Return the error for Flower's message that the SuperLink does not accept this machine."""
+    """Return the exception to raise if the SuperLink refuses this machine, with advice on how to fix the cause.
+
+    The cause is found in Flower's `message`.
+    """
     fix = "Register the key of this machine on the server (flwr supernode register). If it is registered, wait: "
     fix += "after a kill, the SuperLink takes a node for connected for up to a minute"
     if "hostname mismatch" in message.lower():
@@ -216,6 +219,6 @@ def answer_message(connection: Any, answer: Callable[[RecordDict], RecordDict], 
 
 
 def describe_answer(question: str, content: RecordDict, seconds: float) -> str:
-    """Return the line that reports an answer to the user, with the reason if the answer is a failure."""
+    """Describe an answer to the server in one line for the user: how long it took, or why it failed."""
     failure = unpack(content, math.inf).values.get("failure")
     return f"failed: {question}: {failure}" if failure else f"answered: {question}, in {seconds:.2f} s"

@@ -194,7 +194,9 @@ class Node:
 
 
 def sent_kinds(result: Result, public: str | None) -> set[str]:
-    """Return the names of the tensor groups (sections) and numbers that a client sends, without `n_samples`.
+    """Return the names of all values that a client sends to the server, except the number of samples.
+
+    They are tensor groups (sections) and numbers of the upload, and the public section of the client's state.
 
     Args:
         result: The result.

@@ -28,7 +28,9 @@ class OwnData(Partition):
 
 
 def load_own(dataset: Dataset, client: int, local_test: float | None) -> FederatedData:
-    """Load a client's data on the client's machine, as federated data in which no other client has samples.
+    """Load the dataset of one client on the client's own machine.
+
+    In the result, clients with smaller ids have no samples.
 
     Args:
         dataset: The client's dataset.

@@ -72,7 +72,10 @@ class RoundLogger(Logger):
             self.log_hyperparams(dict(run.config))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Log the summary of the rounds so far, with the names of `final/summary.json`. Called after each round."""
+        """Log summary figures of the rounds so far, such as the best accuracy. Called after each round.
+
+        Figures that are also in `final/summary.json` have the same names.
+        """
 
     def log_files(self) -> None:
         """Log files of the run, such as the final model. Called when the run folder is complete."""

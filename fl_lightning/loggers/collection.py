@@ -120,7 +120,10 @@ class Loggers:
             raise
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics of round `step` in all loggers. The key of a client's metric includes its name, if any."""
+        """Log the metrics of round `step` in all loggers.
+
+        If clients have names, the key of a client's metric includes the client's name: `client_3_north/acc`.
+        """
         named = {named_key(key, self._client_names): value for key, value in metrics.items()}
         for one in self._all:
             one.log_metrics(dict(named), step)

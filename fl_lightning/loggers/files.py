@@ -139,7 +139,10 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         )
 
     def begin(self, run: Beginning) -> None:
-        """Begin logging, or continue a resumed run's log; TensorBoard then hides rounds after the last finished one."""
+        """Begin logging, or continue the log of a resumed run.
+
+        In the log of a resumed run in its run folder, TensorBoard hides entries after the last finished round.
+        """
         if self._in_run:
             self._root_dir, self._name, self._version = str(run.run_dir), "tensorboard", ""
             self._kwargs["purge_step"] = run.round + 1

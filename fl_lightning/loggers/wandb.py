@@ -350,7 +350,7 @@ def add_checksum(note: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _name_key(key: str) -> Iterator[None]:
-    """Context in which any exception, such as W&B's, becomes a one-line `ConfigError` that names the config key."""
+    """Context that re-raises any exception as a one-line `ConfigError` that starts with the name of a config key."""
     from pydantic import ValidationError  # not at the top: only runs with this logger need it
 
     try:

@@ -38,7 +38,10 @@ class Backbone(nn.Module):
 
     @property
     def classifier(self) -> nn.Module:
-        """The classification layer: the head or its last layer, with a `weight` `(C, ...)`."""
+        """The classification layer: the last layer of an `nn.Sequential` head, otherwise the head itself.
+
+        It has a `weight` of shape `(C, ...)`.
+        """
         return self.head[-1] if isinstance(self.head, nn.Sequential) else self.head
 
     def forward(self, x: Tensor | Inputs) -> Tensor:
@@ -53,7 +56,9 @@ class Backbone(nn.Module):
 
 @contextmanager
 def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
-    """Record the inputs of named layers inside a `with` block. If a layer is called again, its last input counts.
+    """Context that records the inputs of named layers while the network runs.
+
+    If a layer is called several times, the input of its last call is kept.
 
     Args:
         backbone: The network.
@@ -107,7 +112,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
 
 
 def options_with_head(module: nn.Module | None) -> str:
-    """Return the `--model` options for the class of a network, with its last linear layer as the model's head."""
+    """Return command-line options that set a network as the model and its last linear layer as the head."""
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)] if module else []
     head = linear[-1] if linear else "NAME_OF_ITS_LAST_LAYER"
     return (
@@ -116,7 +121,7 @@ def options_with_head(module: nn.Module | None) -> str:
 
 
 def with_features(module: nn.Module | None) -> Backbone:
-    """Return a module if it is a `Backbone`; otherwise raise an error.
+    """Check that a model is a `Backbone`, which can return features as well as logits, and return it.
 
     Raises:
         ConfigError: It is not a backbone. The message has the options that name its head.
@@ -128,7 +133,7 @@ def with_features(module: nn.Module | None) -> Backbone:
 
 
 def with_encoder(module: nn.Module | None) -> Backbone:
-    """Return a module if it is a `Backbone` with a separate encoder and head; otherwise raise an error.
+    """Check that a model is a `Backbone` whose encoder and head can be called separately, and return it.
 
     Raises:
         ConfigError: It is not a backbone, or its encoder and head cannot be called separately.

@@ -102,7 +102,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that differ between two configs: a text with old and new value, by key."""
+    """Compare two configs. Return a dict from the key of each changed setting to a text with the old and new value."""
     changed = [key for key in sorted(before.keys() | now.keys()) if not _are_equal(before.get(key), now.get(key))]
     outermost = [key for key in changed if not is_below(key, changed)]
     return {key: f"{key} ({before.get(key)} -> {now.get(key)})" for key in outermost}

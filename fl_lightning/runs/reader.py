@@ -54,7 +54,10 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config by dotted key, as on the command line. Classes are given by name, your own by import path."""
+        """The config as a flat dict with dotted keys, such as `scenario.partition.alpha`.
+
+        A class of this package, torch or Lightning is given by its name, any other class by its import path.
+        """
         return flatten(self.config, name=class_name)
 
     @property
@@ -201,7 +204,9 @@ def read_clients(folder: Path) -> dict[str, np.ndarray]:
 
 
 def complete_rounds(rows: Iterable[Row]) -> list[Row]:
-    """Return a metrics file's rows without empty rows, which stand for lines that a killed run left incomplete.
+    """Return the non-empty rows of a metrics file, after checking that they are rounds 1 to n in order.
+
+    An empty row stands for a line that a killed run left incomplete.
 
     Raises:
         ValueError: The rows are not rounds 1 to n in order.
