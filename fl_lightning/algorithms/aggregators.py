@@ -72,11 +72,11 @@ class Aggregator(ArgumentsMixin, Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Yield, for each client, the server state from which `model_for` returns the client's model.
+        """Compute the clients' models ahead of time, if several can be computed together, and yield a state per client.
 
-        By default this is `state` itself. An aggregator that can compute the models of several clients together adds
-        them to the yielded state, where `model_for` finds them. A client's model must not depend on the other ids in
-        `clients`.
+        `model_for` is called with the yielded state. By default, this is `state` itself: no model is computed ahead. An
+        aggregator that computes models ahead adds them to the yielded state, where `model_for` finds them. A client's
+        model must not depend on the other ids in `clients`.
         """
         return (state for _ in clients)
 

@@ -164,7 +164,10 @@ class Class:
 
     @property
     def summary(self) -> str:
-        """The first line of the class's docstring, and the name of the only algorithm that can use it, if any."""
+        """The first line of the class's docstring.
+
+        If the class works with one algorithm only, such as a loss term of this algorithm, a sentence names it.
+        """
         line = self.docstring.partition("\n")[0]
         return f"{line} Only in {self.only_in}." if self.only_in else line
 

@@ -319,7 +319,10 @@ class ClientModule(L.LightningModule):
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether the user's LightningModule provides the fit's optimizer, because the config names none."""
+        """Whether the optimizer comes from `configure_optimizers` of the user's LightningModule (the backbone).
+
+        An optimizer in the config takes precedence.
+        """
         return self.optimizer_factory is None and has_optimizer(self.backbone)
 
     def step(self, batch: Batch, batch_idx: int = 0) -> Step:

@@ -91,7 +91,7 @@ class ImageOptions:
         self.channels, self.mean, self.std, self.augment, self.cache = channels, mean, std, augment, cache
 
     def shape(self, images: Sequence[EncodedImage]) -> ImageShape:
-        """Return the shape of all images after decoding. It depends on the options and on the files' headers."""
+        """Return the shape `(C, H, W)` that each image has after decoding, from the options and the files' headers."""
         with ThreadPoolExecutor() as pool:
             shapes = [shape for chunk in chunks(images) for shape in pool.map(read_shape, chunk)]
         channels, first = self.channels or max(shape.channels for shape in shapes), shapes[0]

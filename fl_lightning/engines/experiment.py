@@ -89,7 +89,7 @@ class Experiment:
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
     def worker_of(self, data: FederatedData) -> Worker:
-        """Return a `Worker` that trains and evaluates one client on the client's own machine.
+        """Return the `Worker` (model, data, options) with which a client's own machine trains and evaluates it.
 
         Args:
             data: The client's data. The scenario's dataset is a `RemoteClients`.

@@ -36,7 +36,7 @@ class PoolWorker(ABC):
     """The main process's handle of one worker process or actor, which answers requests in order.
 
     Attributes:
-        ready: Whether the worker has loaded the run's `Worker` object.
+        ready: Whether the worker has loaded the run's experiment (`Worker`).
         tasks: The tasks that were sent to the worker and are not answered yet, in order.
     """
 
@@ -46,11 +46,11 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send the worker process one request: a task with its shared tensors, or the run's `Worker` object to load.
+        """Send the worker process one request: a task with its shared tensors, or the experiment (`Worker`) to load.
 
         Args:
             handle: The handle of the serialized task or `Worker` object.
-            blocks: The handles of the blocks of shared tensors; None for a `Worker` object.
+            blocks: The handles of the blocks of shared tensors; None for an experiment (`Worker`).
         """
 
     @abstractmethod
@@ -103,7 +103,7 @@ class PoolEngine(Engine):
         """Wait until at least one worker has answered or is lost, and return all such workers."""
 
     def check(self, worker: Worker) -> None:
-        """Check that the run's `Worker` object can be serialized and that workers can be started.
+        """Check that the run's experiment (`Worker`) can be serialized and that workers can be started.
 
         Raises:
             ConfigError: The object cannot be serialized, or no worker can be started.
@@ -138,7 +138,7 @@ class PoolEngine(Engine):
                     yield result
 
     def start(self, worker: Worker) -> None:
-        """Start all workers, and wait until they have loaded the run's `Worker` object.
+        """Start all workers, and wait until they have loaded the run's experiment (`Worker`).
 
         Raises:
             ConfigError: The workers cannot load the `Worker` object.
@@ -159,7 +159,7 @@ class PoolEngine(Engine):
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
-        """Send the run's `Worker` object to the processes or actors, and return how many of them to use.
+        """Send the run's experiment (`Worker`) to the processes or actors, and return how many of them to use.
 
         Workers that are still busy are ended. The others receive the object, unless they have it already.
         """
@@ -249,7 +249,7 @@ class PoolEngine(Engine):
 
 
 def serialize_worker(worker: Worker) -> SerializedValue:
-    """Serialize the run's `Worker` object and this process's torch and warning settings for worker processes.
+    """Serialize an experiment (`Worker`: model, data and options), with this process's torch and warning settings.
 
     Raises:
         ConfigError: The object cannot be pickled.

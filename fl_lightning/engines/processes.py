@@ -148,7 +148,7 @@ class Process(PoolWorker):
         theirs.close()
 
     def send(self, handle: Place, blocks: dict[int, Place] | None = None) -> None:
-        """Send the worker process one request through shared memory: a task, or the run's `Worker` object to load."""
+        """Send the worker process one request through shared memory: a task, or the experiment (`Worker`) to load."""
         spans = None if blocks is None else {number: block.spans for number, block in blocks.items()}
         files = {block.file.fd for block in (blocks or {}).values()}
         self._expected += 1

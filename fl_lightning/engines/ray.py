@@ -115,7 +115,7 @@ class Actor(PoolWorker):
         self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # an actor sees only its GPUs
 
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send the Ray actor one request: a task, or the run's `Worker` object to load."""
+        """Send the Ray actor one request: a task, or the run's experiment (`Worker`) to load."""
         self.expected.append(self._actor.serve.remote(handle, blocks))
 
     def answer(self) -> Answer:
@@ -149,9 +149,9 @@ class RemoteServer:
         threading.Thread(target=self._run, args=(threads, trainer), daemon=True).start()
 
     def serve(self, parts: list[np.ndarray], blocks: dict[int, Any] | None) -> list[np.ndarray]:
-        """Process one request (a task, or a `Worker` object to load), and return the serialized answer.
+        """Process one request (a task, or an experiment (`Worker`) to load), and return the serialized answer.
 
-        `blocks` is None for a `Worker` object. The tensors of a task are copied, because the object store is read-only
+        `blocks` is None for a `Worker`. The tensors of a task are copied, because the object store is read-only
         and methods may change the tensors.
         """
         if blocks is None:

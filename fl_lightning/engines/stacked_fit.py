@@ -304,7 +304,7 @@ class StackedFit:
             yield StackedBatch(arrived, stored.x[chosen], stored.y[chosen])
 
     def _step(self, batch: StackedBatch) -> None:
-        """Train the clients in a batch for one step."""
+        """Run one training step for each client that has samples in `batch`."""
         x, y = send(batch.x, self.device), send(batch.y, self.device)
         x, parts = self._prepared(batch.rows, x), []
         with self.alone.precision_plugin.train_step_context():

@@ -1,4 +1,4 @@
-"""The loop of a worker process: receive a `Worker` object and tasks, and send results back to the engine."""
+"""The loop of a worker process: receive an experiment (`Worker`) and tasks, and send results back to the engine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fl_lightning.engines.worker import Fit, Worker
 
 @dataclass(frozen=True)
 class Request:
-    """A request to a worker process: run a task, or load a `Worker` object for the tasks that follow.
+    """A request to a worker process: run a task, or load an experiment (`Worker`) for the tasks that follow.
 
     Args:
         parts: The serialized task, or the `Worker` object and the settings of the main process.
-        block: Reads a block of the tensors that tasks share; None for a `Worker` object.
+        block: Reads a block of the tensors that tasks share; None for an experiment (`Worker`).
     """
 
     parts: Sequence[np.ndarray]
@@ -39,8 +39,8 @@ class Answer:
     """The answer of a worker process to one request.
 
     Args:
-        result: The result of a task; None for a `Worker` object.
-        refused: The reason if a `Worker` object could not be loaded.
+        result: The result of a task; None for an experiment (`Worker`).
+        refused: The reason if an experiment (`Worker`) could not be loaded.
         warnings: Text, category, file and line of each warning that was shown.
         trace: The traceback of the error in the result.
         processor_seconds: Processor time of the task.
@@ -78,9 +78,9 @@ def is_importable(category: Any) -> bool:
 
 
 class TaskServer:
-    """Serves requests in a worker process: loads `Worker` objects and runs tasks.
+    """Serves requests in a worker process: loads an experiment (`Worker`) and runs tasks.
 
-    Each task is answered at once. All tasks of a `Worker` object share one `Trainer.fit`, as in the sequential engine.
+    Each task is answered at once. All tasks of an experiment share one `Trainer.fit`, as in the sequential engine.
 
     Args:
         trainer: Options that the worker's trainer has in this process.
@@ -94,7 +94,7 @@ class TaskServer:
         """Answer the main process's requests in order, endlessly.
 
         Args:
-            receive: Waits for the next request. The first request contains a `Worker` object.
+            receive: Waits for the next request. The first request contains an experiment (`Worker`).
             answer: Sends an answer.
 
         Raises:
@@ -120,7 +120,7 @@ class TaskServer:
     def _run_tasks(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
     ) -> Request:
-        """Run the requested tasks until a request brings another `Worker` object, and return this request.
+        """Run the requested tasks until a request brings another experiment (`Worker`), and return this request.
 
         If possible, all clients are trained in one `Trainer.fit`.
         """

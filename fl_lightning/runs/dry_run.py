@@ -41,7 +41,7 @@ def reduce_evaluation(evaluation: Evaluation) -> Evaluation:
 
 
 def reduce_worker(worker: Worker) -> Worker:
-    """Return a copy of a `Worker` for a dry run, with few samples and few training steps."""
+    """Return a copy of a `Worker` (model, data, options) for a dry run, with few samples and few training steps."""
     samples = train_samples(worker.training.batch_size, worker.algorithm.validation)
     training = replace(worker.training, trainer=shorten_fit(worker.training.trainer))
     return replace(worker, data=truncate_dataset(worker.data, samples), training=training)

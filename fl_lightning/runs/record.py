@@ -273,7 +273,7 @@ class Record:
         self.memory.prune(self.checkpoints.named_files)
 
     def ensure_checkpoint(self) -> None:
-        """Write a checkpoint of the last finished round if this round has no checkpoint yet.
+        """Write a checkpoint of the last finished round, unless there is one already.
 
         Nothing is written for round 0, or if the round's metrics are not in `metrics.csv` yet.
 

@@ -112,7 +112,7 @@ class PeerAlgorithm(Algorithm):
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the average of the client's own model and its peers' models, and merge all their shared knowledge.
+        """Load the average of the client's own and its peers' models. Other shared tensors are merged, too.
 
         If the client has not published a model yet, as before round 1, do nothing.
         """
