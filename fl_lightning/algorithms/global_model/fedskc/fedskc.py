@@ -47,7 +47,8 @@ class FedSKC(Algorithm):
         gda: Global discrepancy aggregation. It is off with `preset: reference`, because that code overwrites its
             result.
         gpr: Global period review.
-        gda_scale: `count` (the paper) or `share`, see `aggregation_weights` and `discrepancy`.
+        gda_scale: `count` uses the sample counts as printed in Eq. 4. `share` divides them by their mean, so that the
+            discrepancy has an effect.
         spread: `batch` divides the similarity to class j by `U_j` (Eq. 2), the batch's mean distance to its
             knowledge. `none` does not, as in the authors' code, and may need a smaller learning rate.
         review: `interpolation`, or `literal` for Eq. 5 as printed, see `GlobalPeriodReview`. By default
