@@ -174,5 +174,5 @@ class FedCM(Algorithm):
 
 
 def momentum_term(module: ClientModule) -> ClientMomentum:
-    """Return the loss term of a client's module that holds the descent direction."""
+    """Return a client's `ClientMomentum`, the loss term that holds the server's descent direction `Δ`."""
     return next(term for term in module.terms() if isinstance(term, ClientMomentum))

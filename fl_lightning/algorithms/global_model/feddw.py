@@ -113,9 +113,9 @@ class SoftLabels(SharedKnowledge):
 
 
 def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
-    """Return FedDW's regulariser: the mean squared error between soft labels and `softmax(ω ωᵀ)` of the weights `ω`.
+    """Return the mean squared error between soft labels and `softmax(ω ωᵀ)`, for classification-layer weights `ω`.
 
-    It is `1/C² · ||Ω - softmax(ω ωᵀ)||_F²` (Eq. 11), with softmax by rows.
+    This is FedDW's regulariser, `1/C² · ||Ω - softmax(ω ωᵀ)||_F²` (Eq. 11), with softmax by rows.
 
     Args:
         soft_labels: `Ω`, `(C, C)`; rows sum to 1.

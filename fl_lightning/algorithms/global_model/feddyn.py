@@ -52,11 +52,11 @@ class DynamicRegularizer(LossTerm):
         self._start: Tensors = {}
 
     def recall(self, kept: Tensors) -> None:
-        """Restore the client's gradient `g_k`."""
+        """Restore `g_k`, the gradient of the client's own loss that was estimated in its last round."""
         self._gradient = kept
 
     def begin(self, module: ClientModule) -> None:
-        """Keep the received weights, and move the client's gradient `g_k` to the device of these weights."""
+        """Keep the received weights. Move `g_k`, the gradient from the client's last round, to the weights' device."""
         self._start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
         zero = {name: torch.zeros_like(p) for name, p in self._start.items()}
         self._gradient = zero | {name: value.to(zero[name]) for name, value in self._gradient.items()}

@@ -95,7 +95,7 @@ class PrototypeAveraging(Aggregator):
         self.rho = rho
 
     def fold(self, uploads: Iterable[Upload]) -> RoundSums:
-        """Add each client's weights, class prototypes and class counts to running sums."""
+        """Return running sums over the round's uploads, of weights, class prototypes and class counts."""
         mean, sums, counts = RunningMean(), torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for upload in uploads:
             mean.add(upload.message.section("model"), 1)

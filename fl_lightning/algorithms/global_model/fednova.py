@@ -47,7 +47,7 @@ def effective_steps(
 
 
 class NormalizedMeans(NamedTuple):
-    """Weighted means of the clients' uploaded models in a round, from which the next model is computed.
+    """Two weighted means of a round's uploads: one of the parameters, one of all other state dict entries.
 
     `p_k` are the clients' shares of the samples.
 
@@ -72,7 +72,7 @@ class NormalizedAveraging(Aggregator):
     only_in = "FedNova"
 
     def fold(self, uploads: Iterable[Upload]) -> NormalizedMeans:
-        """Return weighted means of the uploaded parameters and of the other entries, such as BatchNorm's statistics.
+        """Return two weighted means: of the uploaded parameters, and of other entries such as BatchNorm's statistics.
 
         The weight of a client's parameters is its number of samples divided by its number of effective steps. The
         weight of its other entries is its number of samples.
@@ -97,7 +97,7 @@ class NormalizedAveraging(Aggregator):
 
 
 class EqualSteps(ClientModule):
-    """A client's module that requires equal local steps: SGD with one constant learning rate and momentum."""
+    """A client's module whose steps must all be alike: SGD with one constant learning rate and one momentum."""
 
     def check_fit(self) -> None:
         """Raise an error if the number of effective steps cannot be computed for the settings of the fit."""

@@ -146,7 +146,7 @@ class HistoryContrast(LossTerm):
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """Copy the client's encoder as the earlier model of this epoch, from the second epoch on."""
+        """Copy the client's encoder, for comparison during the epoch that starts. The first epoch makes no copy."""
         if self.active and module.current_epoch > 0:
             self._earlier = [frozen_encoder(module.backbone)]
 

@@ -40,9 +40,9 @@ def class_shares(counts: Tensor) -> Tensor:
 
 
 def weight_distribution(weight: Tensor) -> Tensor:
-    """Return the class distribution estimated from a layer's row norms, `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2` (Eq. 9).
+    """Return a client's class distribution, `(C,)`, estimated from the row norms of its classification layer (Eq. 9).
 
-    It is uniform if every row is zero.
+    It is `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2` for client i and class j, and uniform if every row is zero.
 
     Args:
         weight: The classification layer's weights, `(C, d)`; row j is `θ_ij`.
@@ -203,7 +203,7 @@ class ClassWise(Aggregator):
         return state[name] if name in state else next(self.ahead(state, [client]))[name]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Compute the models that clients start a round from. For each client, yield the state with its model added.
+        """Compute several clients' start models in advance. For each client, yield the server state plus that model.
 
         The models are computed for a block of clients at a time. The product of a block always has the same shape, so
         its rounding does not depend on the number of clients. The models are mixed from class models or uploads,
@@ -266,7 +266,7 @@ def start_section(client: int) -> str:
 
 
 def block_rows(stacked: Tensors) -> int:
-    """Return the size of a block, a group of clients whose initial models are computed together.
+    """Return the size of a block: the number of clients whose start models are computed together in one array.
 
     It is at most 16, and smaller for large models.
     """
@@ -275,7 +275,10 @@ def block_rows(stacked: Tensors) -> int:
 
 
 def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
-    """Split clients, in order, into blocks in which each client has its own array row, `client % rows`."""
+    """Split client ids, in order, into blocks. Within a block, all values of `client % rows` are different.
+
+    This value is the client's row in the arrays of its block.
+    """
     block: dict[int, int] = {}
     for client in clients:
         if client % rows in block:

@@ -162,7 +162,7 @@ class FedAMP(Algorithm):
                 term.anchor, term.active = cloud, term.active and bool(cloud)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state with the trained model, which the client also uploads."""
+        """Return the client state with the trained model added to it. The client also uploads this model."""
         return super().remember(module, upload) | {UPLOADED: upload.section("model")}
 
 

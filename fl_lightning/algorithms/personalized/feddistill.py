@@ -64,9 +64,9 @@ class MeanLogits(ClassMeans):
 
 
 def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: Tensor) -> Tensor:
-    """Return the batch's mean KL divergence between the samples' logits and the teacher's logits for their classes.
+    """Return the batch mean of `KL(softmax(G[y]) || softmax(o))`: logits `o`, and teacher's logits `G[y]` for class y.
 
-    A sample's divergence is `KL(softmax(G[y]) || softmax(o))`. Samples of a class without mean logits add zero.
+    Samples of a class without mean logits add zero.
 
     Args:
         logits: `o`, `(B, C)`.
@@ -102,7 +102,7 @@ class LogitDistillation(LossTerm):
         self.logits = MeanLogits(cumulative)
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return the client's sums of logits per class over all its rounds, if `cumulative`; otherwise nothing."""
+        """Return the client's logit sums and sample counts per class over all its rounds, or `{}` if not cumulative."""
         if not self.logits.cumulative or self.logits.tracked is None:
             return {}
         return dict(zip(("sums", "counts"), self.logits.tracked, strict=True))

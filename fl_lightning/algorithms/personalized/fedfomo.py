@@ -155,7 +155,7 @@ class FedFomo(Algorithm):
         return state | {AFFINITY: state[AFFINITY] | {"matrix": matrix}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the message to a client: models of other clients, and tensors that every client gets."""
+        """Return the message to a client: models of other clients, and the tensors that loss terms need, if any."""
         assert isinstance(state, VisibleState)
         affinity = state[AFFINITY]
         others = [j for j in affinity["trained"].nonzero()[:, 0].tolist() if j != client]
@@ -194,7 +194,7 @@ class FedFomo(Algorithm):
         return super().remember(module, upload) | own
 
     def _copy_model(self, module: ClientModule) -> Tensors:
-        """Return a CPU copy of the module's weights without the personal parts."""
+        """Return a CPU copy of the module's weights, without those that stay on the client, such as a personal head."""
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:

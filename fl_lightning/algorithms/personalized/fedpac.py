@@ -73,7 +73,7 @@ class FeatureAlignment(PrototypeAlignment):
 
 
 def feature_statistics(sums: Tensor, squares: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a client's class means weighted by class shares, `h_k = p_k μ_k`, `(C, d)`, and the variance of `h`.
+    """Return a client's class means times class shares, `h_k = p_k μ_k`, `(C, d)`, and the variance of `h`, a scalar.
 
     The variance is `V / n` with `V = Σ_k p_k E_k||f||² - Σ_k p_k² ||μ_k||²`. The client's class shares are `p_k`, and
     its class means are `μ_k`.
@@ -135,9 +135,9 @@ class FeatureStatistics(SharedKnowledge):
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the statistics that `FedPAC.prepare` has computed with `feature_statistics`.
+        """Return the client's class means times its class shares, `(C, d)`, and the variance of the products, a scalar.
 
-        They are the class means weighted by class shares, `(C, d)`, and the variance of the weighted means.
+        `FedPAC.prepare` has computed them with `feature_statistics`.
         """
         return module.notes[self.name]
 

@@ -127,7 +127,7 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
 
 
 def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mask of the classes with mean logits in both rounds (Eq. 5), once for each round.
+    """Return two equal masks, one per round: the classes that have mean logits in both rounds (Eq. 5).
 
     Args:
         now: `(C,)` bool, the classes known in this round.
@@ -137,9 +137,9 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both masks unchanged: the classes with mean logits in this round, and those in the previous round.
+    """Return, for this and for the previous round, the mask of the classes with mean logits in that round.
 
-    This is the authors' code; Eq. 5 compares the classes known in both rounds.
+    They are the arguments, unchanged. This is the authors' code; Eq. 5 compares the classes known in both rounds.
     """
     return now, before
 
@@ -201,7 +201,7 @@ class GlobalPeriodReview(Aggregator):
         return self.inner.only_averages
 
     def fold(self, uploads: Iterable[Upload]) -> object:
-        """Pass a round's uploads to the inner aggregator's `fold`, and return its result."""
+        """Combine a round's uploads as the inner (wrapped) aggregator does, and return the result."""
         return self.inner.fold(uploads)
 
     def finish(self, folded: object, before: State, knowledge: State) -> State:

@@ -17,7 +17,7 @@ Spread = Literal["batch", "none"]
 
 
 def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
-    """Return the similarity of each sample's logits to the mean logits of each class (Eq. 2).
+    """Return scaled cosines of each sample's logits with the mean logits of each class (Eq. 2), `(B, J)`.
 
     It is `cos(l_i, c̃^j) / U_j`, for logits `l_i` and mean logits `c̃^j`. `U_j` is the mean distance of the batch's
     logits to `c̃^j`, at least 1e-6 and without gradient. In the paper it is the mean over the client's whole data.
@@ -147,7 +147,7 @@ class LocalContrastive(LossTerm):
         self.all_known = False
 
     def load(self, values: Tensor, known: Tensor) -> None:
-        """Store the received global mean logits per class, `(C, C)`, and the mask of known classes, `(C,)`."""
+        """Store the received global mean logits per class, `(C, C)`, and the mask of classes that have them, `(C,)`."""
         self.structural.load({"values": values, "known": known})
         self.all_known = bool(known.all())
 

@@ -119,7 +119,7 @@ class ReferenceKnowledge(StructuralKnowledge):
         return {"values": local_knowledge(sums, counts, silu=False), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Return the merged mean logits per class (Eq. 1). The mask marks only classes with samples in the round."""
+        """Return the merged mean logits per class (Eq. 1), and the mask of the classes with samples in this round."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         return {"values": values, "known": known}
 
