@@ -76,14 +76,14 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The server's state, with access to the tensors that each client makes public to other clients.
+        """The server's state, as a dict that also gives access to the tensors that clients make public.
 
         Downloads are built from it. `Algorithm.public` names these tensors, if any.
         """
         return self._visible(self.state, {})
 
     def _visible(self, state: State, new_client: State) -> State:
-        """Return the given server state with access to the tensors that each client makes public to other clients.
+        """Return a server state as a dict that also gives access to the tensors that clients make public.
 
         `Algorithm.public` names these tensors. Without it, the state is returned as it is.
 
@@ -136,7 +136,7 @@ class Server:
     def new_client_tasks(
         self, round: int, state: State, memories: Mapping[int, State], lr_scale: float, fit: bool
     ) -> Iterator[Task]:
-        """Yield tasks that evaluate the clients held out of the training, each as if it took part for the first time.
+        """Yield a `Task` for each client held out of the training: to evaluate it as a client that has just joined.
 
         Each client gets a message as the only new client, in addition to the clients of the training.
 

@@ -34,7 +34,7 @@ SHARED_OPTIONS = ("loss_terms", "aggregator", "buffers")
 
 
 def expand_baseline(words: Sequence[str]) -> list[str]:
-    """Replace `--algorithm=NAME` on a command line by the options of the baseline NAME.
+    """Replace `--algorithm=NAME` by the options of the baseline NAME, a named set of options in a config.
 
     An algorithm other than the config's own starts from its own defaults. Otherwise an option that both have, such as
     `tau`, would keep the config's value. The options that most algorithms share (`loss_terms`, `aggregator`, `buffers`)

@@ -298,7 +298,7 @@ class EntryResult:
         return spread(self.values(what, untuned).values())
 
     def difference(self, reference: EntryResult) -> Difference | None:
-        """Return the metric's mean difference from a reference over their common seeds; None without a common seed."""
+        """Return statistics of the metric's difference from another result, paired by seed; None without pairs."""
         ours, theirs = self.values(), reference.values()
         seeds = [seed for seed in ours if seed in theirs]
         return paired_difference([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
@@ -341,12 +341,12 @@ class BenchmarkResult:
         return self._results[table, scenario, method]
 
     def of_table(self, table: str) -> list[EntryResult]:
-        """Return the results of a table, by scenario and method."""
+        """Return a list of a table's results, one for each scenario and method."""
         return [result for (name, *_), result in self._results.items() if name == table]
 
     @property
     def runs(self) -> list[Run]:
-        """The finished runs of all methods with their tuned values. Tuning trials are not included."""
+        """The finished runs in which the methods use their tuned values. Tuning trials are not included."""
         return [run for result in self._results.values() for run in result.runs.values()]
 
     def ranks(self, table: str, untuned: bool = False) -> dict[str, list[float]]:
@@ -386,7 +386,7 @@ def read_results(benchmark: Benchmark, tuned: Sequence[TunedEntry], out: Path) -
 
 
 def _finished(jobs: Mapping[int, Job]) -> tuple[dict[int, Run], list[str]]:
-    """Return the finished runs, by seed, and the error messages of the failed jobs."""
+    """Return a dict of the finished runs by seed, and a list of error messages of failed jobs and damaged runs."""
     runs, failures = {}, []
     for seed, job in jobs.items():
         if is_finished(job.folder):

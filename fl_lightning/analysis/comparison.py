@@ -106,7 +106,7 @@ class Comparison:
 
 
 def comparable_runs(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
-    """Return the finished runs that have a config, one per combination of settings and seed, and warn about the others.
+    """Return the finished runs with a config, one per combination of settings and seed. Warn about runs left out.
 
     Of several runs with the same settings and seed, the newest finished one is kept.
 
@@ -193,9 +193,9 @@ def compare(
 
 
 def across_values(found: Comparison) -> list[str]:
-    """Return the column or panel names of a comparison: the values of its setting `across`, sorted, as text.
+    """Return the values of the setting that has one table column or figure panel per value, sorted, as text.
 
-    The value of a group without the setting is an empty text. If `across` is empty, the list is empty.
+    This setting is `found.across`; if it is empty, the list is empty. A group without the setting has an empty text.
     """
     groups = sorted(found.groups, key=lambda group: sort_key(group.values.get(found.across)))
     return list(dict.fromkeys(group.names[found.across] for group in groups)) if found.across else []
@@ -279,7 +279,7 @@ def _reference_settings(
 def _reference_groups(
     groups: Sequence[Group], keys: Sequence[str], wanted: Mapping[str, Any], is_default: bool
 ) -> tuple[list[Group | None], list[str]]:
-    """Find each group's reference group, which has the settings `wanted` and otherwise the same settings as the group.
+    """Find the reference group of each group: it has the settings `wanted`, and otherwise the group's own settings.
 
     Args:
         groups: The groups.

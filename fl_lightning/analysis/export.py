@@ -76,7 +76,7 @@ class Network:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The network's class path and constructor arguments as plain data, from which it can be built again."""
+        """A dict to build the network again: class path, constructor arguments, input shape and number of classes."""
         in_shape = self.in_shape if isinstance(self.in_shape, dict) else list(self.in_shape)
         return {**self.model, "in_shape": in_shape, "num_classes": self.num_classes}
 

@@ -48,7 +48,7 @@ class Combination(NamedTuple):
         return changes(self.values, {})
 
     def refusal(self, error: ConfigError) -> ConfigError:
-        """Return a copy of an error with the combination's name at the start of its message."""
+        """Return an error that refuses the combination: the text of `error`, after the combination's name."""
         return ConfigError(": ".join(filter(None, [self.name, str(error)])))
 
 

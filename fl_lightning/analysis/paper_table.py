@@ -40,7 +40,7 @@ SET_ELSEWHERE = {"config": "columns", "algorithm": "rows", "seed": "--seeds", "r
 
 
 class PaperValue(NamedTuple):
-    """A number that a paper prints, in the table's unit.
+    """A number that is printed in a table of a paper, in the table's unit (percent or rounds).
 
     Args:
         mean: The number.

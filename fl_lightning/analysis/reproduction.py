@@ -111,12 +111,12 @@ class Verdict:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """Our mean difference of the claim's two rows, with a paired t-test over seeds; None without results."""
+        """Statistics over seeds of our margin of A over B: its mean and a paired t-test; None without results."""
         return paired_difference(list(self.margins.values()), [0.0] * len(self.margins))
 
     @cached_property
     def ahead(self) -> int:
-        """The number of seeds for which our runs agree with the paper about which of the claim's two rows is better."""
+        """The number of seeds for which A is ahead of B in our runs, as the paper claims."""
         return sum(margin > 0 for margin in self.margins.values())
 
     @cached_property

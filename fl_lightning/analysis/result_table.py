@@ -38,7 +38,10 @@ def to_csv(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _escape_formula(cell: str) -> str:
-    """Return a CSV cell on one line; an apostrophe before formulas prevents their execution (OWASP, CSV injection)."""
+    """Return a cell's text on one line. An apostrophe before a formula keeps spreadsheets from executing it.
+
+    See CSV injection at OWASP.
+    """
     line = one_line(cell)
     return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not FIGURE.fullmatch(line) else line
 

@@ -75,7 +75,7 @@ class Group:
         return seeds_of(self.runs)
 
     def name_among(self, groups: Sequence[Group]) -> str:
-        """Return the group's name: the value of its first setting or, if that is not unique, of all settings."""
+        """Return the group's name: the value of its first setting or, if not unique among `groups`, of all settings."""
         first, *_ = names = list(self.names.values()) or ["all runs"]
         unique = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
         return first if unique else " ".join(filter(None, names))
@@ -108,9 +108,9 @@ class Grouping(NamedTuple):
     across: str = ""
 
     def varied_within(self, runs: Iterable[Run]) -> dict[str, set[Any]]:
-        """Return the settings in which the given runs differ, by key.
+        """Return the settings in which the given runs differ, as the keys of a dict.
 
-        See `varied_settings` for the values.
+        See `varied_settings` for the values of the dict.
         """
         return varied_settings({run: self.texts[run] for run in runs})
 
@@ -145,7 +145,7 @@ def transferred_bytes(rows: Sequence[Row]) -> float | None:
 
 
 def reference_difference(group: Group, base: Group | None, grouping: Grouping) -> Difference | None:
-    """Return the mean difference of the metric's last value between a group and its reference group `base`.
+    """Return statistics of the difference in the metric's last value between a group and its reference group `base`.
 
     Runs are paired by their seed, and by the settings that vary inside one of the two groups.
     """
@@ -156,7 +156,7 @@ def reference_difference(group: Group, base: Group | None, grouping: Grouping) -
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:
-        """Return the metric's last value by seed and by the settings that vary inside a group.
+        """Return a dict with the metric's last value for each seed and combination of the settings that vary.
 
         Runs with the same seed and settings are averaged.
         """
@@ -219,7 +219,7 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
 
 
 def names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:
-    """Return the names of some groups of runs, separated by commas.
+    """Return the names of the groups in `named`, separated by commas.
 
     A name is the value of the first setting or, if that is not unique among `groups`, of all settings.
     """

@@ -269,7 +269,7 @@ def curves(rounds: Sequence[Row], names: Sequence[str], terminal: Terminal, rows
 
 
 def points(rounds: Sequence[Row], name: str) -> list[Row]:
-    """Return the rounds in which a metric has a value that the plot can show.
+    """Return the rows of the rounds that are points of a metric's curve: those with a value that the plot can show.
 
     Values above `LARGEST` in absolute value are left out.
     """

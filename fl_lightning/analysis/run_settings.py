@@ -61,7 +61,7 @@ def varied_settings(texts: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
 
 
 def parent_values(key: str, texts: dict[str, str]) -> tuple[str | None, ...]:
-    """Return the values of all parents of a nested setting: for `algorithm.mu`, the class of `algorithm`."""
+    """Return the values of all settings above a nested setting: for `algorithm.mu`, the class of `algorithm`."""
     parts = key.split(".")
     return tuple(texts.get(".".join(parts[:i])) for i in range(1, len(parts)))
 

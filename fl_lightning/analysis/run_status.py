@@ -161,7 +161,7 @@ def last_lines(path: Path, number: int) -> list[str]:
 
 
 def _lines_from(file: BinaryIO, start: int) -> bytes:
-    """Return the content of a file from the first complete line at or after the position `start`."""
+    """Return the bytes of a file from the first line that begins at or after the position `start`."""
     file.seek(max(start - 1, 0))
     text = file.read()
     return text[text.find(b"\n") + 1 :] if start > 0 else text

@@ -97,7 +97,7 @@ def clients_table(data: FederatedData, rows: Mapping[int, Row]) -> Table | None:
 
 
 def last_metrics(rounds: Sequence[Row], columns: Mapping[str, np.ndarray]) -> dict[int, Row]:
-    """Return the round and the metrics of the last evaluation of each client's model, by client.
+    """Return the last evaluation of each client's model, by client id: a row with the round and the metrics.
 
     Args:
         rounds: The rows of the run's `metrics.csv`.

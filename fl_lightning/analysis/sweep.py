@@ -95,7 +95,7 @@ class Study:
         return processor_seconds == math.inf or used_seconds(self.results()) < processor_seconds
 
     def _jobs(self, number: int) -> Iterator[Job]:
-        """Yield the jobs of a trial, one per run, while the trial has neither failed nor ended early."""
+        """Yield the jobs of a trial, one per seed. No more jobs follow once the trial has failed or was pruned."""
         for run, seed in self._runs(self._trials()[number]).items():
             trial = self._trials()[number]
             if trial.state == RUNNING:

@@ -1,4 +1,4 @@
-"""Read W&B sweep files: the trials' command line and the distributions of its parameters."""
+"""Read W&B sweep files: the command line of the trials, and the distributions of the parameters to tune."""
 
 from __future__ import annotations
 
@@ -407,6 +407,6 @@ def _number(key: str, value: Any, whole: bool) -> float:
 
 
 def multiples(numbers: Any, q: float) -> tuple[int, int]:
-    """Return the smallest and the largest integer n for which n * q lies between a distribution's bounds."""
+    """Return the smallest and the largest integer n for which n * q lies between `numbers.low` and `numbers.high`."""
     slack = 1e-9  # rounding errors: 0.3 counts as three times 0.1
     return math.ceil(numbers.low / q - slack), math.floor(numbers.high / q + slack)

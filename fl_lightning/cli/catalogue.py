@@ -73,7 +73,7 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def classes_of(kind: str) -> dict[str, Class]:
-    """Return this package's classes of one kind, such as `algorithms`, by name. Reads the sources without imports."""
+    """Return a description (`Class`) of each class of one kind, such as `algorithms`, by name. Only reads sources."""
     base, package, _ = BASES[kind]
     return classes_in(f"fl_lightning.{package}", f"fl_lightning.{base}")
 
@@ -93,7 +93,7 @@ def descriptions(kind: str) -> dict[str, str]:
 
 
 def groups(kind: str) -> dict[str, dict[str, str]]:
-    """Return the one-line description of each class or file of a kind, such as `models`, by heading and name.
+    """Return the classes or files of a kind, such as `models`, in groups: descriptions by heading and name.
 
     Algorithms have one heading per family. Other kinds have a single heading.
     """
@@ -120,7 +120,7 @@ def names(key: str) -> list[str]:
 
 
 def arguments(key: str, path: str) -> list[str] | None:
-    """Return the argument names of the class given for a config key; None if the class would have to be imported.
+    """Return the argument names of a class or function, read from its source; None if its package is unknown.
 
     Args:
         key: The key that names the class.

@@ -11,10 +11,9 @@ from fl_lightning.core.config_files import with_config_paths
 
 
 def normalize_words(command: str, words: Sequence[str]) -> list[str]:
-    """Normalize the command line of an experiment.
+    """Normalize an experiment's command line: options as `--key=value`, configs as paths, class names in correct case.
 
-    Options get the form `--key=value`, names of configs become paths, and class names get the correct case. The name of
-    a baseline is replaced by its options.
+    The name of a baseline is replaced by its options.
 
     Args:
         command: The command, one that takes the keys of an experiment.

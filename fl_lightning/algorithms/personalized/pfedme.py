@@ -61,7 +61,7 @@ class MoreauEnvelope(ClientModule):
             self.backbone = local
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Train the personalised model, and return the distance of the local model from it, `λ/2 ||w - θ||²`."""
+        """Train the personalised model `θ`, and return the loss of the local model `w`: `λ/2 ||w - θ||²`."""
         own, local = (list(trainable_parameters(model).values()) for model in (self.own, self.backbone))
         for inner in range(self.inner_steps):
             with self.personalised():

@@ -91,7 +91,7 @@ def drawn_rounds(run: Run) -> list[int]:
 
 
 def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """Return the x values of a run's curves at some rounds: round number, total bytes and total seconds until then."""
+    """Return the x values of a run's curves, by x axis: round number, and total bytes and seconds until the round."""
     sent, seconds = x_values(run.rounds, "bytes"), x_values(run.rounds, "seconds")
     return {
         "round": list(rounds),
@@ -185,7 +185,7 @@ def setting_texts(run: Run) -> dict[str, str]:
 
 
 def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
-    """Group runs that differ only in the seed, and return the groups' names and runs.
+    """Group runs that differ only in the seed. Return a list of the groups' names and a list of their runs.
 
     Each run without a config is a separate group.
     """
@@ -226,7 +226,7 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return each distinct partition: the runs that have it, and its samples by client and class.
+    """Return a dict for each distinct partition: the runs that have it, and its samples by client and class.
 
     The names of clients and classes are included. More than `MAX_COLUMNS` clients are averaged in groups.
     """

@@ -65,7 +65,7 @@ def read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *argu
 
 
 def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return the latest image in each subfolder of the runs' `figures/`, as many as the page may contain."""
+    """Return the latest image in each subfolder of the runs' `figures/` as JSON data, up to the page's size limit."""
     found, size = [], 0
     for i, run in enumerate(runs):
         for name, file in read_or_skip(left_out, f"{names[i]}/figures", image_files, run.run_dir) or []:
@@ -80,7 +80,7 @@ def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) 
 
 
 def image_files(folder: Path) -> list[tuple[str, str]]:
-    """Return the latest image of each subfolder of a run's `figures/`: the names of the subfolder and of the file."""
+    """Return the latest image in each subfolder of a run's `figures/`, as pairs of subfolder name and file name."""
     found = []
     for kind in sorted((folder / "figures").iterdir()):
         names = [path.name for path in kind.iterdir()] if kind.is_dir() else []
