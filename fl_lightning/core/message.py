@@ -63,7 +63,10 @@ class Message:
         return {f"{section}/{name}": t for section, content in self.sections.items() for name, t in content.items()}
 
     def section(self, name: str) -> Tensors:
-        """Return the tensors of one section, such as the weights in `model`, by name; empty without such a section."""
+        """Return one section's tensors as a dict from name to tensor, empty if the message has no such section.
+
+        The section `model`, for example, contains the weights.
+        """
         content = self.sections.get(name, {})
         return content if as_flat(content) is not None else dict(content)
 
@@ -126,9 +129,9 @@ def bundle(messages: Mapping[int, Message]) -> Message:
 
 
 def unbundle(message: Message) -> list[Upload]:
-    """Split a message made by `bundle` into the messages of the peers, in ascending order of their ids.
+    """Split a message that joins several peers' messages into one upload per peer, in ascending order of ids.
 
-    Every message must contain at least one number, such as `n_samples`.
+    This is the inverse of `bundle`. Every message must contain at least one number, such as `n_samples`.
     """
     peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
     uploads = []

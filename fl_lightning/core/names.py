@@ -50,7 +50,7 @@ def labels(names: Sequence[str], indices: Iterable[int]) -> list[str]:
 
 
 def shorten_name(name: str, most: int = MOST_LETTERS) -> str:
-    """Return a name as one line with a maximum number of characters."""
+    """Return a name on one line, cut off with `…` if it is longer than `most` characters."""
     line = one_line(name)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 

@@ -8,7 +8,10 @@ _of_workers = 0.0
 
 
 def processor_seconds() -> float:
-    """Return the processor time so far, in seconds, including what `add_worker_seconds` has added."""
+    """Return the processor time of this process, its ended child processes and its worker processes, in seconds.
+
+    The time of worker processes is the sum of what `add_worker_seconds` has added.
+    """
     own = os.times()
     return own.user + own.system + own.children_user + own.children_system + _of_workers
 

@@ -139,7 +139,7 @@ def _update_paths(value: Any) -> Any:
 
 
 def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, Any]:
-    """Return the part of a nested config in which a dotted key belongs. If it is missing, return an empty dict.
+    """Return the innermost dict of a config for the dotted option `key`, or an empty dict if there is no such dict.
 
     For `algorithm.tau`, that is the `init_args` of `algorithm`, which contain `tau`. With `add`, missing dicts
     are created.

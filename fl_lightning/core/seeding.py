@@ -107,7 +107,10 @@ class RandomStates:
 
     @contextmanager
     def drawing_torch(self) -> Iterator[None]:
-        """Context like `drawing` that switches only torch's generators to the saved states, which is faster."""
+        """Context that sets torch's generators to the saved states, and saves their new states at its end.
+
+        This is faster than `drawing`, which also switches the generators of Python and NumPy.
+        """
         for generator, state in zip(self._generators, self._torch, strict=True):
             generator.set_state(state)
         try:

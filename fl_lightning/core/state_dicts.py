@@ -27,7 +27,7 @@ PIECE = 1 << 18
 
 
 class VisibleState(dict[str, Tensors]):
-    """State of the server that also gives access to the tensors that each client makes public.
+    """Server state as a dict, with a function `peer` that returns the tensors that a given client makes public.
 
     `Algorithm.public` names these tensors. A state that is computed from it, such as `state | {...}`, is a
     plain dict without this access.
@@ -264,7 +264,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, shape: torch.Size) -> Tensor:
-    """Unpack the bytes from `pack_mask` into a boolean mask of the given shape."""
+    """Unpack a boolean mask of the given shape from bytes with 8 entries each; the inverse of `pack_mask`."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
 
 

@@ -84,7 +84,10 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 def use_strict_yaml(parser: ArgumentParser) -> ArgumentParser:
-    """Make a jsonargparse parser apply `check_yaml` to config files and to values on the command line."""
+    """Make a jsonargparse parser refuse YAML with duplicate keys, tags or deep nesting, and return the parser.
+
+    This applies `check_yaml` to config files and to values on the command line.
+    """
     from jsonargparse import get_loader, set_loader  # half a second
 
     usual = get_loader("yaml")

@@ -48,7 +48,10 @@ class Untrusted:
     refusal: ConfigError | None = None
 
     def refuse(self, value: Any, key: str | None = None) -> ConfigError:
-        """Return the error to raise for a value that the config may not contain, and store it in `refusal`."""
+        """Return a `ConfigError` for a value that this untrusted config may not contain. The caller raises it.
+
+        The error is also stored in the attribute `refusal`.
+        """
         settings = flatten(self.config).items()
         key = key or next((name for name, held in settings if str(value) in str(held)), "config")
         what = f"{one_line(str(value))[:200]} is not allowed in a file that is not known to be yours"
@@ -82,7 +85,7 @@ def is_untrusted() -> bool:
 
 
 def refusal() -> ConfigError | None:
-    """Return the last error that `Untrusted.refuse` returned for the config in use, or None."""
+    """Return the last error about a value that the config in use may not contain, or None if none was refused."""
     config = _UNTRUSTED.get()
     return config.refusal if config else None
 

@@ -44,7 +44,7 @@ def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
 
 
 def read_schema(path: str) -> TableSchema:
-    """Read the `schema.json` that `scenario.dataset.schema` names.
+    """Read the schema of a table (columns and encoding) from the file that `scenario.dataset.schema` names.
 
     Raises:
         ConfigError: It cannot be read, or is no schema.
@@ -277,7 +277,7 @@ class CustomDataset(Dataset):
 
     @abstractmethod
     def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
-        """Read the samples' inputs in the given order; return the inputs and other fields of `LoadedData` by name.
+        """Return the samples' inputs in the given order, and a dict of other arguments for `LoadedData`.
 
         Statistics are those of the rows `fitted`, in this order.
         """

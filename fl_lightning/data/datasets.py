@@ -304,7 +304,7 @@ class FileDataset(Dataset):
         """Return the files and folders that the dataset needs, relative to `data_dir`; folders end in a slash."""
 
     def _fetch(self) -> None:
-        """Download the missing files, if the dataset is `fetchable`."""
+        """Download the dataset's missing files. The base class downloads nothing."""
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[Any, Any]:

@@ -112,7 +112,10 @@ class FederatedData:
         return range(len(self.shards), len(self.shards) + len(self.held_out))
 
     def shard(self, client: int) -> Shard:
-        """Return the training and test samples of one client. Held-out clients have the last indices."""
+        """Return one client's `Shard`: the indices of its training and test samples.
+
+        Clients that are held out of the training have the last client indices.
+        """
         trains = client < len(self.shards)
         return self.shards[client] if trains else self.held_out[client - len(self.shards)]
 

@@ -72,7 +72,10 @@ def naming_file(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """Context manager: open a regular file for reading, and convert exceptions to `BadFile`, as `naming_file` does."""
+    """Context manager: open a regular file for reading. Exceptions inside the context are raised as `BadFile`.
+
+    The error names the file and its expected type, `what`.
+    """
     if not check_exists(path):
         raise BadFile(path, "no such file")
     with naming_file(path, what), path.open("rb") as file:

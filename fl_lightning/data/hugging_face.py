@@ -241,7 +241,7 @@ class HuggingFace(CustomDataset):
 
 
 class _EncodedImages(Sequence[EncodedImage]):
-    """Sequence of the encoded images of some splits, in the order of sample indices. An image is read when accessed."""
+    """Encoded images of a Hugging Face dataset's splits, in the given order. Each image is read when it is accessed."""
 
     def __init__(self, splits: dict[str, Any], column: str, order: np.ndarray) -> None:
         image = _library().Image(decode=False)

@@ -153,7 +153,10 @@ class ImageOptions:
             raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
 
     def _fingerprint(self, images: Sequence[EncodedImage]) -> str:
-        """Return a digest of the options and of the image files' names, sizes and times, for the cache's file name."""
+        """Return a digest of the options and of the image files' names, sizes and modification times.
+
+        It is part of the file name of the cache.
+        """
         known = []
         root = os.path.commonpath([os.path.abspath(image.name) for image in images])
         for path in (Path(image.name) for image in images):

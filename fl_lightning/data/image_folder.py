@@ -180,7 +180,9 @@ class PathPattern:
         return pd.DataFrame([{"path": root / name, **fields} for name, fields in matches.items()])
 
     def select_splits(self, frame: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
-        """Return the rows of training and test images, and a mask of the test rows. `val` replaces a missing `test`.
+        """Return the table rows of the training and test images, and a mask of the test rows.
+
+        If no image has the split `test`, the images of the split `val` are the test images.
 
         Raises:
             ConfigError: A split is not one of these, there are no training or test images, or a class has only test

@@ -80,7 +80,7 @@ class Batches:
 
 
 class ReadyBatches:
-    """Iterable that applies the function `ready` to each batch `(x, y)` when the batch is requested."""
+    """Batches `(x, y)`, each converted to network inputs by the given function `ready` when it is requested."""
 
     def __init__(self, batches: Batches, ready: Callable[[Any, Tensor], Batch]) -> None:
         self.batches, self.ready = batches, ready
@@ -104,6 +104,6 @@ class ClientDataModule(L.LightningDataModule):
         return self.batches
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
-        """Convert the inputs of a batch to network inputs, after Lightning has moved the batch to the device."""
+        """Transform a batch's inputs, such as by normalization, after Lightning has moved the batch to the device."""
         x, y = batch
         return self.ready(x), y

@@ -54,7 +54,9 @@ class Partition(ArgumentsMixin, ABC):
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
     ) -> ClientSplits:
-        """Split a dataset among clients, by default with `split`. Override this method if labels are not enough.
+        """Split a dataset among clients. By default, this calls `split` with the labels.
+
+        Override this method if the split depends on more than the labels.
 
         Args:
             data: The dataset.

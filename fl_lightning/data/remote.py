@@ -151,7 +151,7 @@ class RemoteData(FederatedData):
         return self.has_test
 
     def class_counts(self, part: str = "train", held_out: bool = False) -> np.ndarray:
-        """Return each client's number of `train` or `test` samples, `(clients, 1)`: the classes are not known."""
+        """Count each client's `train` or `test` samples as one class, `(clients, 1)`, as the classes are not known."""
         return self.concatenate(part)[1].numpy()[:, None]
 
     def digest(self) -> dict[str, str]:

@@ -277,7 +277,7 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
 
 
 def hold_out_clients(federated: FederatedData, held_out: Sequence[int]) -> FederatedData:
-    """Return federated data in which some clients do not train. The others keep their order.
+    """Return federated data in which some clients do not train and come last. The other clients keep their order.
 
     The ids of all clients stay the same. If the data have no ids, the clients' previous indices become their ids.
 

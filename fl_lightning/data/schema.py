@@ -127,7 +127,7 @@ class TableSchema:
         return torch.cat([column.encode(rows[:, i : i + 1], one_hot) for i, column in enumerate(self.columns)], dim=1)
 
     def examples(self, n: int) -> Tensor:
-        """Return `n` artificial rows to test `encode` with.
+        """Return `n` artificial rows of numbers and category indices, `(n, columns)`, as example inputs of `encode`.
 
         Numbers are near the mean. Categories are known in some rows and unknown in others.
         """
