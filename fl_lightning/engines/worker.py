@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def template(self) -> ClientModule:
-        """The client module with the run's initial weights. Every task trains a copy."""
+        """LightningModule with the run's initial weights. Each task trains a copy of it."""
         return self._template[0]
 
     @property
@@ -137,12 +137,12 @@ class Worker:
 
     @cached_property
     def shown(self) -> set[str]:
-        """Texts of warnings during fits that this process has already shown."""
+        """Set of warning texts that this process has shown while training clients, to show each text only once."""
         return set()
 
     @cached_property
     def client_data(self) -> ClientData:
-        """The samples of each client, as batches."""
+        """The object that provides batches of each client's samples for training and evaluation."""
         return ClientData(
             self.data,
             self.seed,
@@ -155,7 +155,7 @@ class Worker:
 
     @cached_property
     def modules(self) -> ModuleFactory:
-        """The factory of client modules."""
+        """Factory that builds the LightningModule that a client trains."""
         return ModuleFactory(
             self.template,
             self.algorithm,
@@ -258,7 +258,10 @@ class Worker:
         return next(read_results([self.start(task, fit)], self.device))
 
     def start(self, task: Task, fit: Fit | None = None) -> UnreadResult:
-        """Run a client's task as `run` does, but do not wait until the training device is done."""
+        """Run a client's task, and return a result whose losses can be read from the training device later.
+
+        This avoids waiting for the device after each task. Otherwise it works as `run`.
+        """
         try:
             slot = self.modules.intact_slot() if fit else None
             module = self.modules.receive(task, slot)
@@ -271,7 +274,7 @@ class Worker:
             return unread_result(task, failed_result(task, error))
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
-        """Train a client's module with a `Trainer` of its own, and return its optimizer."""
+        """Train a client's module with a new `Trainer`, and return the optimizer that was used."""
         batches = self.client_data.batches(task)
         module.train()
         callbacks = [*self.client_callbacks, *([ModelHooks()] if module.trains_itself else [])]

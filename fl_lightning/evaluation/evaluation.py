@@ -74,7 +74,7 @@ class Evaluation:
         return round % self.every == 0 or round == rounds
 
     def chosen(self, clients: int, seed: int) -> Sequence[int]:
-        """Return the ids of the clients to evaluate, in ascending order, the same for every round and method."""
+        """Return the ascending ids of the clients to evaluate. They do not depend on the round or the algorithm."""
         if self.max_clients is None or self.max_clients >= clients:
             return range(clients)
         return sorted(generator(seed, Stream.EVALUATED).choice(clients, self.max_clients, replace=False).tolist())

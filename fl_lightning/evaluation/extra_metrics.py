@@ -115,7 +115,7 @@ class MetricAccumulator:
             raise
 
     def compute(self) -> float:
-        """Return the metric over all batches added so far, averaged over outputs if it has several.
+        """Compute the metric over all batches added so far. Values for several model outputs are averaged.
 
         Raises:
             ConfigError: The metric raises an error, or its value is not a single number.

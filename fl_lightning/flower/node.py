@@ -176,7 +176,7 @@ class Node:
         return worker
 
     def _check_sent(self, worker: Worker, kinds: set[str]) -> None:
-        """Raise an error if a method sends something that this machine does not permit it to send.
+        """Raise an error if the federated-learning method sends values that this machine does not permit.
 
         It is called before the training, and again afterwards, when everything that the method sends is known.
 

@@ -1,1 +1,1 @@
-"""Loggers of a run, and its files of metrics and warnings."""
+"""Loggers for federated runs: CSV, TensorBoard, MLflow and Weights & Biases."""

@@ -72,9 +72,9 @@ class RoundLogger(Logger):
             self.log_hyperparams(dict(run.config))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Log summary figures of the rounds so far, such as the best accuracy. Called after each round.
+        """Log the summary of the rounds so far, with values such as the best accuracy. Called after each round.
 
-        Figures that are also in `final/summary.json` have the same names.
+        Values that are also in `final/summary.json` have the same names.
         """
 
     def log_files(self) -> None:

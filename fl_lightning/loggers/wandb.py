@@ -296,7 +296,7 @@ NOTE = Path("wandb", "run.json")
 
 @contextmanager
 def _skip_launch() -> Iterator[None]:
-    """Context in which a W&B run starts a second faster, because W&B Launch is not imported.
+    """Context that prevents a starting W&B run from importing W&B Launch, which would take about one second.
 
     If Launch is imported already, its inputs are processed as usual.
     """
@@ -362,7 +362,7 @@ def _name_key(key: str) -> Iterator[None]:
 
 
 def group_config(value: Any) -> Any:
-    """Return a config in a form that W&B can filter runs by: `algorithm.name`, `algorithm.loss_terms.Proximal.mu`.
+    """Return a config as nested dicts, so that W&B can filter runs by keys such as `algorithm.loss_terms.Proximal.mu`.
 
     W&B joins nested keys by dots. A class becomes a mapping of its `name` and its arguments, a list of classes a
     mapping by name. An argument called `name` stays in `init_args`.

@@ -66,7 +66,7 @@ class Head:
                 raise ConfigError(f"model.head.{name}: {getattr(self, name)} has a width below 1")
 
     def attach(self, encoder: nn.Module, width: int, num_classes: int) -> Parts:
-        """Build the layers that follow an encoder, and return the parts of the network by name.
+        """Build the layers after an encoder, and return them with the encoder as the arguments of `Backbone`.
 
         Args:
             encoder: Maps inputs to `(B, width)`.

@@ -172,7 +172,10 @@ class WordConvolutions(nn.Module):
         self.convolutions = nn.ModuleList(nn.Conv1d(embedding_dim, channels, size) for size in self.windows)
 
     def forward(self, words: Words) -> Tensor:
-        """Return each convolution's maximum over the windows that start at a word, not at padding."""
+        """Return the maximum of each convolution's channels over the text, `(B, 3 · channels)`.
+
+        Outputs of a convolution count only where its first position is a word, not padding.
+        """
         vectors, real = words
         maxima = []
         for size, convolution in zip(self.windows, self.convolutions, strict=True):
@@ -189,7 +192,7 @@ class TwoWayLSTM(nn.LSTM):
         super().__init__(embedding_dim, hidden, batch_first=True, bidirectional=True)
 
     def forward(self, words: Words) -> Words:  # type: ignore[override]
-        """Return the LSTM's outputs at each word, skipping padding."""
+        """Return `Words` with the LSTM's outputs in place of word vectors, and the same mask. Padding is skipped."""
         vectors, real = words
         lengths = real.sum(dim=1).clamp(min=1).cpu()  # an empty text is read as one word of padding
         packed = pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)

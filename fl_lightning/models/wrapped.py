@@ -101,7 +101,7 @@ class FromModule(Backbone):
 
     @property
     def network(self) -> nn.Module:
-        """The user's module, without its head if it was split."""
+        """The user's module, or only the encoder if the module could be split into encoder and head."""
         return self.module if "module" in self._modules else self.encoder
 
     @contextmanager
@@ -165,7 +165,7 @@ def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...] | Shapes, 
 
 
 def probe(module: nn.Module, in_shape: tuple[int, ...] | Shapes, path: str) -> Tensor | Inputs:
-    """Find out which inputs a module accepts, and return a batch of two such samples.
+    """Try a module on batches of two made-up samples, and return the first batch that it accepts.
 
     For each input, random floating-point numbers are tried first, then integer zeros as token ids.
 
@@ -264,7 +264,7 @@ def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_cl
 
 
 def constructor_of(factory: Any) -> Any:
-    """Return the class or function that a network's factory calls.
+    """Return the class or function that builds a network, unwrapped from jsonargparse's `partial` if necessary.
 
     For a factory from a config, this is the class inside jsonargparse's `partial`. Any other is returned unchanged.
     """
@@ -274,7 +274,10 @@ def constructor_of(factory: Any) -> Any:
 
 
 def outputs_option(factory: Any) -> str | None:
-    """Return the config key for a network's number of outputs, guessed from parameter names; None if not found."""
+    """Return the config key for a network's number of outputs, guessed from its constructor's argument names.
+
+    None if no argument has such a name.
+    """
     key, called, from_data = "model", constructor_of(factory), {"in_shape", "num_classes"}
     if isinstance(factory, partial) and "module" in factory.keywords:  # of a `FromModule`
         key, called = "model.module_args", find_object(factory.keywords["module"])

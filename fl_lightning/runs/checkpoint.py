@@ -126,7 +126,9 @@ class CheckpointFolder:
             flush(path)
 
     def replace_fingerprint(self, round: int, fingerprint: Fingerprint) -> None:
-        """Replace the run's fingerprint in the manifest of a round's valid checkpoint.
+        """Replace the fingerprint (config, environment and digests) in the manifest of a round's checkpoint.
+
+        The checkpoint must be valid.
 
         Raises:
             CheckpointError: Writing fails.
@@ -219,7 +221,7 @@ class CheckpointFolder:
         return names
 
     def _manifest(self, round: int) -> dict[str, Any]:
-        """Return the manifest of a round's checkpoint (its files and checksums) after verifying its own checksum."""
+        """Read a round's `manifest.json`, verify the checksum in it, and return the rest of the content."""
         content = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
         if "seal" not in content:
             raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")

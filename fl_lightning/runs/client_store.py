@@ -68,7 +68,7 @@ class ClientStore(Mapping[int, State]):
         return len(self._stored)
 
     def put(self, client: int, round: int, state: State) -> None:
-        """Store a copy of a client's state after a round. Readers see the old state until `end_round`.
+        """Store a copy of a client's state after a round. Until the round ends, the store still returns the old state.
 
         Raises:
             CheckpointError: This client's file or an earlier one cannot be written.

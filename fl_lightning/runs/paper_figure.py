@@ -161,7 +161,7 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
 
 
 def pick(options: Sequence[str], number: int) -> str:
-    """Return the colour, line style, marker or hatch with this number. Options repeat if there are too few."""
+    """Return the option at an index, such as a colour or a hatch. After the last option, they start again."""
     return options[number % len(options)]
 
 

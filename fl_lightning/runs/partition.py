@@ -23,7 +23,7 @@ MAX_COLUMNS = 200
 
 
 def group_clients(counts: np.ndarray) -> np.ndarray:
-    """Put similar clients into 200 groups, and return the clients' mean class counts in each group, `(C, 200)`.
+    """Put similar clients into 200 groups, and return each group's mean number of samples per class, `(classes, 200)`.
 
     Figures show the groups if there are too many clients to show each of them. Clients are sorted by their largest
     class and its size, and cut into groups.

@@ -67,9 +67,9 @@ class Run:
 
     @cached_property
     def summary(self) -> Figures:
-        """Summary figures such as the best accuracy, as in `final/summary.json`.
+        """Summary of the run as a dict, with values such as the best accuracy, as in `final/summary.json`.
 
-        For a run that has not finished, they are computed from the rounds so far.
+        For a run that has not finished, the values are computed from the rounds so far.
         """
         if self.final is not None:
             return self.final
@@ -145,7 +145,7 @@ def class_name(path: Any) -> str:
 
 
 def known_metric(name: str, runs: Iterable[Run], option: str) -> str:
-    """Return the name of a metric, after checking that some of these runs have it.
+    """Check that at least one of these runs has a metric, and return the metric's name unchanged.
 
     Raises:
         ConfigError: No run has the metric; the message names the option and the available metrics.
@@ -186,7 +186,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_final(folder: Path) -> Figures | None:
-    """Read a run's summary figures from `final/summary.json`; None if the file does not exist.
+    """Return a run's summary, as stored in `final/summary.json`; None if the file does not exist.
 
     Raises:
         DamagedRun: The file cannot be read.

@@ -318,7 +318,7 @@ class Record:
                 self._flushed_round = rounds[0]
 
     def finish(self, targets: Sequence[float], model: Tensors | None) -> Figures:
-        """Write the folder `final/` (summary and global model) after all other files, and pass the files to loggers.
+        """Complete the run folder with `final/` (summary and global model). Then the loggers log files of the run.
 
         Args:
             targets: The accuracies for which the summary gives the first round that reaches them (R_acc).
