@@ -90,7 +90,7 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
 
 
 def as_inputs(who: str, what: str, value: Any) -> Tensor | Inputs:
-    """Convert the input of an item to a tensor or, if it is a dict or tuple, to `Inputs`."""
+    """Convert the input of an item to a tensor or, if it is a dict or tuple, to several tensors (`Inputs`)."""
     kept = torch.uint8, torch.bool  # of several inputs, one is often a mask
     if isinstance(value, Mapping):
         return Inputs({str(name): as_tensor(who, f"{what}, {name!r},", part, kept) for name, part in value.items()})

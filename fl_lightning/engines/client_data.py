@@ -57,7 +57,10 @@ class ClientData:
 
     @cached_property
     def min_batch(self) -> int:
-        """Minimum size of an epoch's last batch: full if the method needs full batches, 2 with BatchNorm, else 1."""
+        """Minimum size of an epoch's last batch. A smaller batch is dropped.
+
+        It is `batch_size` if the algorithm needs full batches, 2 if the network has BatchNorm layers, and 1 otherwise.
+        """
         if self.algorithm.drop_last:
             return self.batch_size
         return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
@@ -148,7 +151,7 @@ class ClientData:
         return self._prepared(self._stored.x_test, self._stored.y_test, None)
 
     def ordered_batches(self, index: Tensor | None) -> ReadyBatches:
-        """Return training samples as prepared batches on the training device.
+        """Return training samples, in the order of `index`, as prepared batches on the training device.
 
         Args:
             index: Indices of the training samples, in the order of the batches; None selects all training samples.

@@ -96,9 +96,9 @@ class ClientSlot:
         return self._placed.flat
 
     def check_weights(self) -> None:
-        """Check that the weights can still be uploaded as one tensor, or set `shared_weights` of the module to None.
+        """Set `shared_weights` of the module to None if its weights can no longer be uploaded as one tensor.
 
-        In the latter case, the weights are uploaded one by one.
+        The weights are then uploaded one by one.
         """
         if not self.is_intact:
             self.module.shared_weights = None

@@ -150,7 +150,7 @@ class Evaluator:
             yield Task(round, client, download, self.server.memory.get(client, {}), **options)
 
     def global_module(self, round: int) -> ClientModule:
-        """Build the module of the global model after a round, and calibrate it if the method defines `calibrate`."""
+        """Build the module of the global model after a round. Algorithms such as CCVR calibrate it."""
         worker, algorithm = self.worker, self.server.algorithm
         module = worker.modules.build_shared(self.server.state["model"])
         if algorithm.calibrates:
@@ -204,9 +204,9 @@ class Evaluator:
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
-        """Initial state of each held-out client. It is empty for algorithms with a central server.
+        """Initial states of the held-out clients, by client id. With a central server, each state is empty.
 
-        Without a server, it contains the tensors that other clients may read.
+        Without a server, a state contains the tensors that other clients may read.
         """
         if self.server.algorithm.server:
             return {client: {} for client in self.new_clients}
@@ -218,7 +218,9 @@ class Evaluator:
 
 
 def successful_results(worker: Worker, results: Iterable[Result], clients: Iterable[int]) -> Iterator[Result]:
-    """Yield the results of tasks that must not fail, such as evaluation, in the order of `clients`.
+    """Yield results in the order of `clients`, and raise an error if a task failed.
+
+    This is for tasks that must not fail, such as evaluation.
 
     Raises:
         ClientFailure: A task failed.
@@ -268,7 +270,7 @@ def sends_one_model(worker: Worker) -> bool:
 
 
 def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[Result]:
-    """Evaluate one model on these clients' test splits in common batches; return no results if that is impossible.
+    """Evaluate one model on the test splits of several clients at once. Return an empty list if that is impossible.
 
     Args:
         worker: The worker object.

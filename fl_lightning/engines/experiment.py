@@ -72,7 +72,7 @@ class Experiment:
         self._set_up(Worker(self.seed, self.algorithm, self._model, data, self.training, metrics, positive_class))
 
     def _set_up(self, worker: Worker) -> None:
-        """Check the worker and its data, and compute the algorithm's initial state."""
+        """Check the `Worker` (model, data, options), start the algorithm, and build the server and the evaluator."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
         with blame("model"):
             frozen = worker.frozen
@@ -89,7 +89,7 @@ class Experiment:
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
     def worker_of(self, data: FederatedData) -> Worker:
-        """Return the `Worker` (model, data, options) with which a client's own machine trains and evaluates it.
+        """Return the `Worker` (model, data, options) that trains and evaluates a client on the client's own machine.
 
         Args:
             data: The client's data. The scenario's dataset is a `RemoteClients`.

@@ -112,10 +112,10 @@ class FlowerEngine(Engine):
         self._link, self._experiment = link, experiment
 
     def check(self, worker: Worker) -> None:
-        """Check that the data are on the clients' machines, and that the method needs no client data on the server.
+        """Check that the data are on the clients' machines, and that the algorithm does not need them on the server.
 
         Raises:
-            ConfigError: The data are on the server, or the method needs them there.
+            ConfigError: The data are on the server, or the algorithm needs them there.
         """
         if not worker.data.is_remote:
             fix = "`fl-lightning deploy` writes the config of a run on the clients' machines"
@@ -167,11 +167,11 @@ class FlowerEngine(Engine):
                 time.sleep(POLL)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run's id, and the rounds after which each client stored its state."""
+        """Return the run's id, and the last rounds (at most two) after which each client stored its state."""
         return {"run": self._run, "trained": dict(self._trained)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the run's id, and the rounds after which each client stored its state."""
+        """Restore the run's id and the rounds of each client's stored states, as `state_dict` returned them."""
         if "run" in state:
             texts = {int(key): text for key, text in state.items() if key.isdecimal()}  # older checkpoints
             old = {client: [int(round) for round in text.split()] for client, text in texts.items()}
@@ -299,7 +299,7 @@ class ClientLink:
         return arrived
 
     def _push(self, message: Message) -> str:
-        """Send a message, and return its id. It is sent again if the SuperLink is restarted meanwhile."""
+        """Send a message, and return its id. Sending is repeated until the SuperLink has received the whole message."""
         from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
         while True:

@@ -247,7 +247,7 @@ def with_prefix(prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_upload(upload: Message, model: Tensors, names: Sequence[str] | None, n_samples: int) -> None:
-    """Check a client's upload before it is aggregated.
+    """Raise an error if a client's upload does not match the network, or if a number in it is wrong.
 
     Args:
         upload: The upload.

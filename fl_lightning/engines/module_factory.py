@@ -76,7 +76,9 @@ class ModuleFactory:
         return ClientSlot(module, shared, self.algorithm.fixed) if can_reset(module, shared) else None
 
     def receive(self, task: Task, slot: ClientSlot | None = None) -> ClientModule:
-        """Return a client's module for a task, with the server's message loaded and torch's random state set.
+        """Load the server's message into a client's module, and return the module, ready to start the task.
+
+        The global random states are seeded for the client and the round.
 
         Args:
             task: The task.
@@ -103,7 +105,7 @@ class ModuleFactory:
         return module
 
     def personalize(self, task: Task) -> ClientModule:
-        """Build a client's module for evaluation without training. The algorithm adapts it to the client's data."""
+        """Build a client's module for evaluation. The algorithm personalizes it with the client's training data."""
         module = self.receive(task)
         with inference(module, self.trainer):
             self.algorithm.personalize(module, self.clients.training_batches(task.client))

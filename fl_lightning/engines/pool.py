@@ -233,7 +233,11 @@ class PoolEngine(Engine):
         return answer.result
 
     def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count that a worker was lost while it ran a client's task. After the third time, return a failed result."""
+        """Count the workers lost while running a client's task. Return a failed result after 3, otherwise None.
+
+        Raises:
+            WorkerLost: The third worker was lost before it was ready.
+        """
         task = pool_worker.tasks[0] if pool_worker.tasks else None
         if task or not pool_worker.ready:
             self._lost[task.client if task else None] += 1

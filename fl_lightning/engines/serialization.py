@@ -138,7 +138,7 @@ class SharedTensorStore:
         self._held: list[list[Tensor]] = []
 
     def add(self, task: Task) -> None:
-        """Find the tensors that a task shares with earlier tasks, and store those that are not stored yet."""
+        """Store the tensors of a task that an earlier task also contains, except those that are already stored."""
         sections = [*task.download.sections.values(), *task.memory.values()]
         found = {id(t): t for t in chain.from_iterable(map(owners, sections)) if is_plain(t)}
         new = [t for key, t in found.items() if key not in self.positions and self._seen.get(key) is t]

@@ -41,7 +41,7 @@ class SharedFitEngine(Engine):
         """Return whether clients can be trained in one fit."""
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work`, a function that trains clients, inside one `Trainer.fit` if possible. Return its value."""
+        """Call `work`, a function that trains clients, in one `Trainer.fit` if possible. Return the value of `work`."""
 
         def run(fit: SharedFit) -> Value:
             self._fit = fit
@@ -177,7 +177,7 @@ class SharedFit(L.LightningModule):
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Context for one client's code that restores torch's gradient mode and Python's warning filters at its end."""
+    """Context for a client's code that enables gradients. On exit, gradient mode and warning filters are restored."""
     with torch.enable_grad(), warnings.catch_warnings():
         yield
 

@@ -166,7 +166,7 @@ def check_module(module: ClientModule) -> None:
 
 
 def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
-    """Try a batched training step of the backbone alone, then with each loss term, and name the part that fails."""
+    """Raise an error if the backbone or a loss term cannot take a batched training step. The error names this part."""
     backbone = clients[0].backbone
     for part in backbone.modules():
         if isinstance(part, nn.RNNBase):
@@ -183,7 +183,7 @@ def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
 
 
 def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
-    """Run the forward and backward pass of newly built clients on one batch, as one batched model."""
+    """Try a training step of newly built clients as one batched model. Raise an error if it fails."""
     steps = [StepContents(ClientStep(client)) for client in clients]
     shapes = [step.shape() for step in steps]
     if path := difference(*shapes):

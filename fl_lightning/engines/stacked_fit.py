@@ -281,7 +281,7 @@ class StackedFit:
     # --- Steps ---
 
     def _batches(self) -> Iterator[StackedBatch]:
-        """Yield the batches of all clients in this epoch. Each client's batches keep their order.
+        """Yield the current epoch's batches, of several clients at a time. Each client's batches keep their order.
 
         A step takes all clients whose next batch has the largest size among the waiting ones: first full batches, then
         incomplete last batches, size by size.
@@ -323,7 +323,7 @@ class StackedFit:
         self.blocks.optimizer.zero_grad()
 
     def _prepared(self, rows: list[int], x: Tensor) -> Tensor:
-        """Prepare all batches at once; augment each client's batch with its own random numbers."""
+        """Return the network's inputs for several clients' batches, augmented with each client's own random numbers."""
         convert = self.alone.precision_plugin.convert_input
         x = self.data.prepare(convert(x).flatten(0, 1)).unflatten(0, x.shape[:2])
         if augment := self.data.augment:
@@ -335,7 +335,7 @@ class StackedFit:
         return convert(x)
 
     def _forward(self, step_of_all: StackedStep, batch: StackedBatch) -> tuple[list[int], Tensors, Tensor]:
-        """Compute the losses of the clients in a batch.
+        """Compute the training loss of each client in `batch`.
 
         Returns:
             The clients' rows, the weights and buffers that the step used, and the loss of each client.
@@ -352,7 +352,7 @@ class StackedFit:
         return rows, tensors, output.loss
 
     def _of(self, rows: list[int]) -> Tensors:
-        """Return the weights and buffers of some clients from the stacked tensors, where each client is one row.
+        """Return the weights and buffers of some clients, by name, stacked with one row per client.
 
         Trainable weights are views of the stacked tensors if the rows are consecutive. All other tensors are copies.
         """

@@ -102,10 +102,7 @@ class BlockOptimizer:
         return tensors
 
     def _divide(self, rows: Sequence[int]) -> None:
-        """Split blocks of clients that contain both clients in `rows` and other clients.
-
-        Afterwards each block contains only clients in `rows`, or none of them.
-        """
+        """Split the blocks of clients so that each block contains only clients in `rows` or none of them."""
         chosen, count = set(rows), self._cuts[-1]
         cuts = {row for row in range(1, count) if (row in chosen) != (row - 1 in chosen)}
         if cuts - set(self._cuts):
@@ -120,7 +117,7 @@ class BlockOptimizer:
         ]
 
     def _arrange(self) -> None:
-        """Create an optimizer parameter for each weight and block of clients, and keep their optimizer states."""
+        """Create one optimizer parameter per weight and block of clients. Existing optimizer state is carried over."""
         before, self._parameters = self._parameters, {}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = []

@@ -318,10 +318,10 @@ class StackedStep:
 
     @contextmanager
     def _replacing_tensors(self, registered: Tensors, free: Tensors) -> Iterator[None]:
-        """Context that replaces the tensors and the trainer of the module that computes the batched step.
+        """Context in which the module that computes the batched step has the given tensors and a stand-in trainer.
 
-        The trainer becomes a stand-in that raises an error if the step reads what differs between clients. The context
-        restores everything on exit.
+        The stand-in raises an error if the step reads what differs between clients. The context restores everything
+        on exit.
 
         Args:
             registered: The new parameters and buffers by name.
@@ -419,9 +419,9 @@ class ClientFunctions(TorchFunctionMode):
         return input.mul_(own) if inplace else input * own
 
     def draw(self, one: Callable[[], Tensor]) -> Tensor:
-        """Draw random numbers by calling `one` for each client, each time with this client's own random state.
+        """Return the random numbers that the function `one` draws from the current client's own random state.
 
-        Inside `torch.vmap`, the returned tensor is the draw of the current client.
+        Inside `torch.vmap`, `one` is called for every client, and the draw of the current client is selected.
         """
         self.used = True
         outside, drawn = RandomStates(self.place.device), []

@@ -54,7 +54,7 @@ class Answer:
 
 
 def process_settings() -> list[tuple[Callable[[Any], Any], Any]]:
-    """Return the torch and warning settings of this process that results depend on, with functions that set them."""
+    """Return the torch and warning settings of this process, as pairs of the function that sets one and its value."""
     filters = [entry for entry in warnings.filters if is_importable(entry[2])]
     return [
         (torch.set_default_dtype, torch.get_default_dtype()),
@@ -138,9 +138,9 @@ class TaskServer:
 
 
 def shares_fit(worker: Worker) -> bool:
-    """Return whether the tasks of several clients can share one `Trainer.fit`; False if the check fails.
+    """Return whether the tasks of several clients can share one `Trainer.fit`; False if checking raises an error.
 
-    The cause of the failure is then raised when a client is trained in a fit of its own.
+    The cause of the error is then raised when a client is trained in a fit of its own.
     """
     try:
         return can_share_fit(worker)

@@ -73,7 +73,7 @@ def quiet_trainer(
 
 
 def obstacle_to_shared_fit(trainer: L.Trainer) -> tuple[str, str] | None:
-    """Return the trainer option that prevents training several clients in one `Trainer.fit`, and the reason.
+    """Return the trainer option that prevents training several clients in one `Trainer.fit`, as `(option, reason)`.
 
     Without such an option, the result is None.
     """
