@@ -66,13 +66,13 @@ def _missing_argument(message: str, program: str, is_experiment: bool) -> str | 
 
 
 def _unknown_argument(key: str, message: str, words: Sequence[str]) -> str | None:
-    """Return our message about an unknown argument of a user's own class; None for another error."""
+    """Rewrite jsonargparse's message about an unknown argument of a user's class. Return None for any other message."""
     option, paths = re.search(r"Option '([\w.-]+)", message), re.findall(r"class_path[ =]'([\w.]+)'", message)
     return KeyChecker("fit", words).unknown_argument(option[1], paths[-1], key) if option and paths else None
 
 
 def _wrong_value(key: str, message: str) -> str | None:
-    """Return our message about a value of the wrong type; None for another error."""
+    """Rewrite jsonargparse's message about a value of the wrong type. Return None for any other message."""
     if "Unable to load config" in message:
         return "expected lines `key: value`"
     if key in CLASS_KEYS:  # `unknown_names` has checked its type
@@ -96,7 +96,7 @@ def _wrong_value(key: str, message: str) -> str | None:
 
 
 def _wrong_class(key: str, message: str) -> str | None:
-    """Return our message about a class that is abstract or has the wrong base class; None for another error."""
+    """Rewrite jsonargparse's message about a class that a key does not take. Return None for any other message."""
     if abstract := re.search(r"class, but '?([\w.]+)'? is abstract", message):
         return f"{abstract[1]} is abstract; name one of its subclasses"
     pattern = r"(?:path|Expected) (\S*) ?(?:does not|to be) .*?(?:subclass of|that returns) (?:<class ')?(\w+)"

@@ -77,7 +77,7 @@ def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
 
 
 def use_recorded_paths(value: Any) -> Any:
-    """Replace short import paths of this package's classes in a config by the paths that `config.yaml` records."""
+    """Replace short import paths in a config, such as `fl_lightning.FedProx`, by full paths as in `config.yaml`."""
     if isinstance(value, dict):
         return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):

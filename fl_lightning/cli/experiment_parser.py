@@ -41,7 +41,7 @@ def experiment_parser() -> ArgumentParser:
 
 
 def config_argument(config: Mapping[str, Any]) -> str:
-    """Return a config as text for the option `--config`, which otherwise takes the path of a file.
+    """Return a config as YAML text that the option `--config` accepts in place of a file's path.
 
     The text begins with a comment that is too long for a file name, so that jsonargparse does not read it as a path.
     """

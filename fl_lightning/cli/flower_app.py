@@ -68,7 +68,7 @@ def connected_clients(run: FederatedOrchestrator, config: dict[str, Any], resume
 
 
 def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Grid, resume: bool) -> None:
-    """Ask the clients' machines to describe their data, and connect an experiment's engine to these machines.
+    """Connect an experiment to its clients' machines, after asking each machine to describe its data.
 
     Args:
         run: The experiment.
@@ -95,7 +95,7 @@ def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Gr
 
 
 def remote_parts(run: FederatedOrchestrator) -> tuple[FlowerEngine, RemoteClients]:
-    """Return the engine and the dataset of an experiment whose clients are on their own machines.
+    """Return the `FlowerEngine` and the `RemoteClients` dataset of an experiment on the clients' own machines.
 
     Raises:
         ConfigError: It has another engine or dataset.

@@ -138,7 +138,7 @@ def help_parser_of(command: str) -> ArgumentParser:
 
 
 def group_by_heading(options: Mapping[str, Option]) -> dict[str, dict[str, Option]]:
-    """Return an experiment's options, with shortened descriptions, by help heading and key."""
+    """Group options by help heading. Return `{heading: {key: option}}`, with shortened descriptions."""
     found: dict[str, dict[str, Option]] = {heading: {} for heading in [*HEADINGS, "more"]}
     for name, option in options.items():
         found[find_heading(name)][name] = shorten(option)
@@ -169,7 +169,7 @@ def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
 
 
 def shorten(option: Option) -> Option:
-    """Shorten an option for a list: keep the first clause of its help text, and its default instead of its type."""
+    """Return an option with a shortened help text, to show in a list. A default is shown in place of the type."""
     text = option["help"].replace("`", "")
     clause = re.split(r"[;:] |\.(?: [A-Z]|$)", text, maxsplit=1)[0]
     choices = [choice for choice in option.get("choices", []) if choice not in ("true", "false")]

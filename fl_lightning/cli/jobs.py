@@ -98,7 +98,9 @@ def resolve_config(words: Words, environment: Environment) -> dict[str, Any]:
 
 
 def check_experiment(words: Words, environment: Environment) -> None:
-    """Make the checks that `fit` makes before its first round. Unexpected errors are left to the run to report.
+    """Check an experiment as `fit` does before its first round. Errors of unexpected types are ignored.
+
+    The run itself reports these errors.
 
     Raises:
         ConfigError: A setting is wrong, or does not fit the data or the other settings.

@@ -113,7 +113,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _has_shown(error: BaseException) -> bool:
-    """Return whether argparse raised this error to exit after printing what the user requested (`--print_config`)."""
+    """Return whether an error is argparse's normal exit (code 0), such as after printing for `--print_config`."""
     if not isinstance(error, SystemExit) or error.code != 0:
         return False
     return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -248,7 +248,7 @@ def key_of(flags: str) -> str:
 
 
 def is_multirun(words: Sequence[str]) -> bool:
-    """Return whether a command line of `fit` has an option for several runs."""
+    """Return whether a command line of `fit` has an option for several runs, such as `--seeds` or `--multirun`."""
     flags = " ".join(MULTIRUN).split()
     return any(word.partition("=")[0] in flags for word in words)
 

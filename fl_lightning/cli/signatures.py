@@ -195,7 +195,7 @@ class Class:
 
     @cached_property
     def help(self) -> dict[str, str]:
-        """The description of each parameter, from the docstrings of the class and its ancestors."""
+        """Descriptions of the constructor parameters by name, from the docstrings of the class and its base classes."""
         found: dict[str, str] = {}
         for one in reversed(self.ancestors):
             found |= arguments_in(one.docstring)
@@ -262,7 +262,10 @@ Argument = tuple[str, ast.expr | None, ast.expr | None, Class]
 
 
 def signature(cls: Class) -> list[Argument]:
-    """Return the name, annotation and default of each argument of a class's own or inherited constructor."""
+    """Return the arguments of a class's constructor as tuples `(name, annotation, default, class)`.
+
+    The last one is the class that defines the argument: the class itself or a base class.
+    """
     if cls.is_dataclass:
         fields = {argument[0]: argument for base in cls.bases for argument in signature(base)}
         return list((fields | {argument[0]: argument for argument in _fields(cls)}).values())

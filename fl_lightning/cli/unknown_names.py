@@ -59,7 +59,7 @@ def check_names(command: str, words: Sequence[str]) -> None:
 
 
 class KeyChecker:
-    """The valid keys of a command, and the classes that a command line and its config files choose.
+    """Checker of the keys, classes and class arguments in a command line and its config files.
 
     Args:
         command: The command.
@@ -184,7 +184,7 @@ class KeyChecker:
             self._check_classes(f"{key}.{argument}", given)
 
     def _list_fix(self, key: str, value: Any) -> str:
-        """Return the suggested fix for a key that takes a list but got a single class."""
+        """Return the hint `. Did you mean [NAME]?` for a single class where a list is expected, or empty text."""
         near = nearest(value, names(key)) if isinstance(value, str) else None
         if not near:
             return ""
@@ -335,7 +335,7 @@ def arguments_of(key: str, path: str) -> list[str]:
 
 
 def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
-    """Return the class paths and other values of a config by dotted key, such as `algorithm` and `algorithm.tau`."""
+    """Flatten a config to dotted keys. The value of a class key, such as `algorithm`, is its class path."""
     if not isinstance(content, dict):
         return {key: content}
     if "class_path" in content:

@@ -49,7 +49,7 @@ class SharedKnowledge(ArgumentsMixin, nn.Module):
             self.register_buffer(name, value.to(device), persistent=False)
 
     def observe(self, step: Step, epoch: int) -> None:
-        """On the client, update the knowledge with the outputs of a training step. By default, do nothing."""
+        """On the client, update running values, such as sums per class, in a training step. Does nothing by default."""
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
         """On the client after training, return the tensors to upload. Called in eval mode without gradients."""
@@ -136,7 +136,7 @@ class ClassMeans(SharedKnowledge):
 
     @property
     def observes(self) -> bool:
-        """Whether means are computed from training steps instead of a pass over the data after training."""
+        """Whether the means are computed during training. If not, a pass over the data after training computes them."""
         return self.seen != "after"
 
     def observe(self, step: Step, epoch: int) -> None:

@@ -38,7 +38,7 @@ class LossRecord:
         self._pending += [value.detach() for value in losses.values()]
 
     def add_values(self, names: list[str], values: Tensor) -> None:
-        """Record the losses of one training step, given as one tensor `(T,)` in the order of `names`."""
+        """Record the losses of one training step, given as a 1-D tensor in the order of `names`."""
         self._names = names
         self._pending += values.unbind()
 
@@ -53,7 +53,7 @@ class LossRecord:
         return self._pending
 
     def settle(self, values: list[float] | None = None) -> dict[str, float]:
-        """Read all losses recorded since the previous call of `settle`, and check that they are finite.
+        """Read the losses recorded since the last call, check that they are finite, and return the mean of each.
 
         Args:
             values: The values of `pending`, if they have already been transferred.

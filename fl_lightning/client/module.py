@@ -96,7 +96,7 @@ class LossTerm(ArgumentsMixin, nn.Module):
         """
 
     def outside_fit(self, value: Tensor) -> Tensor:
-        """Return `value` in place of the loss when tensors that the term needs are missing. Raise an error in training.
+        """Return `value` as the term's loss outside of a client's fit. In training, raise an error instead.
 
         A subclass calls it in `forward` if a tensor of the step, or an attribute that `begin` sets, is missing, such as
         outside of a client's fit.
@@ -309,7 +309,7 @@ class ClientModule(L.LightningModule):
         return [term for term in self.terms() if term.active]
 
     def pieces(self) -> Iterator[SharedKnowledge]:
-        """Return an iterator over the shared knowledge objects that the module exchanges besides weights."""
+        """Return an iterator over the module's `SharedKnowledge` objects: tensors exchanged besides the weights."""
         return cast(Iterator[SharedKnowledge], iter(self.knowledge))
 
     @property
@@ -326,7 +326,7 @@ class ClientModule(L.LightningModule):
         return self.optimizer_factory is None and has_optimizer(self.backbone)
 
     def step(self, batch: Batch, batch_idx: int = 0) -> Step:
-        """Run the backbone on a batch, and return features, logits and the layer inputs that loss terms read.
+        """Run the backbone on a batch. Return a `Step`: logits, features and other tensors that loss terms read.
 
         In train mode, a backbone that is a LightningModule also computes the loss, in the same forward pass.
         """
@@ -357,14 +357,14 @@ class ClientModule(L.LightningModule):
         return losses | {term.name: term(step) for term in terms}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the objective's loss on a batch plus all active loss terms, and record each of them."""
+        """Compute the loss of a batch: the objective's loss plus the active loss terms. Record each of these."""
         step = self.step(batch, batch_idx)
         losses = self.losses(step)
         self.record_step(step, losses)
         return total_loss(losses)
 
     def record_step(self, step: Step, losses: dict[str, Tensor]) -> None:
-        """Record the losses of a training step, and call `observe` of each `SharedKnowledge` that tracks steps."""
+        """Record the losses of a training step, and call `observe` of each `SharedKnowledge` with `observes=True`."""
         self.loss_record.add(losses)
         for piece in self.pieces():
             if piece.observes:
@@ -447,7 +447,7 @@ class ClientModule(L.LightningModule):
         return optimizer
 
     def require_optimizer(self, key: str) -> None:
-        """Raise an error if the fit uses the optimizer of the user's LightningModule, not one from the config.
+        """Require an optimizer from the config: raise an error if the fit uses that of the user's LightningModule.
 
         Args:
             key: The config key that requires an optimizer from the config.

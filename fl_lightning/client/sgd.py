@@ -57,7 +57,7 @@ def check_step_per_batch(module: ClientModule, method: str) -> None:
 
 
 def plain_sgd_rate(module: ClientModule, method: str) -> float:
-    """Return the learning rate η of every step of a fit, which must be plain SGD.
+    """Return the constant learning rate of a client's fit. Raise an error if the fit is not plain SGD.
 
     Args:
         module: The client's module.

@@ -41,7 +41,7 @@ def loads_plainly(backbone: nn.Module) -> bool:
 
 
 def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
-    """Return the state dict prefix of each part of a backbone, such as `head.` for the part `head`."""
+    """Return a tuple with the state dict prefix of each part of a backbone: `("head.",)` for the part `head`."""
     return tuple(f"{part}." for part in parts)
 
 
@@ -105,7 +105,7 @@ def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
 
 
 def kept_model(network: nn.Module, fixed: Collection[str], what: str, fix: str) -> Tensors:
-    """Return a copy of a network's state dict, without frozen parameters, for the client to keep between rounds.
+    """Return a copy of a network's state dict for the client to keep between rounds. Frozen parameters are left out.
 
     The copy is on the CPU.
 
@@ -125,12 +125,12 @@ def kept_model(network: nn.Module, fixed: Collection[str], what: str, fix: str) 
 
 
 def to_cpu(sections: Mapping[str, Tensors]) -> State:
-    """Copy all tensors to the CPU: detached, contiguous, and with half precision widened to float32."""
+    """Return detached CPU copies of the tensors in nested dicts. Half precision is widened to float32."""
     return detached(sections, "cpu")
 
 
 def detached(sections: Mapping[str, Tensors], device: str | None, copy: bool = True) -> State:
-    """Copy a module's tensors to a device: detached, contiguous, and with half precision widened to float32.
+    """Return detached, contiguous copies of the tensors in nested dicts. Half precision is widened to float32.
 
     Args:
         sections: Tensors of a module, by section and name.

@@ -89,7 +89,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _import_path(kind: Any) -> str:
-    """Return the import path of a class or function: `fl_lightning.<name>` if this package exports it."""
+    """Return the import path of a class or function. If this package exports it, this is `fl_lightning.<name>`."""
     from fl_lightning import HOMES
 
     module, name = getattr(kind, "__module__", None) or "builtins", kind.__qualname__

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Capable:
-    """Base class for flags about what methods do. In a subclass that overrides such a method, the flag becomes False.
+    """Base class with flags about Python methods. If a subclass overrides a method, the flags about it become False.
 
     The flags are boolean class attributes, called capabilities. Faster ways of running a method rely on them. A
     subclass that overrides one of the methods that a capability describes does not inherit the capability: its value

@@ -99,7 +99,7 @@ def nearest_file(name: str, kind: str) -> str | None:
 
 
 def shipped(kind: str) -> list[str]:
-    """Return the names of all YAML files that this package contains of a kind: `configs`, `sweeps` or `papers`."""
+    """Return the names of this package's YAML files of one kind: `configs`, `sweeps` or `papers`."""
     return sorted([*_files(kind), *(derived_configs() if kind == "configs" else ())])
 
 

@@ -42,7 +42,7 @@ def replace_atomically(path: Path, mode: str = "wb", **options: Any) -> Iterator
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file's content atomically, see `replace_atomically`."""
+    """Write a file atomically: readers see either the old or the new content, never a part of it."""
     with replace_atomically(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

@@ -56,7 +56,7 @@ class Layout:
         return {used.device: (~used).nonzero().flatten()}
 
     def views(self, flat: Tensor) -> Tensors:
-        """Return the state dict's entries by name, as views of a flat tensor of this layout."""
+        """Split a flat tensor of this layout into the entries of a state dict, which are views of the flat tensor."""
         parts = flat.split_with_sizes(self.sizes)[::2]
         return {name: torch.reshape(part, shape) for (name, shape), part in zip(self.shapes, parts, strict=True)}
 
@@ -88,7 +88,7 @@ class FlatTensors(Tensors):
         self._entries = list(self.values())
 
     def __reduce__(self) -> Any:
-        """Pickle the flat tensor instead of its views, or an ordinary dict if entries were replaced."""
+        """Pickle the flat tensor instead of its views. If entries were replaced, pickle an ordinary dict instead."""
         if self.is_intact:
             return FlatTensors, (self.flat, self.layout, self.others, self.order)
         return dict, (dict(self),)
@@ -115,7 +115,7 @@ def unflatten(value: Any) -> Any:
 
 
 def owners(tensors: Tensors) -> list[Tensor]:
-    """Return the tensors that own a state dict's memory: the flat tensor for its views, and all other entries."""
+    """Return a list of a state dict's tensors, in which a flat tensor takes the place of its views."""
     state = as_flat(tensors)
     return [*tensors.values()] if state is None else [state.flat, *state.others.values()]
 
@@ -141,7 +141,7 @@ def map_tensors(change: Callable[..., Tensor], tensors: Tensors, *arguments: Map
 
 
 def matching_parts(ours: Tensors, theirs: Tensors) -> list[tuple[Tensor, Tensor]]:
-    """Pair the tensors of two state dicts: their flat tensors if both have the same layout, else entry by entry."""
+    """Return pairs of matching tensors of two state dicts: flat tensors if the layouts are equal, else entries."""
     one, other = as_flat(ours), as_flat(theirs)
     if one is None or other is None or one.layout != other.layout:
         return [(ours[name], value) for name, value in theirs.items()]

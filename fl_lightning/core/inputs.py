@@ -40,7 +40,7 @@ class Inputs:
         return tensors.items()
 
     def like(self, values: Iterable[Any]) -> Any:
-        """Return values, one for each tensor, in a dict with the tensors' names, or in a tuple without names."""
+        """Return one value for each tensor, in the form of `tensors`: a dict with the same names, or a tuple."""
         return dict(zip(self.tensors, values, strict=True)) if isinstance(self.tensors, dict) else tuple(values)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:

@@ -65,7 +65,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str], Defaults]:
-    """Return the default search space and config values of each method in a benchmark, by table and method.
+    """Return each method's default search space and config values, by `(table name, method)`.
 
     Raises:
         ConfigError: A setting is wrong; the message names the table, the scenario and the method.
@@ -141,7 +141,7 @@ def is_allowed(words: Words) -> bool:
 
 
 def run_all(tuned: Sequence[TunedEntry], out: Path, given: Namespace) -> bool:
-    """Execute all unfinished runs of a benchmark. Return whether a run failed.
+    """Execute all unfinished runs of a benchmark. Return True if a run failed.
 
     The runs use the tuned values. If the benchmark sets `untuned`, further runs use the values of the configs.
     """

@@ -75,7 +75,7 @@ def group_table(found: Comparison) -> ResultTable:
 
 
 def pivot_table(found: Comparison) -> ResultTable:
-    """Return a comparison as a pivot table: the metric of each group, with a column for each value of one setting.
+    """Return a comparison as a pivot table of the metric, with one column for each value of a chosen setting.
 
     The setting is `found.across`, and the metric is that of the last evaluated round.
     """

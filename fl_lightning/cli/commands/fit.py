@@ -82,7 +82,9 @@ def print_results(orchestrator: FederatedOrchestrator, run: Run) -> None:
 
 
 def with_engine_class(words: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Replace an engine's short name on a command line by its class name, if options of the engine are given.
+    """Replace an engine's short name by its class name if a command line has options such as `--engine.workers`.
+
+    An engine is the object that trains the clients of a round, for example in several processes.
 
     `--engine=processes --engine.workers=2` becomes `--engine=ProcessesEngine --engine.workers=2`. The short name may
     also come from a config.
@@ -125,13 +127,13 @@ def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> t
 
 
 def setting_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that identify an experiment, by dotted key, without the seed and options such as `engine`."""
+    """Return the settings that define an experiment, by dotted key. Seed and options such as `engine` are left out."""
     apart = MAY_CHANGE - {"rounds"} | {"seed"}
     return {key: value for key, value in flatten(config).items() if key not in apart and not is_below(key, apart)}
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return an experiment's settings before later config files and command-line options change them.
+    """Return an experiment's settings as its config defines them, without changes by later files or options.
 
     The changes become part of the run's name. A class that replaces another one counts with its default options. If
     the experiment's config is not complete, all settings are returned.
@@ -159,10 +161,10 @@ def config_name(given: Namespace, parser: ArgumentParser) -> str:
 
 
 def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
-    """Return the first config files of a command line that together define a complete experiment.
+    """Return the config files that define a complete experiment. Later files, which only change it, are left out.
 
-    Later files change the experiment. If the config is complete only with all files, or not even then, all files are
-    returned.
+    These are the first files of the command line, as few as make the config complete. If it is complete only with all
+    files, or not even then, all files are returned.
     """
     configs = given.config or []
     for count in range(1, len(configs)):

@@ -10,7 +10,7 @@ from fl_lightning.core.spelling import suggest
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print the names that a config can use, each with its description: all names, or one kind such as `datasets`."""
+    """Print the names that a config can use, with descriptions: all of them, or one kind such as `datasets`."""
     if given.kind not in (None, *KINDS):
         raise ConfigError(f"list: kind {given.kind!r} not found. {suggest(None, KINDS)}")
     for kind in [given.kind] if given.kind else KINDS:

@@ -45,7 +45,7 @@ def check_name(name: str) -> None:
 
 
 def is_module_name(name: str) -> bool:
-    """Return whether a name is a valid module name and, in camel case, a valid class name."""
+    """Return whether a name is a valid module name, and its camel-case form (`MyMethod`) a valid class name."""
     return all(one.isidentifier() and not iskeyword(one) for one in (name, class_name(name)))
 
 

@@ -67,7 +67,7 @@ def write_model(path: str | None, module: ClientModule, data: FederatedData, exp
 
 
 def read_site(path: Path) -> Site:
-    """Read the file with the settings of the client on this machine, including its dataset.
+    """Read the settings of this machine's client from a file, such as `client.yaml`, and build its dataset.
 
     Raises:
         ConfigError: The file cannot be read, or a key is wrong.

@@ -81,7 +81,7 @@ def counts_of_everybody(data: FederatedData, split: str) -> np.ndarray:
 
 
 def names_of_everybody(data: FederatedData) -> Names:
-    """Return the names of clients and classes. Clients held out of training are marked `held out`."""
+    """Return the client and class names as `Names`. The names of clients that never train end with `held out`."""
     if not data.held_out:
         return data.names
     held_out = data.held_out_clients

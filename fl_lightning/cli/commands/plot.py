@@ -51,7 +51,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def check_target(path: Path) -> None:
-    """Check that a path has the suffix of a figure, and that no file from elsewhere would be overwritten.
+    """Check a figure's path: the suffix is known, and an existing file there was written by this command.
 
     Raises:
         ConfigError: The suffix is unknown, or the file exists and was not written by this command.

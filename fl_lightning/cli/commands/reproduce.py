@@ -42,7 +42,9 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
-    """Check that the settings of each row and column of a paper's table are valid, before the first run starts.
+    """Check the settings of a paper table's runs (jobs) before any of them starts.
+
+    Finished runs are not checked. Of the others, at least one of each row and each column is checked.
 
     Raises:
         ConfigError: Names the row, the column and the reason.
