@@ -1,4 +1,4 @@
-"""Live view of a run in a Jupyter notebook. Imported only in notebooks, because pandas takes a second."""
+"""Live view of a run in a Jupyter notebook. Imported only in notebooks, because importing pandas is slow."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NotebookView:
         self._update()
 
     def end_round(self, note: str, left: float) -> None:
-        """Show the metrics of the round, and the remaining seconds."""
+        """Show the metrics of the round, and the estimated time until the run ends."""
         self._note, self._status = note, f"left {left:.0f} s"
         self._clients = 0
         self._update()
