@@ -90,7 +90,7 @@ class NotebookView:
         return table.to_html(float_format="{:.4f}".format)
 
     def _draw(self) -> str:
-        """Return the curves of the main metrics as an HTML image. It is drawn once per round."""
+        """Return an HTML image of the curves of the main metrics. The image is drawn anew once per round."""
         rows = self.run.csv.rows
         if self._drawn_round < self.run.round and main_metrics(rows):
             image = b64encode(Run(self.run.run_dir, {}, rows).plot()._repr_png_()).decode()

@@ -85,7 +85,7 @@ def describe_model(run: FederatedRun) -> str:
 def describe_device(run: FederatedRun) -> str:
     """Return a text with the device that clients train on, the precision and how clients are run (the engine).
 
-    The engine is the way in which clients are run, such as `sequential`.
+    The engine is, for example, `sequential`. The text also names the memory format of images if it is channels last.
     """
     engine = type(run.engine).__name__.removesuffix("Engine").lower()
     images = ", channels last" if run.worker.uses_channels_last else ""

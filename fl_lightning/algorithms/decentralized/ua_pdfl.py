@@ -268,7 +268,7 @@ class UAPDFL(PeerAlgorithm):
         return extractor | weighted_mean(*zip(*heads, strict=True))
 
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
-        """Return the divergence `Div(i, j)` between the client's and each peer's output for the constant unit input."""
+        """Return a list with each peer's divergence `Div(i, j)` from the client, in the output for the unit input."""
         mine = own.section("unit")["distribution"]
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 

@@ -222,7 +222,7 @@ class MeasuredModule(ClientModule):
 
     @property
     def gradient_norm(self) -> float:
-        """The federated gradient norm (FGN): the learning rate times an epoch's sum of `|g|²`, averaged over epochs.
+        """The federated gradient norm (FGN): the learning rate times the sum of `|g|²` per epoch, on average.
 
         `g` is the clipped gradient of a step.
         """
@@ -276,7 +276,7 @@ class CriticalFL(Algorithm):
         return state | {DETECTOR: self.periods.initial() | {"most": most}}
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
-        """Return the next round's number of participants, set by the critical-period detector: `participants` or more."""
+        """Return the next round's number of participants: at least `participants`. `CriticalPeriods` may raise it."""
         return max(participants, int(state[DETECTOR]["participants"]))
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
