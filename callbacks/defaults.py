@@ -19,7 +19,7 @@ from fl_lightning.engines.client_callbacks import refused
 
 
 def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
-    """Return a run's callbacks and the default callbacks that it does not list, in the order in which they are called.
+    """Return a run's callbacks in call order, including the default callbacks that the user has not listed.
 
     Callbacks that watch metrics come after those that may add metrics. Checkpointing comes last, since it saves the
     states of the others.

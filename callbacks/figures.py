@@ -99,7 +99,7 @@ class RoundFigure(RoundCallback):
         """Store the data that `measure` needs from one trained client. The base class stores nothing."""
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return the arrays of this round, which are recorded and passed to `numbers` and `draw`.
+        """Return this round's data as named arrays. They are written to disk and passed to `numbers` and `draw`.
 
         Called after the round's aggregation.
         """

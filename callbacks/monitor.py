@@ -184,7 +184,7 @@ def suggest_metric(name: str, names: Sequence[str], clients: int) -> str:
 
 
 def may_add_metrics(run: FederatedRun) -> bool:
-    """Whether the run may log metrics whose names are unknown before it begins.
+    """Whether the run may log metrics whose names are not known before round 1.
 
     Such metrics come from client callbacks, or from a user's own model, loss terms or round callbacks.
     """

@@ -1,4 +1,4 @@
-"""Live view of a run in a Jupyter notebook. Imported only in notebooks, because pandas takes a second."""
+"""Live view of a run in a Jupyter notebook. Imported only in notebooks, because importing pandas is slow."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NotebookView:
         self._update()
 
     def end_round(self, note: str, left: float) -> None:
-        """Show the metrics of the round, and the remaining seconds."""
+        """Show the metrics of the round, and the estimated time until the run ends."""
         self._note, self._status = note, f"left {left:.0f} s"
         self._clients = 0
         self._update()
@@ -90,7 +90,7 @@ class NotebookView:
         return table.to_html(float_format="{:.4f}".format)
 
     def _draw(self) -> str:
-        """Return the curves of the main metrics as an HTML image. It is drawn once per round."""
+        """Return an HTML image of the curves of the main metrics. The image is drawn anew once per round."""
         rows = self.run.csv.rows
         if self._drawn_round < self.run.round and main_metrics(rows):
             image = b64encode(Run(self.run.run_dir, {}, rows).plot()._repr_png_()).decode()

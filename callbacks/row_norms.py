@@ -67,7 +67,7 @@ class RowNorms(RoundFigure):
         self._trained[result.client] = row_norms(trained_model(run, result))
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return each client's class counts, and its last layer's row norms before and after the fit, `(K, C)`.
+        """Return arrays `(K, C)`: clients' class counts, and their last layers' row norms before and after the fit.
 
         With class-wise averaging, also return the row norms of the class models.
         """

@@ -54,7 +54,7 @@ def sent_sections(run: FederatedRun) -> list[str]:
 
 
 def describe_data(run: FederatedRun) -> str:
-    """Return the dataset, its classes, and the number and the sizes of its clients."""
+    """Return a text with the dataset's name, its number of classes, and the number and sizes of its clients."""
     objective, outputs, sizes = run.data.objective, run.data.data.num_classes, run.algorithm.samples
     labels = f"{outputs:,} classes" if objective.classes else f"{type(objective).__name__} of {outputs:,} outputs"
     dataset, partition = type(run.scenario.dataset).__name__, type(run.scenario.partition).__name__
@@ -65,7 +65,7 @@ def describe_data(run: FederatedRun) -> str:
 
 
 def describe_input(run: FederatedRun) -> str:
-    """Return the line about the input of the network: the columns of a table, or the shape of a sample."""
+    """Return a line of text about the network's input: the columns of a table, or the shape of a sample."""
     data = run.data.data
     if data.schema:
         return data.schema.summary()
@@ -73,7 +73,7 @@ def describe_input(run: FederatedRun) -> str:
 
 
 def describe_model(run: FederatedRun) -> str:
-    """Return the class name and the number of parameters of the network."""
+    """Return a text with the class name and the number of parameters of the network."""
     backbone = run.worker.template.backbone
     name = backbone.path if isinstance(backbone, FromModule) else type(backbone).__name__
     parameters = list(backbone.parameters())
@@ -83,9 +83,9 @@ def describe_model(run: FederatedRun) -> str:
 
 
 def describe_device(run: FederatedRun) -> str:
-    """Return the device that clients train on, the precision, the memory format of images and the engine.
+    """Return a text with the device that clients train on, the precision and how clients are run (the engine).
 
-    The engine is the way in which clients are run, such as `sequential`.
+    The engine is, for example, `sequential`. The text also names the memory format of images if it is channels last.
     """
     engine = type(run.engine).__name__.removesuffix("Engine").lower()
     images = ", channels last" if run.worker.uses_channels_last else ""
@@ -93,7 +93,7 @@ def describe_device(run: FederatedRun) -> str:
 
 
 def describe_folder(run: FederatedRun) -> str:
-    """Return the run folder, and after which round a resumed run continues."""
+    """Return a text with the path of the run folder and, for a resumed run, the last finished round."""
     if run.is_dry_run:
         return "none, because this is a dry run, with a few samples of each client"
     return one_line(str(run.run_dir)) + (f", resumed after round {run.round}" if run.round else "")

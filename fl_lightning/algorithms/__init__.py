@@ -160,5 +160,5 @@ for _name, _module in public_classes().items():
 
 
 def __getattr__(name: str) -> Any:
-    """Raise an AttributeError for a name that no file of the package defines."""
+    """Raise an AttributeError. Python calls this only for names that the package does not have."""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -72,7 +72,7 @@ class Aggregator(ArgumentsMixin, Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Compute the clients' models ahead of time, if several can be computed together, and yield a state per client.
+        """For each client, yield the server state. A subclass may add the client's model to it, computed in advance.
 
         `model_for` is called with the yielded state. By default, this is `state` itself: no model is computed ahead. An
         aggregator that computes models ahead adds them to the yielded state, where `model_for` finds them. A client's
@@ -151,7 +151,7 @@ class ServerStep(WeightedMean):
         }
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """Return the server optimizer's direction `u(Δ)` for one parameter, and the updated moments, in float64.
+        """Return one parameter's step direction `u(Δ)` and its updated moments, all in float64.
 
         Args:
             change: `Δ`, the clients' mean minus the old weights.

@@ -157,7 +157,7 @@ class Algorithm(ArgumentsMixin, Capable):
 
     @classmethod
     def family(cls) -> str:
-        """Return the family of the method from its folder, such as `personalized`; `own` for a user's method."""
+        """Return the method's family: the name of its folder, such as `personalized`, or `own` for a user's method."""
         package = __name__.rpartition(".")[0]
         inside, _, rest = cls.__module__.partition(f"{package}.")
         return rest.partition(".")[0] if not inside and "." in rest else "own"

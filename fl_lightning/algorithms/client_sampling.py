@@ -115,7 +115,7 @@ class WeightedSampling(ClientSampler):
         self.weights = weights
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Check that each client has a weight. Warn if the aggregation also weights clients by their samples."""
+        """Check that a list of weights fits the clients. Warn if the aggregation also weights by numbers of samples."""
         super().start(algorithm, seed, min_clients)
         if self.weights != "samples":
             check_length("weights", self.weights, self.clients)
@@ -125,7 +125,10 @@ class WeightedSampling(ClientSampler):
             warnings.warn(f"client_sampler: {what}. For an unbiased mean, {fix}", stacklevel=2)
 
     def sample(self, round: int, size: int) -> list[int]:
-        """Draw distinct clients by systematic sampling (Madow 1949), with their `inclusion_probabilities`."""
+        """Draw distinct clients by systematic sampling (Madow 1949). Clients with larger weights are drawn more often.
+
+        Each client is drawn with its probability from `inclusion_probabilities`.
+        """
         rng = self.rng(round)
         order = rng.permutation(self.clients)
         weights = self.samples if self.weights == "samples" else self.weights
@@ -135,7 +138,7 @@ class WeightedSampling(ClientSampler):
 
 
 class RoundRobin(ClientSampler):
-    """Clients take turns in a random order that stays the same: the next `clients_per_round` in each round.
+    """Each round takes the next `clients_per_round` clients of a random order, which stays the same for the whole run.
 
     With a method that changes the number of participants, such as `CriticalFL`, some turns are skipped or repeated.
     """
@@ -217,7 +220,7 @@ class MarkovAvailability(ClientSampler):
         self.available, self.correlation = available, correlation
 
     def start(self, algorithm: Algorithm, seed: int, min_clients: int) -> None:
-        """Check that every client has a probability of being available, and that enough are available on average.
+        """Check that a list `available` fits the clients, and that enough clients for a round are available on average.
 
         On average, at least `min_clients` clients must be available.
         """

@@ -233,7 +233,7 @@ class CFL(Algorithm):
         return state | {section(0): state["model"], "assignment": assignment}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with a new client in a new cluster, whose model is the mean of the last round's uploads."""
+        """Return the state with a new client in its own cluster. Its model is the mean of the last round's uploads."""
         cluster = state["assignment"]["cluster"]
         own = cluster.max()[None] + 1
         return state | {

@@ -146,7 +146,7 @@ class IFCA(Algorithm):
         return state | {section(j): {name: model[name].clone() for name in own} for j, model in enumerate(starts)}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return the message to a client: the models of all clusters. Layers that they share are sent once."""
+        """Return the message to a client: the models of all clusters, with the `shared_layers` only once."""
         own = self.means.without_shared_layers(state["model"])
         sections = {"model": {name: value for name, value in state["model"].items() if name not in own}}
         sections |= {section(j): state[section(j)] for j in range(self.clusters)}

@@ -1,4 +1,4 @@
-"""DFedAvgM: local SGD with momentum, then averaging with the neighbours in a graph by a mixing matrix.
+"""DFedAvgM: local SGD with momentum, then each client averages its model with those of its neighbours in a graph.
 
 Sun, Li, Wang: "Decentralized Federated Averaging", IEEE TPAMI 2023, Algorithm 1; the mixing matrix by Xiao, Boyd, Kim:
 "Distributed Average Consensus with Least-Mean-Square Deviation", JPDC 2007 (Metropolis weights).
@@ -38,7 +38,7 @@ def metropolis_weights(links: Tensor) -> Tensor:
 
 
 class DFedAvgM(PeerAlgorithm):
-    """Local SGD with momentum, then averaging with the neighbours in a graph, with Metropolis weights.
+    """Local SGD with momentum. Then each client averages its model with those of its neighbours in a graph.
 
     The momentum is that of the clients' optimizer (`optimizer: SGD` with `momentum`) and starts from zero in every
     round. In the paper a client mixes at the end of its round; here it mixes at the start of its next round, which is
@@ -68,7 +68,7 @@ class DFedAvgM(PeerAlgorithm):
         return state | {"mixing": {"matrix": metropolis_weights(state["links"]["matrix"])}}
 
     def add_client(self, state: State, memory: State) -> State:
-        """Return the state with one more client, and its mixing weights."""
+        """Return the shared state with one more client, and with mixing weights computed again for the larger graph."""
         state = super().add_client(state, memory)
         return state | {"mixing": {"matrix": metropolis_weights(state["links"]["matrix"])}}
 

@@ -108,11 +108,11 @@ class PeerAlgorithm(Algorithm):
         return weighted_mean(models, map(self.weight, messages))
 
     def weight(self, publication: Message) -> float:
-        """Return a published model's weight in a mean: its number of training samples, or 1 if all weigh the same."""
+        """Return a client's weight in a mean of models: its number of training samples, or 1 if all weigh the same."""
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the average of the client's own and its peers' models. Other shared tensors are merged, too.
+        """Load the average of the client's and its peers' models. Merge other shared data, such as prototypes.
 
         If the client has not published a model yet, as before round 1, do nothing.
         """
@@ -142,7 +142,7 @@ class PeerAlgorithm(Algorithm):
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the mean of every client's latest model, which may be from an earlier round. Used for evaluation."""
+        """Return the state with the mean over all clients' latest models, for evaluation."""
         first, model = "sums" not in state, state["model"]
         mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
         for client, message in uploads:

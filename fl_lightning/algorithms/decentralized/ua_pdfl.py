@@ -1,4 +1,4 @@
-"""UA-PDFL: peers compare the outputs of their models on one constant input, and share more if they are similar.
+"""UA-PDFL: peers compare their models' outputs for a constant input. Similar peers share more parts of their models.
 
 Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for Decentralized Federated Learning", 2024. Equations and algorithms
 below are the paper's.
@@ -254,7 +254,10 @@ class UAPDFL(PeerAlgorithm):
         }
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Return a client's starting model: a random peer's if all are similar, otherwise averages of model parts."""
+        """Return the weights that a client starts training from: averages of model parts, or a random peer's model.
+
+        It is the peer's model if `drops_out` is true: the models of all peers are similar to the client's.
+        """
         if self.drops_out(self.divergences(own, [upload.message for upload in received])):
             return next(model for upload in received if (model := upload.message.section("model")))
         messages = [own, *(upload.message for upload in received)]
@@ -265,7 +268,7 @@ class UAPDFL(PeerAlgorithm):
         return extractor | weighted_mean(*zip(*heads, strict=True))
 
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
-        """Return the divergence `Div(i, j)` between the client's and each peer's output for the constant unit input."""
+        """Return a list with each peer's divergence `Div(i, j)` from the client, in the output for the unit input."""
         mine = own.section("unit")["distribution"]
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 

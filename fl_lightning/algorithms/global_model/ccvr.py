@@ -131,7 +131,7 @@ class CCVR(FedAvg):
         return super().initial_state(backbone, num_classes, clients, rng)
 
     def describe(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
-        """Return the number of the client's samples of each class, and the mean and covariance of their features."""
+        """Return, for each class, the client's number of samples, and the mean and covariance of their features."""
         if not self.epochs:
             return {}
         parts = [(at_least_float32(module.encoder(x)), y) for x, y in batches]

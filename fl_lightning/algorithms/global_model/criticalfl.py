@@ -149,7 +149,7 @@ class EntryMean(Aggregator):
     """
 
     def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
-        """Return the running mean of the tensors sent whole and, for entries sent with a mask, two sums per entry.
+        """Return the running mean of tensors sent whole and, for entries sent with a mask, sums that give their means.
 
         The sums, `(2, P)`, are over the clients that sent the entry: of its weighted values, and of the weights. They
         are None if all models were sent whole.
@@ -222,7 +222,7 @@ class MeasuredModule(ClientModule):
 
     @property
     def gradient_norm(self) -> float:
-        """The federated gradient norm (FGN): the learning rate times an epoch's sum of `|g|²`, averaged over epochs.
+        """The federated gradient norm (FGN): the learning rate times the sum of `|g|²` per epoch, on average.
 
         `g` is the clipped gradient of a step.
         """
@@ -276,7 +276,7 @@ class CriticalFL(Algorithm):
         return state | {DETECTOR: self.periods.initial() | {"most": most}}
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
-        """Return how many clients take part next: `participants`, or more if the critical-period detector says so."""
+        """Return the next round's number of participants: at least `participants`. `CriticalPeriods` may raise it."""
         return max(participants, int(state[DETECTOR]["participants"]))
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:

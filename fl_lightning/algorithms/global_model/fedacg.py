@@ -57,7 +57,7 @@ class LookAhead(WeightedMean):
 
 
 class FedACG(Algorithm):
-    """FedAvg with server momentum. Clients start from a point ahead along the momentum, and stay near this point.
+    """FedAvg with server momentum. Clients start from `x + λ m` (global model plus momentum), and stay near this point.
 
     With `lam` and `beta` 0 this is FedAvg with `weighting: uniform`, bit for bit.
 
