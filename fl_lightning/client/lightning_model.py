@@ -40,7 +40,7 @@ def users_module(backbone: nn.Module) -> nn.Module:
 
 
 def class_name(backbone: nn.Module) -> str:
-    """Return the name of the class of the user's module."""
+    """Return the class name of the user's module that a backbone wraps, or of the backbone itself."""
     return type(users_module(backbone)).__name__
 
 

@@ -46,7 +46,7 @@ def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
 
 
 def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
-    """Check that a backbone has weights in every part that an option of an algorithm names, such as `head`.
+    """Check that a backbone has weights in each of some parts, such as `head`, which an option lists by name.
 
     Args:
         key: The option.

@@ -165,7 +165,10 @@ def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
 
 @cache
 def _guard_jsonargparse() -> None:
-    """Patch jsonargparse: untrusted configs can import only with `find_object`, and cannot refer to other files."""
+    """Patch jsonargparse, so that untrusted configs import only allowed classes, and do not read other files.
+
+    `find_object` imports the classes.
+    """
     from jsonargparse import _util, typing  # half a second
 
     usual_import, usual_mode = _util.import_object, _util._get_config_read_mode

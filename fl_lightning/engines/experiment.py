@@ -72,7 +72,7 @@ class Experiment:
         self._set_up(Worker(self.seed, self.algorithm, self._model, data, self.training, metrics, positive_class))
 
     def _set_up(self, worker: Worker) -> None:
-        """Check the `Worker` (model, data, options), start the algorithm, and build the server and the evaluator."""
+        """Check the `Worker` (model, data, options), and build the server and the evaluator. Nothing is trained yet."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
         with blame("model"):
             frozen = worker.frozen

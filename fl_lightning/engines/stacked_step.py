@@ -302,9 +302,9 @@ class StackedStep:
         return output._replace(features=None) if missing else output
 
     def verify(self) -> None:
-        """Raise an error if a step since `watch` has changed module attributes, other tensors or global random states.
+        """Raise an error if training steps have changed something other than the backbones' weights and buffers.
 
-        Other tensors are those outside of the backbone.
+        The module's attributes, its other tensors and the global random states must be as at the last call of `watch`.
 
         Raises:
             ConfigError: A step has changed something, or drawn random numbers that are not those of `ClientFunctions`.

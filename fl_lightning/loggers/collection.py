@@ -147,7 +147,7 @@ class Loggers:
                 one.log_summary(summarize(rows, targets) | lowest_losses(rows))
 
     def log_files(self) -> None:
-        """Log files of the run in all loggers. Called when the run folder is complete."""
+        """Pass the files of the finished run folder to all loggers, which may upload them."""
         for one in self._all:
             if isinstance(one, RoundLogger):
                 one.log_files()

@@ -216,7 +216,7 @@ class DualAggregation(Aggregator):
 
 
 class FedSiamDA(Algorithm):
-    """Clients train siamese networks with a copy of the global model. The server weights clients by similarity.
+    """Clients align their features with the global model's. Models close to the mean get larger weights in it.
 
     With `mu` 0 and `aggregation: uniform` this is FedAvg with `weighting: uniform`, bit for bit. The model needs a
     projection and a predictor: `model.head.projection: 256`, `model.head.prediction: 256`.
