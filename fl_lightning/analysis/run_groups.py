@@ -197,7 +197,7 @@ def _name(key: str, run: Run, grouping: Grouping) -> str:
 
 
 def _method_name(path: str, grouping: Grouping) -> str:
-    """Return the class name of a federated method from its import path; the path if two methods have this class name."""
+    """Return the class name of a federated method from its import path; the path if two have the same name."""
     name = path.rpartition(".")[2]
     paths = {str(run.settings.get("algorithm")) for run in grouping.texts}
     return name if [each.rpartition(".")[2] for each in paths].count(name) == 1 else path
