@@ -34,7 +34,10 @@ def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[s
 
 
 def grid(reproduction: Reproduction) -> Grid:
-    """Return the cells of a reproduced table: our numbers above the paper's, and rank correlations in the last row."""
+    """Return a reproduced table as cells of text. Each cell has our number, and below it that of the paper.
+
+    The last row has the rank correlations between our column and the paper's.
+    """
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:

@@ -120,7 +120,7 @@ def names(key: str) -> list[str]:
 
 
 def arguments(key: str, path: str) -> list[str] | None:
-    """Return the argument names of a class or function, read from its source; None if its package is unknown.
+    """Return the argument names of a class or function, without importing it; None if its source is not at hand.
 
     Args:
         key: The key that names the class.

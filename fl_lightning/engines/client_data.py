@@ -164,7 +164,7 @@ class ClientData:
         return map_inputs(channels_last, x) if self.channels_last else x
 
     def ready_to_train(self, x: Tensor | Inputs) -> Any:
-        """Convert a stored batch on the training device to the input of a training step: prepared and augmented."""
+        """Convert and augment the inputs of a batch for a training step. They are already on the training device."""
         convert = self.trainer.precision_plugin.convert_input
         x, augment = self.prepare(convert(x)), self.data.data.augment  # `Trainer.fit` also converts a batch first
         return convert(augment(x) if augment else x)

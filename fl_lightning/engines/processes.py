@@ -308,7 +308,7 @@ def send(connection: Connection, message: Any, *fds: int) -> None:
 
 
 def receive(connection: Connection) -> tuple[Any, list[MemoryFile]]:
-    """Wait for a message that another process sent with `send`, and return the message and the open files."""
+    """Wait for a message from another process's `send`. Return it with the memory files that were sent along."""
     message, number = connection.recv()
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         return message, [MemoryFile(fd) for fd in recvfds(channel, number)]

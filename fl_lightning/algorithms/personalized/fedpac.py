@@ -163,7 +163,7 @@ class ClassifierCollaboration(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The statistics of the participants' features."""
+        """What clients send besides weights: `FeatureStatistics`, the statistics of their features."""
         return (FeatureStatistics(),)
 
     def model_for(self, state: State, client: int) -> Tensors:

@@ -127,7 +127,7 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
 
 
 def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two equal masks, one per round: the classes that have mean logits in both rounds (Eq. 5).
+    """Return two equal masks, one per round, of the classes that some client had in both rounds (Eq. 5).
 
     Args:
         now: `(C,)` bool, the classes known in this round.
@@ -137,9 +137,9 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for this and for the previous round, the mask of the classes with mean logits in that round.
+    """Return the two masks unchanged: one marks the classes that some client had in this round, one in the last round.
 
-    They are the arguments, unchanged. This is the authors' code; Eq. 5 compares the classes known in both rounds.
+    This is the authors' code; Eq. 5 compares the classes known in both rounds.
     """
     return now, before
 
