@@ -82,8 +82,10 @@ class CheckpointFolder:
         partial, replaced = (target.with_name(f".writing-{kind}{target.name}") for kind in ("", "replaced-"))
         try:
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-            partial.mkdir(parents=True)
-            torch.save(unflatten(state), partial / "state.pt")
+            self.path.mkdir(parents=True, exist_ok=True)
+            partial.mkdir()
+            with open(partial / "state.pt", "xb") as file:  # torch's own files do not say that the disk is full
+                torch.save(unflatten(state), file)
             inside = {"state.pt": _checksum(partial / "state.pt")}
             manifest = {
                 "round": round,
