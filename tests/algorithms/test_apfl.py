@@ -20,7 +20,7 @@ from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import APFL, FedAvg
-from fl_lightning.core.errors import ConfigError, NonFiniteError
+from fl_lightning.core.errors import NonFiniteError
 from fl_lightning.core.message import Message
 
 
@@ -93,12 +93,3 @@ def test_an_own_model_that_diverges_is_reported(tmp_path):
         next(module.own.parameters()).fill_(float("nan"))
     with pytest.raises(NonFiniteError, match=r"^the client's own model's 'encoder\.1\.weight' is NaN or Inf"):
         run.algorithm.remember(module, Message())
-
-
-def test_accumulated_gradients_are_refused_before_round_1(tmp_path):
-    run = experiment(tmp_path / "run", APFL(), trainer={"accelerator": "cpu", "accumulate_grad_batches": 2})
-    with pytest.raises(ConfigError) as refused:
-        run.fit()
-    fix = "Use a larger batch_size."
-    assert str(refused.value) == f"trainer.accumulate_grad_batches: APFL needs one step per batch. {fix}"
-    assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import Ditto, FedAvg, Local
-from fl_lightning.core.errors import ClientFailure, ConfigError
+from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.data.loaders import Batches
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -110,12 +110,3 @@ def test_a_diverged_personalised_model_is_reported(tmp_path):
     run = experiment(tmp_path, Ditto(1e30), model=SMALL, rounds=1)
     with pytest.raises(ClientFailure, match=r"the personalised model's '.*' is NaN or Inf. Lower .* algorithm.lam"):
         run.fit()
-
-
-def test_accumulated_gradients_are_refused_before_round_1(tmp_path):
-    run = experiment(tmp_path / "run", Ditto(), trainer={"accelerator": "cpu", "accumulate_grad_batches": 2})
-    with pytest.raises(ConfigError) as refused:
-        run.fit()
-    fix = "Use a larger batch_size."
-    assert str(refused.value) == f"trainer.accumulate_grad_batches: Ditto needs one step per batch. {fix}"
-    assert not (tmp_path / "run").exists()

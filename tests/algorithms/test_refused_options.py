@@ -5,12 +5,15 @@ import re
 from math import nan
 
 import pytest
+from experiments import experiment
 from methods import CLASSES, NAMES
 from torch import nn
 
 from fl_lightning.algorithms import (
+    APFL,
     SCAFFOLD,
     ControlVariates,
+    Ditto,
     FedAvg,
     FedBABU,
     FedNova,
@@ -117,6 +120,16 @@ def test_a_loss_term_that_occurs_twice_is_refused(kind, terms, message):
     with pytest.raises(ConfigError) as refused:
         kind(loss_terms=terms)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("kind", [APFL, Ditto])
+def test_accumulated_gradients_are_refused_before_round_1(tmp_path, kind):
+    run = experiment(tmp_path / "run", kind(), trainer={"accelerator": "cpu", "accumulate_grad_batches": 2})
+    with pytest.raises(ConfigError) as refused:
+        run.fit()
+    message = f"trainer.accumulate_grad_batches: {kind.__name__} needs one step per batch. Use a larger batch_size."
+    assert str(refused.value) == message
+    assert not (tmp_path / "run").exists()
 
 
 OF_AGGREGATORS = {
