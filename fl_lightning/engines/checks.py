@@ -237,7 +237,8 @@ def check_schedule(module: ClientModule, epochs: int, scaled: bool) -> None:
     if not module.scheduler_factory:
         return
     rates: list[list[float]] = []
-    for module.lr_scale in (1.0, 0.5) if scaled else (1.0,):
+    for scale in (1.0, 0.5) if scaled else (1.0,):
+        module.lr_scale = scale
         optimizer = module.optimizer_for(module.backbone.parameters())
         schedule = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
         rates.append([*islice(schedule, min(epochs + 1, LOOK_AHEAD))])  # one more for the step after the last epoch

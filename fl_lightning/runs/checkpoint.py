@@ -23,6 +23,7 @@ from fl_lightning.runs.fingerprint import Fingerprint
 
 MANIFEST = "manifest.json"
 ROUND = re.compile("round-[0-9]{6,18}")
+"""Matches the names of the folders of checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class CheckpointFolder:
         target = self._folder(round)
         partial, replaced = (target.with_name(f".writing-{kind}{target.name}") for kind in ("", "replaced-"))
         try:
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             self.path.mkdir(parents=True, exist_ok=True)
             partial.mkdir()
             with open(partial / "state.pt", "xb") as file:  # torch's own files do not say that the disk is full

@@ -163,7 +163,7 @@ class ClassifierCollaboration(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """What clients send besides weights: `FeatureStatistics`, the statistics of their features."""
+        """The `FeatureStatistics` that clients send to the server together with the weights."""
         return (FeatureStatistics(),)
 
     def model_for(self, state: State, client: int) -> Tensors:

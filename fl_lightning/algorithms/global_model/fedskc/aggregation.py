@@ -188,7 +188,7 @@ class GlobalPeriodReview(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """What clients and server exchange besides weights: mean logits per class, and what `inner` needs."""
+        """The shared knowledge of GPR (mean logits per class) and of the inner aggregator."""
         return (self.structural, *self.inner.knowledge)
 
     def initial(self, model: Tensors, num_classes: int) -> State:
