@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.callbacks.monitor import Monitor
@@ -13,15 +14,19 @@ if TYPE_CHECKING:
 
     from fl_lightning.evaluation.summary import Row
 
+SECONDS = 1.0
+"""Least seconds between checkpoints if `every` is not given."""
+
 
 class Checkpointing(Monitor):
-    """Write checkpoints every few rounds and after the last one, and keep the newest and the best.
+    """Write checkpoints during a run and after its last round, and keep the newest and the best.
 
     Args:
-        every: Rounds between checkpoints.
+        every: Rounds between checkpoints. By default every round, except that shorter rounds than a second share a
+            checkpoint: after a kill, at most a second of work is repeated. The best round has a checkpoint in any case.
         keep_last: Number of newest checkpoints to keep. With 2 or more, a run can be resumed if one is damaged.
         monitor: Metric whose best round is also kept. By default `global/acc` or, for methods without a global model,
-            `client/acc_mean`. Only rounds with a checkpoint can be the best.
+            `client/acc_mean`. With `every`, only rounds with a checkpoint can be the best.
         mode: Whether higher (`max`) or lower (`min`) is better; `auto` is the direction of the metric.
 
     Raises:
@@ -30,24 +35,28 @@ class Checkpointing(Monitor):
 
     def __init__(
         self,
-        every: int = 1,
+        every: int | None = None,
         keep_last: int = 2,
         monitor: str | None = None,
         mode: Literal["auto", "max", "min"] = "auto",
     ) -> None:
         super().__init__(monitor, mode)
-        check_positive("callbacks: Checkpointing.", every=every, keep_last=keep_last)
+        check_positive("callbacks: Checkpointing.", **({} if every is None else {"every": every}), keep_last=keep_last)
         self.every, self.keep_last = every, keep_last
         self.best: float | None = None
         self.best_round: int | None = None
+        self._next = 0.0  # time of the next checkpoint
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Write a checkpoint after every `every` rounds, and when the run is over."""
-        if run.round % self.every and not run.is_over:
+        """Write a checkpoint if one is due, if the round is the best so far, or if the run is over."""
+        if self.every and run.round % self.every and not run.is_over:
             return
         value = self.watched(metrics)
         if value is not None and (self.best is None or self._better(value, self.best)):
             self.best, self.best_round = value, run.round
+        elif not (self.every or run.is_over or run.data.is_remote) and time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + SECONDS
         best = self.best_round or run.round  # read now, because `keep` is called later, when the checkpoint is on disk
         run.save_checkpoint(keep=lambda rounds: {*rounds[: self.keep_last], best})
 

@@ -49,7 +49,8 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
-        tiny(folder / "run", "--model.head", "{projection: 12, hidden: [9], classifier: cosine}")
+        every = ("--callbacks+=Checkpointing", "--callbacks.every=1")
+        tiny(folder / "run", *every, "--model.head", "{projection: 12, hidden: [9], classifier: cosine}")
         tiny(folder / "normed", "--rounds", "1", text=NORMED)
         tiny(folder / "local", "--algorithm", "Local", "--rounds", "1")
         yield folder

@@ -114,14 +114,42 @@ def test_run_that_fails_in_a_callback_can_be_resumed(tmp_path):
 )
 @pytest.mark.fast_cases(1)
 def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, mode, every, scores, kept):
-    class Scripted(RoundCallback):
-        def on_round_metrics(self, run, metrics):
-            metrics["score"] = scores[run.round - 1]
-
     keeper = Checkpointing(every, keep_last=2, monitor="score", mode=mode)
-    run = experiment(tmp_path, rounds=len(scores), callbacks=[Scripted(), keeper], trainer=ONE_EPOCH)
+    assert scored_run(tmp_path, scores, keeper).checkpoints.rounds() == kept
+
+
+class Scores(RoundCallback):
+    def __init__(self, scores):
+        self.scores = scores
+
+    def on_round_metrics(self, run, metrics):
+        metrics["score"] = self.scores[run.round - 1]
+
+
+def scored_run(run_dir, scores, keeper):
+    run = experiment(run_dir, rounds=len(scores), callbacks=[Scores(scores), keeper], trainer=ONE_EPOCH)
     run.fit()
-    assert run.checkpoints.rounds() == kept
+    return run
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.0, [6, 5, 4, 3, 2, 1]), (1e9, [6, 3, 1])])
+def test_short_rounds_share_a_checkpoint_except_the_best_and_the_last(tmp_path, monkeypatch, seconds, kept):
+    monkeypatch.setattr("fl_lightning.callbacks.checkpointing.SECONDS", seconds)
+    run = scored_run(tmp_path / "run", [5, 4, 9, 9, 2, 4], Checkpointing(keep_last=9, monitor="score", mode="max"))
+    assert run.checkpoints.rounds()[: len(kept)] == kept
+    assert run.checkpoints.read(6).state["callbacks"]["Checkpointing"] == {"best": 9.0, "best_round": 3}
+
+
+@pytest.mark.parametrize(("is_remote", "expected"), [(True, [1, 2, 3]), (False, [1])])
+def test_each_round_has_a_checkpoint_if_the_data_are_on_the_clients_machines(monkeypatch, is_remote, expected):
+    monkeypatch.setattr("fl_lightning.callbacks.checkpointing.SECONDS", 1e9)
+    saved = []
+    run = SimpleNamespace(is_over=False, data=SimpleNamespace(is_remote=is_remote))
+    run.save_checkpoint = lambda keep: saved.append(run.round)
+    keeper = Checkpointing(monitor="score")
+    for run.round in (1, 2, 3):
+        keeper.on_round_end(run, {})
+    assert saved == expected
 
 
 @pytest.mark.parametrize("key", ["every", "keep_last"])

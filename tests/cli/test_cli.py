@@ -44,7 +44,8 @@ logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
 def finished(tmp_path_factory):
     """A finished run of three rounds, and what it printed."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    return run_dir, tiny(run_dir, "--evaluation.client_model", "received", "--seed", "5")
+    words = ["--evaluation.client_model=received", "--seed=5", "--callbacks+=Checkpointing", "--callbacks.every=1"]
+    return run_dir, tiny(run_dir, *words)
 
 
 @pytest.fixture
@@ -534,7 +535,8 @@ def test_a_run_without_checkpoints_is_refused_and_not_changed(kept, finished, tm
 
 def test_a_resume_may_change_callbacks_and_evaluation(finished, tmp_path):
     run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
-    words = ["--callbacks+=Checkpointing", "--callbacks.keep_last=3", "--log_clients=false", "--evaluation.every=2"]
+    words = ["--callbacks=[{class_path: Checkpointing, init_args: {every: 1, keep_last: 3}}]"]
+    words += ["--log_clients=false", "--evaluation.every=2"]
     words += ["--evaluation.target_accuracies=[0.1]", "--rounds=4"]
     code, out, _ = run("fit", "--resume", run_dir, *words)
     assert code == 0

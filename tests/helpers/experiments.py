@@ -88,8 +88,8 @@ def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> Federate
     }
     settings |= options
     given = list(options.get("callbacks") or [])
-    kept = {"every": settings.pop("checkpoint_every", None), "keep_last": settings.pop("keep_checkpoints", None)}
-    if kept := {name: value for name, value in kept.items() if value is not None}:
+    kept = {"every": settings.pop("checkpoint_every", 1), "keep_last": settings.pop("keep_checkpoints", 2)}
+    if not any(isinstance(callback, Checkpointing) for callback in given):
         given.append(Checkpointing(**kept))
     if every := settings.pop("evaluate_every", None):
         settings["evaluation"] = replace(settings.get("evaluation", Evaluation()), every=every)

@@ -272,7 +272,7 @@ def test_best_checkpoint_is_kept_until_a_better_one_is_on_disk():
         def save_checkpoint(self, keep):
             self.keeps.append(keep)
 
-    run, checkpointing = Run(), Checkpointing(keep_last=1, monitor="global/acc", mode="max")
+    run, checkpointing = Run(), Checkpointing(every=1, keep_last=1, monitor="global/acc", mode="max")
     for run.round, acc in enumerate([0.5, 0.4, 0.6], start=1):
         checkpointing.on_round_end(run, {"global/acc": acc})
     assert [keep([9, 8]) for keep in run.keeps] == [{9, 1}, {9, 1}, {9, 3}]

@@ -23,7 +23,8 @@ from fl_lightning.runs.metrics_csv import Digest
 
 pytestmark = pytest.mark.filterwarnings("always::UserWarning")
 
-OPTIONS = ("--callbacks+=Checkpointing", "--scenario.partition.min_samples=3", "--scenario.clients=3")
+EVERY_ROUND = ("--callbacks+=Checkpointing", "--callbacks.every=1")
+OPTIONS = (*EVERY_ROUND, "--scenario.partition.min_samples=3", "--scenario.clients=3")
 
 
 def data(path: Path, **changed: np.ndarray) -> str:
