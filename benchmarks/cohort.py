@@ -38,7 +38,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 CLASSES, TEST_SAMPLES, WORDS = 10, 1000, 5000
 WARM_UP = 3  # rounds that are not timed
@@ -365,15 +364,14 @@ def flwr(work: Workload, data: Path, rounds: int, folder: Path) -> Iterable[Tens
                 F.cross_entropy(model(x[batch]), y[batch]).backward()
                 optimizer.step()
                 steps += 1
-        did = MetricRecord({"num-examples": work.samples, "steps": steps, "parameters": moved(optimizer)})
+        did = MetricRecord({"num-examples": work.samples, "steps": steps})
         return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": did}), reply_to=message)
 
     class Strategy(FedAvg):
         def aggregate_train(self, server_round, replies):
             replies = list(replies)
             for reply in replies:
-                WORK.count += int(reply.content["metrics"]["steps"])
-                WORK.parameters = int(reply.content["metrics"]["parameters"])
+                STEPS.count += int(reply.content["metrics"]["steps"])
             aggregated = super().aggregate_train(server_round, replies)
             end_round()
             return aggregated
@@ -409,45 +407,35 @@ CONTESTANTS: dict[str, tuple[str, Contestant]] = {
     "fluke": ("fluke", fluke),
     "flwr": ("flwr", flwr),
 }
-ELSEWHERE = {"ours, stacked", "ours, processes"}  # their steps are not this process's calls of `Optimizer.step`
+ELSEWHERE = {"ours, stacked", "ours, processes"}  # their steps are not backward passes of this process
 
 
 # --- One contestant, in a process of its own --------------------------------------------------------------------------
 
 
-class Work:
-    """The clients' optimizer steps, and the number of parameters that they change."""
+class Steps:
+    """The clients' training steps, counted as backward passes of this process."""
 
-    count = parameters = 0
+    count = 0
 
-    def watch(self, lr: float) -> None:
-        """Count every step of this process, except those of a server and of a trial without gradients."""
-        self.lr = lr
-        register_optimizer_step_post_hook(self._note)
+    def watch(self) -> None:
+        """Count every backward pass from now on."""
+        backward = Tensor.backward
 
-    def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer.param_groups[0]["lr"] == self.lr and (self.count or any_gradient(optimizer)):
+        def counted(*args: Any, **options: Any) -> None:
             self.count += 1
-            self.parameters = self.parameters or moved(optimizer)
+            backward(*args, **options)
+
+        Tensor.backward = counted
 
 
-WORK = Work()
-
-
-def any_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some gradient is not zero."""
-    return any(bool(p.grad.any()) for group in optimizer.param_groups for p in group["params"])
-
-
-def moved(optimizer: torch.optim.Optimizer) -> int:
-    """How many parameters an optimizer moves."""
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+STEPS = Steps()
 
 
 def compete(name: str, work: Workload, data: Path, rounds: int) -> None:
     """Run one contestant; its last line says what it did."""
     before = processor_time()
-    WORK.watch(work.lr)
+    STEPS.watch()
     with tempfile.TemporaryDirectory() as folder:
         weights = list(CONTESTANTS[name][1](work, data, rounds, Path(folder)))
     assert len(ENDS) == rounds, f"{name}: {len(ENDS)} rounds of {rounds}"
@@ -461,7 +449,8 @@ def compete(name: str, work: Workload, data: Path, rounds: int) -> None:
     result = {"seconds": statistics.median(seconds), "cpu": float(cpu.mean()), "faults": statistics.median(faults)}
     result |= {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "loss": loss}
     spent = (ENDS[-1][0] - ENDS[0][0]) * (os.cpu_count() or 1)
-    result |= {"steps": WORK.count, "parameters": WORK.parameters, "foreign": max(0.0, busy - own) / spent}
+    parameters = sum(value.numel() for value in weights)
+    result |= {"steps": STEPS.count, "parameters": parameters, "foreign": max(0.0, busy - own) / spent}
     print(json.dumps(result))
 
 
@@ -482,8 +471,8 @@ def run_once(python: str, name: str, key: str, data: Path, rounds: int) -> dict[
 
 def verify(name: str, run: dict[str, float], beside: dict[str, float], work: Workload, rounds: int) -> None:
     """Refuse to compare runs that did not do the same."""
+    assert run["parameters"] == work.parameters, f"{name}: {run['parameters']} parameters"
     if name not in ELSEWHERE:
-        assert run["parameters"] == work.parameters, f"{name}: {run['parameters']} parameters"
         assert run["steps"] == rounds * work.steps, f"{name}: {run['steps']} steps, not {rounds * work.steps}"
     assert abs(run["loss"] - beside["loss"]) < max(0.25 * beside["loss"], 0.05), (
         f"{name}: loss {run['loss']}, loop {beside['loss']}"

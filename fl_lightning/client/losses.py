@@ -52,20 +52,22 @@ class LossRecord:
         """The losses that have not been read from the device yet."""
         return self._pending
 
-    def settle(self, values: list[float] | None = None) -> dict[str, float]:
-        """Read the losses recorded since the last call, check that they are finite, and return the mean of each.
+    def epoch_means(self) -> dict[str, float]:
+        """Read the losses recorded since the last call, as `settle` does, and return the mean of each."""
+        values = self.settle()
+        return self._means(values) if values else {}
+
+    def settle(self, values: list[float] | None = None) -> list[float]:
+        """Read the losses recorded since the last call, check that they are finite, and return them.
 
         Args:
             values: The values of `pending`, if they have already been transferred.
-
-        Returns:
-            The means over the steps since the last call.
 
         Raises:
             NonFiniteError: A loss is NaN or Inf. The message names the first such term.
         """
         if not self._pending:
-            return {}
+            return []
         values = torch.stack(self._pending).tolist() if values is None else values
         self._pending = []
         if not all(map(math.isfinite, values)):
@@ -73,7 +75,7 @@ class LossRecord:
             term = self._names[first % len(self._names)]
             raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
         self._read += values
-        return self._means(values)
+        return values
 
     @property
     def steps(self) -> int:

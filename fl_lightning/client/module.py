@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -331,18 +332,19 @@ class ClientModule(L.LightningModule):
         In train mode, a backbone that is a LightningModule also computes the loss, in the same forward pass.
         """
         x, y = batch
-        active = self.active_terms
+        backbone, active = self.backbone, self.active_terms
+        names = [name for term in active for name in term.taps]
+        tapping: AbstractContextManager[Tensors] = tapped(backbone, names) if names else nullcontext({})
         loss, outputs = None, None
-        with tapped(self.backbone, [name for term in active for name in term.taps]) as taps:
-            if self.training and self.trains_itself:
+        with tapping as taps:
+            if self.training and trains_itself(backbone):
                 loss, outputs = own_step(self, batch, batch_idx)
                 if not (active or any(piece.observes for piece in self.pieces())):
                     outputs = outputs or (None, loss.new_empty(0))  # nothing reads them
-            features, logits = outputs or self._outputs(x)
-        return Step(logits, y, features, x, self.backbone, taps, loss)
-
-    def _outputs(self, x: Tensor | Inputs) -> tuple[Tensor | None, Tensor]:
-        return self.backbone.features_and_logits(x) if isinstance(self.backbone, Backbone) else (None, self(x))
+            if outputs is None:
+                outputs = backbone.features_and_logits(x) if isinstance(backbone, Backbone) else (None, backbone(x))
+        features, logits = outputs
+        return Step(logits, y, features, x, backbone, taps, loss)
 
     def losses(self, step: Step) -> dict[str, Tensor]:
         """Return the losses of a training step by name: the objective's, such as `ce`, and each active loss term's.
@@ -376,7 +378,7 @@ class ClientModule(L.LightningModule):
         Without a logger, losses on a GPU are checked at the end of the fit.
         """
         if self.trainer.loggers:
-            self.log_dict({f"train_{name}": value for name, value in self.loss_record.settle().items()})
+            self.log_dict({f"train_{name}": value for name, value in self.loss_record.epoch_means().items()})
         else:
             self.loss_record.end_epoch()
 

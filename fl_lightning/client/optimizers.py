@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,10 @@ from fl_lightning.core.message import Tensors
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+PLAIN_SGD = torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults
+"""The default options of SGD, without the learning rate."""
+del PLAIN_SGD["lr"]
 
 LOOK_AHEAD = 10_000
 """Number of epochs or rounds of a schedule that are checked before round 1."""
@@ -35,6 +40,34 @@ def descend(
         clip(optimizer)
     optimizer.step()
     torch.clear_autocast_cache()  # it may contain weights from before the step
+
+
+def step_function(optimizer: torch.optim.Optimizer) -> Callable[[Callable[[], Tensor]], object]:
+    """Return a function that takes an optimizer step, as `optimizer.step` does, given the closure that it calls first.
+
+    For plain SGD it is a function that is several times as fast for a small model. It calls no hooks of the optimizer.
+    """
+    return partial(step_plain_sgd, optimizer) if is_plain_sgd(optimizer) else cast(Any, optimizer.step)
+
+
+def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is SGD with no options besides the learning rate, and no scheduler changes it."""
+    return (
+        type(optimizer) is torch.optim.SGD
+        and "step" not in vars(optimizer)  # a scheduler replaces it
+        and all(isinstance(group["lr"], float) for group in optimizer.param_groups)
+        and all(PLAIN_SGD.items() <= group.items() for group in optimizer.param_groups)
+    )
+
+
+def step_plain_sgd(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor]) -> None:
+    """Call `closure`, which computes the gradients, and take a step of SGD without momentum or other options."""
+    closure()
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if trained:
+            weights, gradients = [p.data for p in trained], [p.grad for p in trained]
+            torch._foreach_add_(weights, gradients, alpha=-group["lr"])
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:

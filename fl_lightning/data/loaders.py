@@ -20,6 +20,8 @@ GATHERED = 1 << 20
 
 def send(value: Any, device: torch.device) -> Any:
     """Move a batch (a tensor, or `Inputs` with several tensors) to a device; from the CPU to a GPU asynchronously."""
+    if value.device == device:
+        return value  # `to` also returns it, but takes longer
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()  # from other memory, the copy may wait
     return value.to(device, non_blocking=True)
@@ -80,13 +82,18 @@ class Batches:
 
 
 class ReadyBatches:
-    """Batches `(x, y)`, each converted to network inputs by the given function `ready` when it is requested."""
+    """Batches `(x, y)` as network inputs, prepared when they are requested.
 
-    def __init__(self, batches: Batches, ready: Callable[[Any, Tensor], Batch]) -> None:
+    Args:
+        batches: Returns the stored batches. It is called in each pass over the data.
+        ready: Converts a batch to network inputs.
+    """
+
+    def __init__(self, batches: Callable[[], Batches], ready: Callable[[Any, Tensor], Batch]) -> None:
         self.batches, self.ready = batches, ready
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self.ready(x, y) for x, y in self.batches)
+        return (self.ready(x, y) for x, y in self.batches())
 
 
 class ClientDataModule(L.LightningDataModule):

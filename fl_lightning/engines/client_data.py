@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -139,7 +140,7 @@ class ClientData:
 
     def training_batches(self, client: int) -> ReadyBatches:
         """Return a client's training data in fixed order, prepared but not augmented, on the training device."""
-        return self.ordered_batches(self.split(client)[0])
+        return self._prepared(self._stored.x_train, self._stored.y_train, lambda: self.split(client)[0])
 
     def own_test_batches(self, client: int) -> ReadyBatches:
         """Return a client's own test split as prepared batches on the training device."""
@@ -148,7 +149,7 @@ class ClientData:
 
     def test_batches(self) -> ReadyBatches:
         """Return the global test set as prepared batches on the training device."""
-        return self._prepared(self._stored.x_test, self._stored.y_test, None)
+        return self._prepared(self._stored.x_test, self._stored.y_test, lambda: None)
 
     def ordered_batches(self, index: Tensor | None) -> ReadyBatches:
         """Return training samples, in the order of `index`, as prepared batches on the training device.
@@ -156,7 +157,7 @@ class ClientData:
         Args:
             index: Indices of the training samples, in the order of the batches; None selects all training samples.
         """
-        return self._prepared(self._stored.x_train, self._stored.y_train, index)
+        return self._prepared(self._stored.x_train, self._stored.y_train, lambda: index)
 
     def prepare(self, x: Tensor | Inputs) -> Any:
         """Convert a stored batch to the network's input."""
@@ -178,9 +179,9 @@ class ClientData:
         """The dataset from which batches are taken, on the training device if it fits there."""
         return resident(self.data.data, self.device)
 
-    def _prepared(self, x: Tensor | Inputs, y: Tensor, index: Tensor | None) -> ReadyBatches:
+    def _prepared(self, x: Tensor | Inputs, y: Tensor, index: Callable[[], Tensor | None]) -> ReadyBatches:
         def ready(x: Any, y: Tensor) -> tuple[Any, Tensor]:
             convert = self.trainer.precision_plugin.convert_input
             return convert(self.prepare(send(x, self.device))), send(y, self.device)
 
-        return ReadyBatches(Batches(x, y, index, self.eval_batch_size), ready)
+        return ReadyBatches(lambda: Batches(x, y, index(), self.eval_batch_size), ready)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import step_function
 from fl_lightning.core.task import Task
 from fl_lightning.data.loaders import send
 from fl_lightning.engines.base import Engine, Value
@@ -105,6 +107,8 @@ class SharedFit(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.worker, self.work = worker, work
+        precision = worker.idle_trainer.precision_plugin
+        self.step_context = nullcontext if type(precision) is Precision else precision.train_step_context
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return no optimizer: each client builds its own."""
@@ -136,6 +140,7 @@ class SharedFit(L.LightningModule):
         module.trainer = own = ClientTrainerView(trainer, alone, work)  # type: ignore[assignment]
         vars(module)["log"] = ignore_log
         optimizer, schedules = configure_optimizer(module)
+        step = step_function(optimizer)
         module.on_fit_start()
         while own.current_epoch < work.epochs and not own.should_stop:
             module.on_train_epoch_start()
@@ -143,8 +148,8 @@ class SharedFit(L.LightningModule):
                 if own.should_stop:
                     break
                 x, y = send(x, device), send(y, device)
-                backward = partial(self._backward, trainer, module, optimizer, (clients.ready_to_train(x), y), number)
-                optimizer.step(backward)  # type: ignore[arg-type]
+                backward = partial(self._backward, module, optimizer, (clients.ready_to_train(x), y), number)
+                step(backward)
                 own.global_step += 1
                 if trainer.received_sigterm:
                     raise SIGTERMException
@@ -156,7 +161,6 @@ class SharedFit(L.LightningModule):
 
     def _backward(
         self,
-        trainer: L.Trainer,
         module: ClientModule,
         optimizer: torch.optim.Optimizer,
         batch: tuple[Tensor, Tensor],
@@ -166,7 +170,7 @@ class SharedFit(L.LightningModule):
         for group in optimizer.param_groups:  # before the forward, which then finds their memory free and in the cache
             for parameter in group["params"]:
                 parameter.grad = None  # as `zero_grad` does, which takes time to record itself for the profiler
-        with trainer.precision_plugin.train_step_context():
+        with self.step_context():
             loss = module.training_step(batch, number)
         loss.backward()
         alone = self.worker.idle_trainer

@@ -85,12 +85,16 @@ def read_results(results: Iterable[UnreadResult], device: torch.device) -> Itera
         results: The results. They are computed when they are requested.
         device: Where clients train.
     """
+    if device.type == "cpu":
+        for one in results:
+            yield from read_together([one])
+        return
     held: list[UnreadResult] = []
     size = 0
     for one in results:
         held.append(one)
         size += one.size
-        if device.type == "cpu" or size >= HELD:
+        if size >= HELD:
             yield from read_together(held)
             held, size = [], 0
     yield from read_together(held)
