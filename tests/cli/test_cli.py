@@ -354,7 +354,7 @@ def test_a_run_can_be_opened_in_python(half_finished):
 
 @pytest.mark.thorough
 def test_test_takes_the_best_checkpoint_or_that_of_a_round(tmp_path):
-    fewest_bytes = "[{class_path: Checkpointing, init_args: {keep_last: 2, monitor: comm/total_bytes, mode: min}}]"
+    fewest_bytes = "[{class_path: Checkpointing, init_args: {every: 1, monitor: comm/total_bytes, mode: min}}]"
     tiny(tmp_path / "run", "--rounds", "4", "--callbacks", fewest_bytes)  # best is round 1, whatever is learnt
     losses = [float(row["global/loss"]) for row in rows(tmp_path / "run")]
     for checkpoint, round in (("best", 1), ("last", 4), ("3", 3), ("1", 1)):

@@ -68,16 +68,17 @@ model: {class_path: MLP, init_args: {hidden: [8]}}
 algorithm: FedAvg
 optimizer: {class_path: SGD, init_args: {lr: 0.1, momentum: 0.9}}
 trainer: {max_epochs: 1, accelerator: cpu}
+callbacks: [{class_path: Checkpointing, init_args: {every: 1}}]
 logger: null
 """
 SIAMESE = '{"projection": 8, "prediction": 8}'
 RUNS = {
-    "little with clients": ["--algorithm=FedSKC", "--callbacks+=Checkpointing", "--callbacks.every=2"],
+    "little with clients": ["--algorithm=FedSKC", "--callbacks=[{class_path: Checkpointing, init_args: {every: 2}}]"],
     "memories, on disk": ["--algorithm=FedSiamDA", f"--model.head={SIAMESE}", "--client_store=disk"],
     "peers": ["--algorithm=UAPDFL", "--algorithm.n_com=2", "--clients_per_round=3"],
     "figures": [
         "--algorithm=CwFedAvg",
-        "--callbacks=[{class_path: AggregationWeights, init_args: {every: 2}}]",
+        "--callbacks+={class_path: AggregationWeights, init_args: {every: 2}}",
         "--optimizer_state=kept",
     ],
     "W&B": ["--logger=fl_lightning.loggers.wandb.WandbRoundLogger", "--optimizer_state=kept"],

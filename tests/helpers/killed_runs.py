@@ -20,7 +20,8 @@ FIRST_ROUND = "checkpoints/round-000001"
 
 
 def command_line(method: str, *words: str) -> list[str]:
-    return ["fit", "--config", f"digits_{method}.yaml", "--rounds", "6", "--logger", "null", *words]
+    every_round = ["--callbacks+=Checkpointing", "--callbacks.every=1"]
+    return ["fit", "--config", f"digits_{method}.yaml", "--rounds", "6", "--logger", "null", *every_round, *words]
 
 
 def kill_and_resume(command: Sequence[str], folder: Path, begun: str, delay: float) -> bool:

@@ -17,7 +17,7 @@ from commands import TINY, run, tiny, untimed_rows
 from fuzzing import each_apart
 from killed_runs import results_of
 
-CONFIG = TINY.replace("rounds: 3", "rounds: 2")
+CONFIG = TINY.replace("rounds: 3", "rounds: 2") + "callbacks: [{class_path: Checkpointing, init_args: {every: 1}}]\n"
 METHODS = {
     "FedSKC": [],
     "UAPDFL": ["--algorithm=UAPDFL", "--algorithm.n_com=2", "--clients_per_round=3", "--client_store=disk"],
