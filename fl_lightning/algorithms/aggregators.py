@@ -72,7 +72,7 @@ class Aggregator(ArgumentsMixin, Capable):
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """For each client, yield the server state. A subclass may add the client's model to it, computed in advance.
+        """For each client, yield the server state. A subclass may yield a copy that also contains the client's model.
 
         `model_for` is called with the yielded state. By default, this is `state` itself: no model is computed ahead. An
         aggregator that computes models ahead adds them to the yielded state, where `model_for` finds them. A client's

@@ -194,7 +194,7 @@ def benchmark_path(name: str) -> Path:
 
 
 def read_benchmark(path: Path) -> Benchmark:
-    """Read a benchmark file.
+    """Read a YAML file that says which methods a benchmark compares, in which scenarios, and how it tunes them.
 
     Raises:
         ConfigError: The file does not exist or is invalid; the message names the key.

@@ -66,9 +66,9 @@ class Cell:
 
     @cached_property
     def reached(self) -> bool:
-        """Whether all runs of the cell reached the target accuracy.
+        """Whether all runs of the cell reached the accuracy until which the paper's table counts rounds.
 
-        If not, the mean number of rounds until then is a lower bound.
+        If not, the mean number of rounds is a lower bound.
         """
         return all(one.reached for one in self.results.values())
 

@@ -219,7 +219,7 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
 
 
 def names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:
-    """Return the names of the groups in `named`, separated by commas.
+    """Return the names of some groups, separated by commas. Each name is unique among all `groups`.
 
     A name is the value of the first setting or, if that is not unique among `groups`, of all settings.
     """

@@ -138,7 +138,7 @@ class RunMonitor:
 
 
 def last_measured(path: Path, round: int) -> list[Row]:
-    """Return the rows of the last evaluated round up to `round` in a `clients.csv`. Reads only the file's end."""
+    """Return the rows of a `clients.csv` for the last evaluated round that is not after `round`. Reads only its end."""
     size = TAIL
     with suppress(OSError, ValueError), open_file(path) as file:
         header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size

@@ -335,7 +335,7 @@ def arguments_of(key: str, path: str) -> list[str]:
 
 
 def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
-    """Flatten a config to dotted keys. The value of a class key, such as `algorithm`, is its class path."""
+    """Return a config's values by dotted key. Where a class is chosen, as in `algorithm`, the value is its path."""
     if not isinstance(content, dict):
         return {key: content}
     if "class_path" in content:

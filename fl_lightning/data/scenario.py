@@ -264,9 +264,10 @@ def split_official_test(
 
 
 def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective) -> FederatedData:
-    """Return federated data with the test set appended to the training set. Clients are tested on the appended samples.
+    """Return federated data whose clients train on parts of the training set and are tested on parts of the test set.
 
-    `x_train` and `y_train` of the result hold the training samples followed by the test samples.
+    Both sets are stored as one: `x_train` and `y_train` of the result hold the training samples followed by the test
+    samples.
     """
     assert splits.test is not None
     inputs: list[Any] = [data.x_train, data.x_test]

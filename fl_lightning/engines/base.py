@@ -29,9 +29,9 @@ class Engine(ABC):
     check_interrupt: Callable[[], None] = staticmethod(lambda: None)
 
     def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work`, a function that trains clients, and return its value. Engines may call it in one `Trainer.fit`.
+        """Call `work`, which trains many clients, and return its value. An engine may let them share one `Trainer.fit`.
 
-        All clients then share this fit. The base class calls `work` without a fit.
+        The base class calls `work` without a shared fit.
 
         Args:
             worker: The worker object of the tasks.

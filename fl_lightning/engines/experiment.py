@@ -25,7 +25,7 @@ from fl_lightning.models import ModelFactory, NetworkFactory
 
 
 class Experiment:
-    """A federated experiment: its data, worker, server and evaluator, and each client's module between rounds.
+    """The parts of a federated experiment: data, server, evaluator, the object that trains clients, their states.
 
     `FederatedOrchestrator` derives from it and runs the rounds. It explains the arguments.
 

@@ -1,4 +1,4 @@
-"""Build client modules: with initial weights, with given shared weights, or in their state at the start of a task."""
+"""Build client modules: with initial weights, with given weights, or as a client has them when a round begins."""
 
 from __future__ import annotations
 

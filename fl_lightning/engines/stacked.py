@@ -166,7 +166,7 @@ def check_module(module: ClientModule) -> None:
 
 
 def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
-    """Raise an error if the backbone or a loss term cannot take a batched training step. The error names this part."""
+    """Check that backbone and loss terms can train several clients in one call. An error names the part that cannot."""
     backbone = clients[0].backbone
     for part in backbone.modules():
         if isinstance(part, nn.RNNBase):

@@ -157,7 +157,7 @@ class StackedFit:
         self.clients.append(Client(task, slot, module, tensors, batches, work, progress, random_states))
 
     def train(self) -> None:
-        """Train the clients that have been started. A client's failure is stored in its `error`.
+        """Train the clients that were added with `start`. The error of a client that fails is stored, not raised.
 
         Raises:
             ConfigError: The clients' steps cannot be stacked.

@@ -117,7 +117,7 @@ class BlockOptimizer:
         ]
 
     def _arrange(self) -> None:
-        """Create one optimizer parameter per weight and block of clients. Existing optimizer state is carried over."""
+        """Give the optimizer one parameter per weight and block of rows, and carry over the state it has for them."""
         before, self._parameters = self._parameters, {}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = []

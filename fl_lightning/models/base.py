@@ -112,7 +112,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
 
 
 def options_with_head(module: nn.Module | None) -> str:
-    """Return command-line options that set a network as the model and its last linear layer as the head."""
+    """Return command-line options as text, for a model of a network's class with its last linear layer as the head."""
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)] if module else []
     head = linear[-1] if linear else "NAME_OF_ITS_LAST_LAYER"
     return (

@@ -48,7 +48,7 @@ def reduce_worker(worker: Worker) -> Worker:
 
 
 def train_samples(batch_size: int, validation: float) -> int:
-    """Return the number of training samples of a client in a dry run, including its validation split."""
+    """Return the number of samples of a client in a dry run, for training and validation together."""
     return math.ceil(BATCHES * batch_size / (1 - validation))
 
 

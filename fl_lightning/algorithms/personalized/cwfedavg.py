@@ -203,7 +203,7 @@ class ClassWise(Aggregator):
         return state[name] if name in state else next(self.ahead(state, [client]))[name]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Compute several clients' start models in advance. For each client, yield the server state plus that model.
+        """For each client, yield a copy of the server state that also contains the client's start model as a section.
 
         The models are computed for a block of clients at a time. The product of a block always has the same shape, so
         its rounding does not depend on the number of clients. The models are mixed from class models or uploads,

@@ -71,7 +71,7 @@ class TwoHeads(ClientModule):
         self.own = copy.deepcopy(linear_head(self.backbone))
 
     def trainables(self) -> list[nn.Parameter]:
-        """Return the parameters of the backbone and of the personal head."""
+        """Return the parameters that are trained: those of the encoder, the shared head and the personal head."""
         return [*self.backbone.parameters(), *self.own.parameters()]
 
     def losses(self, step: Step) -> dict[str, Tensor]:

@@ -161,10 +161,9 @@ def config_name(given: Namespace, parser: ArgumentParser) -> str:
 
 
 def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
-    """Return the config files that define a complete experiment. Later files, which only change it, are left out.
+    """Return the first config files of the command line, as few as together define a complete experiment.
 
-    These are the first files of the command line, as few as make the config complete. If it is complete only with all
-    files, or not even then, all files are returned.
+    If it is complete only with all files, or not even then, all files are returned.
     """
     configs = given.config or []
     for count in range(1, len(configs)):
