@@ -29,6 +29,9 @@ from fl_lightning.engines.worker import Worker
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that handle each parameter separately and skip those without a gradient."""
 
+MAX_TENSOR = 1 << 25
+"""Bytes below which a stacked tensor must stay on a CPU. Linux takes larger ones back in each step, which is slow."""
+
 HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_end", "loss_names")
 """Methods of `ClientModule` that are called for each client separately, and so may be overridden."""
 
@@ -46,8 +49,8 @@ class StackedEngine(SharedFitEngine):
     warning.
 
     Args:
-        clients: Maximum number of clients that are stacked. Memory use grows with it. Results may depend on it by
-            rounding.
+        clients: Maximum number of clients that are stacked. Memory use grows with it. On a CPU, fewer are stacked if
+            a weight of all of them would take 32 MiB. Results may depend on it by rounding.
 
     Raises:
         ConfigError: `clients` is below 2.
@@ -89,7 +92,7 @@ class StackedEngine(SharedFitEngine):
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Run tasks in groups of at most `self.clients` tasks, and yield the results group by group."""
         arriving = iter(tasks)
-        while taken := list(islice(arriving, min(self.clients, len(worker.data.shards)))):
+        while taken := list(islice(arriving, self._group_size(worker))):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
             if not (taken[0].fit and alike and len(taken) > 1):
                 yield from self._run_one_by_one(worker, taken)
@@ -97,6 +100,12 @@ class StackedEngine(SharedFitEngine):
                 yield from self._run_together(worker, taken)
             else:
                 yield from self.in_one_fit(worker, partial(list, self._run_together(worker, taken)))
+
+    def _group_size(self, worker: Worker) -> int:
+        """Return the maximum number of tasks in a group."""
+        largest = max(parameter.nbytes for parameter in worker.template.backbone.parameters())
+        fitting = (MAX_TENSOR - 1) // largest if worker.device.type == "cpu" else self.clients
+        return min(self.clients, max(2, fitting), len(worker.data.shards))
 
     def close(self) -> None:
         """Release the client modules."""

@@ -298,13 +298,16 @@ def test_the_size_of_a_stack_changes_rounding_at_most(tmp_path):
     assert_equal_rounds(together, apart, 1e-12)
 
 
-def test_one_fit_trains_as_many_tasks_as_are_stacked(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("clients", "fitting"), [(4, 64), (64, 4)])
+def test_one_fit_trains_as_many_tasks_as_are_stacked(tmp_path, monkeypatch, clients, fitting):
     run = experiment(tmp_path, rounds=1)
     run._build()
+    largest = max(parameter.nbytes for parameter in run.worker.template.parameters())
+    monkeypatch.setattr("fl_lightning.engines.stacked.MAX_TENSOR", fitting * largest + 1)
     fits, fit = [], L.Trainer.fit
     monkeypatch.setattr(L.Trainer, "fit", lambda *args, **options: (fits.append(1), fit(*args, **options)))
     taken = []
-    arriving = StackedEngine(4).run(run.worker, (taken.append(task) or task for task in tasks(run, 1)))
+    arriving = StackedEngine(clients).run(run.worker, (taken.append(task) or task for task in tasks(run, 1)))
     next(arriving)
     assert (len(fits), len(taken)) == (1, 4)
     rest = list(arriving)
