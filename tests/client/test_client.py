@@ -152,6 +152,16 @@ def test_the_first_term_to_fail_is_named():
         record.settle()
 
 
+def test_the_means_of_an_epoch_are_of_its_own_steps():
+    record, means = LossRecord(), []
+    for losses in ([1.0, 3.0], [5.0], []):
+        for loss in losses:
+            record.add({"ce": torch.tensor(loss)})
+        means.append(record.epoch_means())
+    assert means == [{"loss": 2.0, "ce": 2.0}, {"loss": 5.0, "ce": 5.0}, {}]
+    assert record.means() == {"loss": 3.0, "ce": 3.0}
+
+
 @plain_lightning
 def test_terms_are_notified_of_the_start_of_fits_and_epochs():
     class Diary(LossTerm):
