@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from fl_lightning.evaluation.summary import Row
 
 SECONDS = 1.0
-"""Least seconds between checkpoints if `every` is not given."""
+"""Minimum seconds between checkpoints if `every` is not given."""
 
 
 class Checkpointing(Monitor):
     """Write checkpoints during a run and after its last round, and keep the newest and the best.
 
     Args:
-        every: Rounds between checkpoints. By default every round, except that shorter rounds than a second share a
-            checkpoint: after a kill, at most a second of work is repeated. The best round has a checkpoint in any case.
+        every: Rounds between checkpoints. By default, each round has one, except rounds that end within a second of the
+            last checkpoint and are not the best so far. After a kill, the run repeats these rounds.
         keep_last: Number of newest checkpoints to keep. With 2 or more, a run can be resumed if one is damaged.
         monitor: Metric whose best round is also kept. By default `global/acc` or, for methods without a global model,
             `client/acc_mean`. With `every`, only rounds with a checkpoint can be the best.
@@ -41,7 +41,7 @@ class Checkpointing(Monitor):
         mode: Literal["auto", "max", "min"] = "auto",
     ) -> None:
         super().__init__(monitor, mode)
-        check_positive("callbacks: Checkpointing.", **({} if every is None else {"every": every}), keep_last=keep_last)
+        check_positive("callbacks: Checkpointing.", every=1 if every is None else every, keep_last=keep_last)
         self.every, self.keep_last = every, keep_last
         self.best: float | None = None
         self.best_round: int | None = None

@@ -342,7 +342,7 @@ class ClientModule(L.LightningModule):
                 if not (active or any(piece.observes for piece in self.pieces())):
                     outputs = outputs or (None, loss.new_empty(0))  # nothing reads them
             if outputs is None:
-                outputs = backbone.features_and_logits(x) if isinstance(backbone, Backbone) else (None, backbone(x))
+                outputs = backbone.features_and_logits(x) if isinstance(backbone, Backbone) else (None, self(x))
         features, logits = outputs
         return Step(logits, y, features, x, backbone, taps, loss)
 

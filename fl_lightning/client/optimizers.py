@@ -16,9 +16,8 @@ from fl_lightning.core.message import Tensors
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
-PLAIN_SGD = torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults
+PLAIN_SGD = {name: value for name, value in torch.optim.SGD([torch.zeros(1)]).defaults.items() if name != "lr"}
 """The default options of SGD, without the learning rate."""
-del PLAIN_SGD["lr"]
 
 LOOK_AHEAD = 10_000
 """Number of epochs or rounds of a schedule that are checked before round 1."""
@@ -66,7 +65,7 @@ def step_plain_sgd(optimizer: torch.optim.Optimizer, closure: Callable[[], Tenso
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         if trained:
-            weights, gradients = [p.data for p in trained], [p.grad for p in trained]
+            weights, gradients = [p.data for p in trained], [p.grad for p in trained]  # `data` needs no `no_grad`
             torch._foreach_add_(weights, gradients, alpha=-group["lr"])
 
 
