@@ -107,7 +107,7 @@ class SharedFit(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.worker, self.work = worker, work
-        precision = worker.idle_trainer.precision_plugin
+        precision = worker.idle_trainer.precision_plugin  # the base class's context does nothing, and takes time
         self.step_context = nullcontext if type(precision) is Precision else precision.train_step_context
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:

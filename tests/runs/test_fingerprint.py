@@ -23,8 +23,12 @@ from fl_lightning.runs.metrics_csv import Digest
 
 pytestmark = pytest.mark.filterwarnings("always::UserWarning")
 
-EVERY_ROUND = ("--callbacks+=Checkpointing", "--callbacks.every=1")
-OPTIONS = (*EVERY_ROUND, "--scenario.partition.min_samples=3", "--scenario.clients=3")
+OPTIONS = (
+    "--callbacks+=Checkpointing",
+    "--callbacks.every=1",
+    "--scenario.partition.min_samples=3",
+    "--scenario.clients=3",
+)
 
 
 def data(path: Path, **changed: np.ndarray) -> str:
