@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32, without_autocast
 
 if TYPE_CHECKING:
     from fl_lightning.client.module import ClientModule, Step
@@ -70,7 +70,7 @@ def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tenso
     """Return the sums of values `(B, d)` over the samples of each class, `(C, d)`, and the sample counts, `(C,)`."""
     values = at_least_float32(values)
     members = F.one_hot(targets, num_classes).to(values.dtype)  # not index_add: deterministic on CUDA
-    with torch.autocast(values.device.type, enabled=False):
+    with without_autocast(values.device):
         return members.T @ values, members.sum(dim=0)
 
 

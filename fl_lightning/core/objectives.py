@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32
 
 __all__ = ["Classification", "MultiLabel", "Objective", "Regression"]
 

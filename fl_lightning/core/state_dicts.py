@@ -209,11 +209,6 @@ def stack(states: Sequence[Tensors]) -> Tensors:
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
-def at_least_float32(value: Tensor) -> Tensor:
-    """Return a tensor with half precision widened to float32; float32 and float64 stay as they are."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
 def to_float64(state: Tensors) -> Tensors:
     """Return a state dict with its floating-point entries converted to float64, the others unchanged."""
     return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}

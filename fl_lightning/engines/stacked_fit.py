@@ -18,8 +18,9 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.state_dicts import at_least_float32, stack
+from fl_lightning.core.state_dicts import stack
 from fl_lightning.core.task import Task, failed_result, is_interrupt
 from fl_lightning.data.loaders import Batches, send
 from fl_lightning.engines.client_slot import ClientSlot

@@ -39,7 +39,11 @@ from fl_lightning.models import MLP
 @pytest.fixture(autouse=True)
 def plugged_in(monkeypatch: Any) -> None:
     """Lightning finds the device, which has room for all data and is scored in the CPU's batches."""
-    home, autocast = SingleDeviceStrategy.root_device, torch.autocast.__init__
+    home, autocast, is_enabled = (
+        SingleDeviceStrategy.root_device,
+        torch.autocast.__init__,
+        torch.is_autocast_enabled,
+    )
     monkeypatch.setattr(
         SingleDeviceStrategy,
         "root_device",
@@ -50,6 +54,7 @@ def plugged_in(monkeypatch: Any) -> None:
         "__init__",
         lambda own, kind, *args, **options: autocast(own, "cpu" if kind == FAR.type else kind, *args, **options),
     )
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: is_enabled("cpu" if kind == FAR.type else kind))
     monkeypatch.setattr(device, "free_memory", lambda device: 1 << 40)
     monkeypatch.setattr(ClientData, "eval_batch_size", 128)
 

@@ -26,7 +26,8 @@ from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state_dicts import at_least_float32, weighted_mean
+from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.state_dicts import weighted_mean
 from fl_lightning.models import with_encoder
 
 Divergence = Literal["jensen_shannon", "symmetric_kl"]

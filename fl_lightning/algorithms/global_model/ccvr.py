@@ -23,7 +23,8 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import descend
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state_dicts import State, at_least_float32
+from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.state_dicts import State
 from fl_lightning.models.base import with_encoder
 
 

@@ -24,7 +24,8 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import buffer_names
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state_dicts import RunningMean, State, at_least_float32, pack_mask, unpack_mask
+from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.state_dicts import RunningMean, State, pack_mask, unpack_mask
 
 MASK, VALUES = "entries/mask", "entries/values"
 """Names in an upload's `model`: the mask of the sent entries, one bit per entry, and the values of these entries."""

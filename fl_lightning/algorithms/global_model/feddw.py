@@ -24,7 +24,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models import classification_layer
 
 # --- Section III: the two matrices --------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class DistillingWeights(LossTerm):
         if step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
         weight = classification_layer(step.backbone).weight
-        with torch.autocast(weight.device.type, enabled=False):
+        with without_autocast(weight.device):
             weight = at_least_float32(weight)
             if self.linearize_every is None:
                 return self.scale * consistency_loss(soft_labels, weight)

@@ -24,7 +24,8 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import descend, load_optimizer_tensors, optimizer_tensors
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state_dicts import State, at_least_float32, stack
+from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.state_dicts import State, stack
 from fl_lightning.models.base import with_encoder
 
 HEAD = "head."

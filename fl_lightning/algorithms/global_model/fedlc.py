@@ -17,7 +17,7 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32
 
 
 def calibrated_logits(logits: Tensor, counts: Tensor, tau: float) -> Tensor:

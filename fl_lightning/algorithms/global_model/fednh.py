@@ -21,7 +21,8 @@ from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Upload
-from fl_lightning.core.state_dicts import RunningMean, State, at_least_float32
+from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.state_dicts import RunningMean, State
 from fl_lightning.models.base import Backbone, with_encoder
 from fl_lightning.models.heads import CosineLinear
 

@@ -18,7 +18,7 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32, without_autocast
 
 
 def not_true(logits: Tensor, targets: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class NotTrueDistillation(LossTerm):
             return self.outside_fit(step.logits.new_zeros(()))
         with torch.no_grad():
             teacher = at_least_float32(self._teacher[0](step.inputs))
-        with torch.autocast(step.logits.device.type, enabled=False):
+        with without_autocast(step.logits.device):
             logits = at_least_float32(step.logits)
             return self.beta * not_true_distillation(logits, teacher, step.targets, self.tau)
 

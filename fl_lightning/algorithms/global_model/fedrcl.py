@@ -18,7 +18,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weight
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models.base import with_encoder
 
 HARDEST = 2
@@ -155,7 +155,7 @@ class RelaxedContrastive(LossTerm):
         return torch.stack(losses).mean()
 
     def _level(self, features: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(features.device.type, enabled=False):
+        with without_autocast(features.device):
             similar = similarities(at_least_float32(features))
             parts = []
             if self.w_s:

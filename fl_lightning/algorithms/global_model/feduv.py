@@ -18,7 +18,7 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models.base import with_features
 
 
@@ -124,7 +124,7 @@ class HypersphericalUniformity(LossTerm):
     def forward(self, step: Step) -> Tensor:
         """Return the uniformity term `μ U` for a batch's features, in float32."""
         assert step.features is not None
-        with torch.autocast(step.features.device.type, enabled=False):
+        with without_autocast(step.features.device):
             features = at_least_float32(step.features).flatten(1)
             if self.normalize_z:
                 features = F.normalize(features, dim=1)

@@ -19,7 +19,7 @@ from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models import frozen_encoder, with_encoder
 
 
@@ -89,7 +89,7 @@ class ModelContrast(LossTerm):
         if not self._received or step.inputs is None or step.features is None:
             return self.outside_fit(step.logits.new_zeros(()))
         received, *previous = (at_least_float32(encoder(step.inputs)) for encoder in (*self._received, *self._previous))
-        with torch.autocast(step.features.device.type, enabled=False):
+        with without_autocast(step.features.device):
             return self.mu * contrastive_loss(at_least_float32(step.features), received, previous, self.tau)
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fl_lightning.client.module import LossTerm, Step
 from fl_lightning.core.errors import check_number
+from fl_lightning.core.precision import without_autocast
 from fl_lightning.data.few_shot import prototype_logits
 
 
@@ -49,6 +50,6 @@ class Prototypical(LossTerm):
         support = earlier < self.shots
         if bool(support.all()):
             return step.features.new_zeros(())
-        with torch.autocast(step.features.device.type, enabled=False):
+        with without_autocast(step.features.device):
             logits = prototype_logits(step.features[~support], step.features[support], labels[support], len(classes))
             return self.weight * F.cross_entropy(logits, labels[~support])

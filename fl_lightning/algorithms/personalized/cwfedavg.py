@@ -22,7 +22,8 @@ from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state_dicts import State, at_least_float32, combine, stack, to_float64, weighted_mean
+from fl_lightning.core.precision import at_least_float32, without_autocast
+from fl_lightning.core.state_dicts import State, combine, stack, to_float64, weighted_mean
 from fl_lightning.models import classification_layer
 
 Distribution = Literal["weights", "true"]
@@ -101,7 +102,7 @@ class WeightDistribution(LossTerm):
         if self.shares is None or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
         weight = classification_layer(step.backbone).weight
-        with torch.autocast(weight.device.type, enabled=False):
+        with without_autocast(weight.device):
             return self.scale * distribution_gap(self.shares, at_least_float32(weight))
 
 

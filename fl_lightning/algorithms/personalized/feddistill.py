@@ -22,7 +22,7 @@ from fl_lightning.client.knowledge import ClassMeans
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32
 
 
 def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:

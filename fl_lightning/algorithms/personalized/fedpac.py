@@ -23,7 +23,8 @@ from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state_dicts import State, at_least_float32, combine, stack, weighted_mean
+from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.state_dicts import State, combine, stack, weighted_mean
 from fl_lightning.models.base import with_encoder
 
 HEAD = "head."

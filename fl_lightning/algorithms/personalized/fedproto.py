@@ -19,7 +19,7 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.knowledge import ClassMeans, Seen
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.state_dicts import at_least_float32
+from fl_lightning.core.precision import at_least_float32
 from fl_lightning.models.base import with_encoder, with_features
 
 

@@ -18,7 +18,8 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
-from fl_lightning.core.state_dicts import State, at_least_float32
+from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.state_dicts import State
 from fl_lightning.models import with_encoder
 
 PERSONAL_HEAD = "personal_head"

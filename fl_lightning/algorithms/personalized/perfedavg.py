@@ -21,6 +21,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.weights import load_parameters, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.precision import without_autocast
 from fl_lightning.core.seeding import RandomStates
 
 Order = Literal["first", "hessian_free"]
@@ -95,7 +96,7 @@ class MetaStep(ClientModule):
         def gradient(weights: Tensors, batch: tuple[Tensor, Tensor]) -> Tensors:
             load_parameters(own.values(), weights.values())
             statistics = {buffer: buffer.clone() for buffer in self.backbone.buffers()}
-            exact = torch.autocast(self.device.type, enabled=False)  # a difference of gradients needs full precision
+            exact = without_autocast(self.device)  # a difference of gradients needs full precision
             with exact if len(seen) > 1 else nullcontext():
                 step = self.step(batch)
                 losses = self.losses(step)

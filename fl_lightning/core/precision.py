@@ -1,0 +1,22 @@
+"""Full precision within mixed-precision training, for loss terms that half precision would make inaccurate."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def at_least_float32(value: Tensor) -> Tensor:
+    """Return a tensor with half precision widened to float32; float32 and float64 stay as they are."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which operations on a device keep the precision of their inputs, as `autocast` would not.
+
+    It does nothing if autocast is off, because entering `torch.autocast` in each training step takes time.
+    """
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
