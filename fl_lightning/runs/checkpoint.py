@@ -47,9 +47,9 @@ class CheckpointFolder:
     """The checkpoints of one run, a folder per round: `round-000012/{state.pt, manifest.json}`.
 
     A checkpoint is written to a temporary folder, which is then renamed. So after a kill, it is either complete or
-    absent; after a power failure, only if it was flushed to disk. The manifest's checksums, including one of itself,
-    detect later damage. Client states are in other files, which the manifest names. They are written once and never
-    changed.
+    absent. It is flushed to disk, so that this is also true after a power failure. The manifest's checksums, including
+    one of itself, detect later damage. Client states are in other files, which the manifest names. They are written
+    once and never changed.
 
     Args:
         path: The folder of the checkpoints; created when the first one is written.
@@ -65,7 +65,6 @@ class CheckpointFolder:
         state: dict[str, Any],
         files: Mapping[str, str] | None = None,
         fingerprint: Fingerprint | None = None,
-        flushed: bool = True,
     ) -> Path:
         """Write the checkpoint of a round. An earlier checkpoint of the same round is replaced.
 
@@ -74,7 +73,6 @@ class CheckpointFolder:
             state: Nested dicts and lists of tensors, numbers and strings.
             files: Client-state files that belong to the checkpoint: paths relative to the run folder, with checksums.
             fingerprint: The run's fingerprint.
-            flushed: Flush the checkpoint to disk before returning. Otherwise a power failure can still damage it.
 
         Raises:
             CheckpointError: Writing fails.
@@ -94,13 +92,12 @@ class CheckpointFolder:
                 "seal": vars(fingerprint or Fingerprint()),
             }
             (partial / MANIFEST).write_text(_to_json(manifest))
-            if flushed:
-                self._flush(partial)
+            for path in (partial / "state.pt", partial / MANIFEST, partial):
+                flush(path)
             if target.exists():
                 target.rename(replaced)
             partial.rename(target)
-            if flushed:
-                flush(self.path)
+            flush(self.path)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             raise CheckpointError(f"cannot write checkpoint {target}: {one_line(reason)}") from error
@@ -109,23 +106,6 @@ class CheckpointFolder:
                 shutil.rmtree(folder, ignore_errors=True)
         self._damaged.discard(round)
         return target
-
-    def flush(self, round: int) -> None:
-        """Flush the checkpoint of a round to disk, so that it survives a power failure.
-
-        Raises:
-            CheckpointError: Writing fails.
-        """
-        try:
-            self._flush(self._folder(round))
-            flush(self.path)
-        except OSError as error:
-            raise CheckpointError(f"cannot write checkpoint {self._folder(round)}: {error}") from error
-
-    @staticmethod
-    def _flush(folder: Path) -> None:
-        for path in (folder / "state.pt", folder / MANIFEST, folder):
-            flush(path)
 
     def replace_fingerprint(self, round: int, fingerprint: Fingerprint) -> None:
         """Replace the fingerprint (config, environment and digests) in the manifest of a round's checkpoint.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -16,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 import yaml
 
-from fl_lightning.core.errors import CheckpointError, ConfigError
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
@@ -39,9 +38,6 @@ from fl_lightning.runs.partition import write_counts
 from fl_lightning.runs.reader import Figures
 from fl_lightning.runs.trust import DESCRIPTION, sign
 from fl_lightning.runs.warnings_txt import WarningsTxt
-
-FLUSH_SECONDS = 1.0
-"""Minimum seconds between flushes of checkpoints to disk. Only a power failure can damage unflushed checkpoints."""
 
 Keep = Callable[[list[int]], set[int]]
 """A function that takes the rounds that have a checkpoint, newest first, and returns the rounds to keep."""
@@ -97,8 +93,6 @@ class Record:
         self._settings: dict[str, Any] = {}
         self._restored_from: Fingerprint | None = None
         self._contexts = ExitStack()
-        self._flushed_round, self._next_flush = -1, 0.0
-        self._kept: set[int] | None = None  # rounds that callbacks keep; the round that was flushed last is also kept
         self._created_folders: list[Path] | None = None  # by the lock; None before the folder is locked
 
     # --- Start or resume ---
@@ -258,19 +252,11 @@ class Record:
     def _write(
         self, round: int, state: dict[str, Any], fingerprint: Fingerprint, clients: list[StoredState], keep: Keep | None
     ) -> None:
-        flushed = time.monotonic() >= self._next_flush
-        if flushed:
-            self.csv.flush()
-        self.checkpoints.write(round, state, self.memory.write(clients), fingerprint, flushed)
-        if flushed:
-            self._flushed_round, self._next_flush = round, time.monotonic() + FLUSH_SECONDS
+        self.csv.flush()
+        self.checkpoints.write(round, state, self.memory.write(clients), fingerprint)
         if keep:
-            self._kept = keep(self.checkpoints.rounds())
-            self._prune(self._kept | {self._flushed_round})
-
-    def _prune(self, kept: set[int]) -> None:
-        self.checkpoints.prune(kept)
-        self.memory.prune(self.checkpoints.named_files)
+            self.checkpoints.prune(keep(self.checkpoints.rounds()))
+            self.memory.prune(self.checkpoints.named_files)
 
     def ensure_checkpoint(self) -> None:
         """Write a checkpoint of the last finished round, unless there is one already.
@@ -302,20 +288,8 @@ class Record:
             raise
         finally:
             self.writer.close()
-            self._flush_newest()
             release()
             self.logger.finalize(status)
-
-    def _flush_newest(self) -> None:
-        """Flush the newest checkpoint to disk. Then remove the one flushed before, unless it is to be kept."""
-        with suppress(CheckpointError):  # the file system has failed, and the error of the run says so
-            rounds = self.checkpoints.rounds()
-            if rounds and rounds[0] != self._flushed_round:
-                self.csv.flush()
-                self.checkpoints.flush(rounds[0])
-                if self._kept is not None and self._flushed_round not in self._kept:
-                    self._prune({*rounds} - {self._flushed_round})
-                self._flushed_round = rounds[0]
 
     def finish(self, targets: Sequence[float], model: Tensors | None) -> Figures:
         """Complete the run folder with `final/` (summary and global model). Then the loggers log files of the run.
@@ -331,7 +305,6 @@ class Record:
             CheckpointError: A checkpoint could not be written.
         """
         self.writer.wait()
-        self._flush_newest()
         summary = summarize(self.csv.rows, targets)
         if model is not None:
             torch.save(model, io := BytesIO())
