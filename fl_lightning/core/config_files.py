@@ -90,7 +90,7 @@ def nearest_file(name: str, kind: str) -> str | None:
         name: A path, or the name of a file.
         kind: The folder of this package's files: `configs`, `sweeps` or `papers`.
     """
-    folder, _, last = name.rpartition(os.sep)
+    folder, last = os.path.split(name)
     with suppress(OSError):
         near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
         if near:

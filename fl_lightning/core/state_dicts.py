@@ -70,15 +70,17 @@ class RunningMean:
         """Add a state dict to the mean, with a non-negative weight. The weights need not sum to 1.
 
         Raises:
-            ValueError: The entries differ from those of the state dicts added before.
+            ValueError: The weight is negative or NaN, or the entries differ from those of the state dicts added before.
         """
+        if not weight >= 0:
+            raise ValueError(f"weight {weight} of a mean is negative or NaN")
         if not self._dtypes:
             self._dtypes = {name: value.dtype for name, value in state.items()}
         if state.keys() != self._dtypes.keys():
             odd = sorted(state.keys() ^ self._dtypes.keys())[0]
             raise ValueError(f"state dicts of different models: {odd!r} is in one of them only")
         self.count += 1
-        if not weight > 0:
+        if weight == 0:
             return
         if not self._weight:
             self._sums = map_tensors(copy_to_float64, state)

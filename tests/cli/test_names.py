@@ -416,6 +416,13 @@ def test_a_misspelled_shipped_file_is_found(kind, here):
         assert nearest_file(stem.replace("_", "-"), kind) == name
 
 
+def test_a_misspelled_file_is_looked_for_in_its_own_folder(here):
+    (here / "zzqx_fedavg.yaml").touch()
+    assert nearest_file("zzqx_fedvag.yaml", "configs") == "zzqx_fedavg.yaml"
+    assert nearest_file("./zzqx_fedvag.yaml", "configs") == "./zzqx_fedavg.yaml"
+    assert "zzqx" not in (nearest_file("/zzqx_fedvag.yaml", "configs") or "")
+
+
 @pytest.mark.parametrize("name", ["", "/", "no/such/folder/x.yaml", "x" * 5000, "a\0b"])
 def test_invalid_file_names_are_refused_in_one_line(name, here):
     code, _, err = run("fit", "--config", name)

@@ -164,6 +164,12 @@ def test_zero_weight_adds_nothing() -> None:
     assert mean["w"].item() == 7.0
 
 
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_a_negative_weight_and_nan_are_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=f"weight {weight} of a mean is negative or NaN"):
+        RunningMean().add({"w": torch.tensor(5.0)}, weight)
+
+
 @pytest.mark.parametrize("clients", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 def test_averaged_states_are_not_changed(dtype: torch.dtype, clients: int) -> None:
