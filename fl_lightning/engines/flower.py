@@ -147,6 +147,7 @@ class FlowerEngine(Engine):
                 if answer and answer.has_error() and not read_excess(answer):  # it gets the task when it is back
                     one.sent.clear()
                     link.machines.pop(client, None)
+                    warn_of_absence(one.task)
                     continue
                 if answer:
                     result = self._result(worker, one.task, answer)
@@ -183,6 +184,8 @@ class FlowerEngine(Engine):
         records = pack_task(task, max(known, default=-1), run=self._run, experiment=self._experiment)
         if (sent := link.send(task.client, records, "train")) is not None:
             one.sent.append(sent)
+        else:
+            warn_of_absence(task)
 
     def _result(self, worker: Worker, task: Task, answer: Message) -> Result:
         """Return the result that a client's machine sent. If the answer is invalid, return a failed result."""
@@ -204,6 +207,12 @@ class FlowerEngine(Engine):
             before = [round for round in self._trained.get(task.client, []) if round < task.round]
             self._trained[task.client] = [*before[-1:], task.round]
         return result
+
+
+def warn_of_absence(task: Task) -> None:
+    """Warn that the machine of a task's client is away."""
+    what = "its machine is away, and gets the task when it is back"
+    warnings.warn(f"client {task.client}, round {task.round}: {what}", stacklevel=2)
 
 
 class ClientLink:

@@ -168,9 +168,20 @@ def test_tasks_that_are_delivered_again_change_nothing(tmp_path, alone):
 def test_a_machine_that_flower_does_not_reach_gets_its_task_later(tmp_path, alone, reason):
     run, grid = remote(tmp_path, alone)
     grid.unreachable, grid.reason = {100, 101, 102, 103}, reason
-    run.fit()
+    with pytest.warns(UserWarning, match=r"machine is away, and gets the task when it is back$") as shown:
+        run.fit()
+    assert {str(one.message).partition(",")[0] for one in shown} == {f"client {number}" for number in range(4)}
     assert_same(alone, run)
     assert not grid.unreachable
+
+
+def test_a_round_that_begins_while_machines_are_away_says_so(tmp_path, alone):
+    run, _ = remote(tmp_path, alone)
+    run.engine._link.machines.clear()
+    with pytest.warns(UserWarning, match=r"^client \d, round 1: its machine is away") as shown:
+        run.fit()
+    assert len(shown) == 4
+    assert_same(alone, run)
 
 
 @pytest.mark.thorough
