@@ -35,6 +35,13 @@ def test_a_second_pass_adds_to_the_gradients():
     torch.testing.assert_close(twice, [parameter.grad for parameter in network.parameters()])
 
 
+def test_the_tensors_that_the_pass_needed_are_freed():
+    loss = loss_of(nn.Linear(3, 2))
+    compute_gradients(loss)
+    with pytest.raises(RuntimeError, match="second time"):
+        compute_gradients(loss)
+
+
 @pytest.mark.parametrize("loss", [torch.zeros(()), torch.zeros(2, requires_grad=True)], ids=["constant", "vector"])
 def test_what_is_no_loss_is_refused_as_by_backward(loss):
     with pytest.raises(RuntimeError) as expected:
