@@ -407,7 +407,7 @@ CONTESTANTS: dict[str, tuple[str, Contestant]] = {
     "fluke": ("fluke", fluke),
     "flwr": ("flwr", flwr),
 }
-ELSEWHERE = {"ours, stacked", "ours, processes"}  # their steps are not losses of this process
+ELSEWHERE = {"ours, stacked", "ours, processes"}  # their steps are batched, or in other processes
 
 
 # --- One contestant, in a process of its own --------------------------------------------------------------------------

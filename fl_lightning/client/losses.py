@@ -23,7 +23,7 @@ def compute_gradients(loss: Tensor) -> None:
     """Compute the gradients of a training step's loss, with the same results as `loss.backward()`.
 
     On a CPU it starts torch's autograd engine directly, as Megatron-LM does. For a small network, the checks that
-    `backward` makes before take a twentieth of a step.
+    `backward` makes before take a twentieth of a step. On a GPU, `backward` also prepares the threads of the device.
     """
     if type(loss) is Tensor and loss.ndim == 0 and loss.device.type == "cpu":
         start = torch.ones_like(loss)

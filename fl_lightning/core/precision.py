@@ -13,9 +13,9 @@ def at_least_float32(value: Tensor) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which operations on a device keep the precision of their inputs, as `autocast` would not.
+    """Return a context without autocast on a device, in which operations keep the precision of their inputs.
 
-    It does nothing if autocast is off, because entering `torch.autocast` in each training step takes time.
+    It does nothing if autocast is off anyway, because entering `torch.autocast` in each training step takes time.
     """
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)

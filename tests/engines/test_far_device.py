@@ -39,11 +39,7 @@ from fl_lightning.models import MLP
 @pytest.fixture(autouse=True)
 def plugged_in(monkeypatch: Any) -> None:
     """Lightning finds the device, which has room for all data and is scored in the CPU's batches."""
-    home, autocast, is_enabled = (
-        SingleDeviceStrategy.root_device,
-        torch.autocast.__init__,
-        torch.is_autocast_enabled,
-    )
+    home, autocast, is_enabled = SingleDeviceStrategy.root_device, torch.autocast.__init__, torch.is_autocast_enabled
     monkeypatch.setattr(
         SingleDeviceStrategy,
         "root_device",
