@@ -139,6 +139,11 @@ class FederatedData:
         cell = (torch.arange(len(sizes)) * classes).repeat_interleave(sizes).add_(y[held])
         return torch.bincount(cell, minlength=len(sizes) * classes).reshape(len(sizes), classes).numpy()
 
+    def all_class_counts(self, part: str = "train") -> np.ndarray:
+        """Count as `class_counts` does, with the clients that are held out of the training in the last rows."""
+        everybody = (False, True) if self.held_out else (False,)
+        return np.concatenate([self.class_counts(part, held_out) for held_out in everybody])
+
     def concatenate(self, part: str = "train") -> tuple[Tensor, Tensor]:
         """Return the concatenated `train` or `test` indices of all clients, and their number per client, `(K,)`."""
         return PackedShards.from_shards(self.shards).concatenate(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,6 @@ class ClientData:
     trainer: L.Trainer
     training: LocalTraining
     channels_last: bool = False
-    _strata: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -94,11 +93,17 @@ class ClientData:
 
         `Objective.strata` defines the groups.
         """
-        if client not in self._strata:
-            objective, loaded = self.data.objective, self.data.data
-            strata = objective.strata(loaded.y_train[self.split(client)[0]])
-            self._strata[client] = torch.bincount(strata, minlength=objective.stratum_count(loaded.num_classes))
-        return self._strata[client]
+        self._refuse_remote(client)
+        counts = self._strata[client].clone()  # a copy or file of a view would contain the whole table
+        if self.algorithm.validation:
+            strata = self.data.objective.strata(self.data.data.y_train[self.split(client)[1]])
+            counts -= torch.bincount(strata, minlength=len(counts))
+        return counts
+
+    @cached_property
+    def _strata(self) -> Tensor:
+        """Number of samples by client and class, `(K, C)`, including those that are used for validation."""
+        return torch.from_numpy(self.data.all_class_counts())
 
     def loss_weights(self, client: int) -> Tensor | None:
         """Return the weights of the classes in a client's training loss, `(C,)`; None if they are not weighted."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, finished, in_float64, same_bytes, task_of_round
+from experiments import NormMLP, assert_near, digits, experiment, finished, in_float64, same_bytes, task_of_round
 from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.callbacks.defaults import by_name
 
@@ -133,10 +133,21 @@ def test_prepare_gets_the_training_and_the_validation_share(tmp_path):
     start = run.worker.modules.receive(task_of_round(run, 1, client))
     added = (start.backbone.head.bias - run.worker.template.backbone.head.bias) * 1000
     torch.testing.assert_close(added[:2], torch.tensor([len(train), float(back)]), rtol=1e-3, atol=1e-2)
-    assert int(start.class_counts.sum()) == len(train)
     result = run.worker.run(task_of_round(run, 1, client))
     assert result.upload.numbers["n_samples"] == len(train)
     assert len(list(run.worker.client_data.batches(task_of_round(run, 1, client)))) == -(-len(train) // 32)
+
+
+@pytest.mark.parametrize("method", [FedAvg, AddsSampleCounts])
+def test_class_counts_are_those_of_the_training_samples(tmp_path, method):
+    """Without those for validation, also for a client that is held out. They are no view of all clients' counts."""
+    run = experiment(tmp_path, method(), scenario=replace(digits(), held_out_clients=2))
+    run.load()
+    for client in range(6):
+        counts = run.worker.modules.receive(task_of_round(run, 1, client)).class_counts
+        labels = run.data.data.y_train[run.worker.client_data.split(client)[0]].tolist()
+        assert counts.tolist() == [labels.count(c) for c in range(10)]
+        assert counts.untyped_storage().nbytes() == counts.nbytes
 
 
 @pytest.mark.parametrize(("dealt", "held_back"), [(9, 2), (10, 2), (14, 4), (1, 0)])

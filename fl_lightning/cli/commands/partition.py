@@ -34,7 +34,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     data = scenario.build(given.seed)
     if schema := data.data.schema:
         print(schema.summary())
-    counts, test_counts = (counts_of_everybody(data, split) for split in ("train", "test"))
+    counts, test_counts = map(data.all_class_counts, ("train", "test"))
     names = names_of_everybody(data)
     console = Console()
     if not console.is_terminal:  # do not wrap lines in a file
@@ -73,11 +73,6 @@ def write_figure(path: Path, counts: np.ndarray, names: Names = Names()) -> None
     if bubbles:
         axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
     write_png(figure, path)
-
-
-def counts_of_everybody(data: FederatedData, split: str) -> np.ndarray:
-    """Return the number of samples by client and class. Clients held out of training are included as the last rows."""
-    return np.concatenate([data.class_counts(split, held_out) for held_out in (False, True)[: 1 + bool(data.held_out)]])
 
 
 def names_of_everybody(data: FederatedData) -> Names:
