@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.losses import compute_gradients
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import step_function
+from fl_lightning.client.optimizers import is_plain_sgd, step_function
 from fl_lightning.core.task import Task
 from fl_lightning.data.loaders import send
 from fl_lightning.engines.base import Engine, Value
@@ -108,6 +108,7 @@ class SharedFit(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.worker, self.work = worker, work
+        self._plain_sgd: Any = None, None, None
         precision = worker.idle_trainer.precision_plugin  # the base class's context does nothing, and takes time
         self.step_context = nullcontext if type(precision) is Precision else precision.train_step_context
 
@@ -140,7 +141,7 @@ class SharedFit(L.LightningModule):
         work = LocalWork.under(alone, len(batches))
         module.trainer = own = ClientTrainerView(trainer, alone, work)  # type: ignore[assignment]
         vars(module)["log"] = ignore_log
-        optimizer, schedules = configure_optimizer(module)
+        optimizer, schedules = self._optimizer_of(module)
         step = step_function(optimizer)
         module.on_fit_start()
         while own.current_epoch < work.epochs and not own.should_stop:
@@ -159,6 +160,16 @@ class SharedFit(L.LightningModule):
                 schedule.step()
             own.current_epoch += 1
         return optimizer
+
+    def _optimizer_of(self, module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:
+        """Return a client's optimizer and schedulers. If it is plain SGD, the clients that use one module share it."""
+        of_module, at_scale, optimizer = self._plain_sgd
+        if module is of_module and module.lr_scale == at_scale:
+            return optimizer, []
+        optimizer, schedules = configure_optimizer(module)
+        if module.shared_weights is not None and is_plain_sgd(optimizer):  # which has no state
+            self._plain_sgd = module, module.lr_scale, optimizer
+        return optimizer, schedules
 
     def _backward(
         self,

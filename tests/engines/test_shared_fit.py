@@ -77,6 +77,12 @@ def test_optimizers(tmp_path, optimizer):
     compare(tmp_path, optimizer=optimizer, rounds=2, lr_scheduler=partial(ExponentialLR, gamma=0.5))
 
 
+def test_plain_sgd_with_a_schedule_over_rounds(tmp_path):
+    """Clients share this optimizer."""
+    schedule = partial(ExponentialLR, gamma=0.5)
+    compare(tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1), rounds=3, round_lr_scheduler=schedule)
+
+
 @pytest.mark.thorough
 def test_augmentation_dropout_and_hooks_draw_what_they_draw_alone(tmp_path):
     plain = digits()
