@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,11 +107,18 @@ def require(run: FederatedRun, section: str, refusal: str) -> None:
         raise ConfigError(refusal)
 
 
-class RoundCallback:
+class RoundCallback(Capable):
     """Base class of round callbacks. Subclasses override the hooks that they need, like `on_round_end`.
 
     `state_dict` is saved in checkpoints, so that a callback can continue after a resume.
+
+    Attributes:
+        keeps_no_uploads: Whether `on_client_end` keeps no tensor of the upload, whose memory is then used for the next
+            client. A subclass that overrides `on_client_end` can set it.
     """
+
+    capabilities: ClassVar = {"keeps_no_uploads": ("on_client_end",)}
+    keeps_no_uploads: bool = True
 
     @property
     def stops(self) -> bool:

@@ -25,6 +25,8 @@ class CommunicationMeter(RoundCallback):
     message is counted once, as `down`, at the peer that receives it.
     """
 
+    keeps_no_uploads = True
+
     def __init__(self) -> None:
         self.up = self.down = self.total = 0
 

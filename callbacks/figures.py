@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from fl_lightning.callbacks.base import RoundCallback
@@ -52,6 +52,8 @@ class RoundFigure(RoundCallback):
         ConfigError: `every` is below 1, or two figures of a run would log the same numbers.
     """
 
+    capabilities: ClassVar = {"keeps_no_uploads": ("on_client_end", "observe")}
+    keeps_no_uploads = True
     name: str
     _written: str = ""
     looks_at_clients: bool = False

@@ -38,6 +38,8 @@ class RoundProgress(RoundCallback):
         console: The output; standard output by default.
     """
 
+    keeps_no_uploads = True
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self._live: Bars | NotebookView | None = None

@@ -236,8 +236,9 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         `results` collects the successful ones without upload and client state.
         """
         downloads = zip(participants, self.server.downloads(round, participants), strict=True)
-        scores = self.evaluator.scores_wanted(round)
-        tasks = (self.server.task(round, client, download, **scores) for client, download in downloads)
+        averages = self.algorithm.only_averages and all(callback.keeps_no_uploads for callback in self.callbacks)
+        options = self.evaluator.scores_wanted(round) | {"keep_upload": not averages}
+        tasks = (self.server.task(round, client, download, **options) for client, download in downloads)
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
             self._signals.check()
             self.record.writer.check()

@@ -122,16 +122,16 @@ class Server:
             rng = generator(self.seed, Stream.DOWNLOAD, round, client) if draws else unused
             yield self.algorithm.download(state, client, rng)
 
-    def task(self, round: int, client: int, download: Message, **scores: bool) -> Task:
+    def task(self, round: int, client: int, download: Message, **options: bool) -> Task:
         """Return the task to train one client in a round: the client's download, its state, and what to evaluate.
 
         Args:
             round: The round.
             client: The client's id.
             download: The message it receives.
-            **scores: The fields `evaluate` and `evaluate_globally` of the task; by default nothing is evaluated.
+            **options: Further fields of the task, such as `evaluate`; by default nothing is evaluated.
         """
-        return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **scores)
+        return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **options)
 
     def new_client_tasks(
         self, round: int, state: State, memories: Mapping[int, State], lr_scale: float, fit: bool

@@ -41,6 +41,8 @@ class Task:
         evaluate_globally: Evaluate the client's model on the global test set.
         keep_model: Store the model of the last round on the client's own machine. Nothing else is done.
         new_client: The client is held out of the training. Its task is its first, and changes no later one.
+        keep_upload: The upload is needed longer than until the next result is requested. Otherwise the next client may
+            overwrite its memory.
     """
 
     round: int
@@ -54,6 +56,7 @@ class Task:
     evaluate_globally: bool = False
     keep_model: bool = False
     new_client: bool = False
+    keep_upload: bool = True
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ CONSTANTS = (
 class ClientSlot:
     """A reusable client module with its weights in one flat tensor. It is reset for one client after another.
 
-    `reset` makes the module equal to a newly built one, in a tenth of the time. An upload can take the memory of the
-    weights with it instead of a copy (`ClientModule.spent`).
+    `reset` makes the module equal to a newly built one, in a tenth of the time. An upload uses the memory of the
+    weights instead of a copy, if nothing else does (`ClientModule.spent`).
 
     Args:
         module: A newly built client module on the training device, for which `can_reset` is true.
@@ -67,7 +67,6 @@ class ClientSlot:
         Args:
             overwritten: Entries of the backbone that are overwritten before they are read.
         """
-        spent = self.module.spent
         for attributes, initial in self._attributes:
             attributes.clear()
             attributes.update(initial)
@@ -83,12 +82,16 @@ class ClientSlot:
         with torch.no_grad():
             for value, start in self._rest:
                 value.copy_(start)
-        if spent:  # the last upload has the memory
+        if self._given_away:
             self.place(self._new_flat())
         if not self._placed.keys() <= overwritten:
             self._placed.flat.copy_(self._initial)
         self.module.shared_weights = self._placed
         return self.module
+
+    def give_away(self) -> None:
+        """Leave the memory of the weights to the upload. The next client gets new memory."""
+        self._given_away = True
 
     @property
     def flat(self) -> Tensor:
@@ -120,7 +123,7 @@ class ClientSlot:
 
     def place(self, flat: Tensor) -> None:
         """Use the tensor `flat` as the memory of the module's weights, so that the weights take its values."""
-        self._placed = FlatTensors(flat, self.layout, self._others, self._order)
+        self._placed, self._given_away = FlatTensors(flat, self.layout, self._others, self._order), False
         for (name, _), weight in zip(self.layout.shapes, self._weights, strict=True):
             weight.data = self._placed[name]
 

@@ -28,7 +28,7 @@ class SequentialEngine(SharedFitEngine):
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Yield the results of tasks in order. On a CPU, each task is run when its result is requested."""
         if self._fit:
-            started = (worker.start(task, self._fit) for task in tasks)
+            started = (worker.start(task, self._fit, keep=task.keep_upload) for task in tasks)
             yield from read_results(started, worker.device)
             return
         for task in tasks:

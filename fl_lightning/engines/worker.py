@@ -257,10 +257,15 @@ class Worker:
         """
         return next(read_results([self.start(task, fit)], self.device))
 
-    def start(self, task: Task, fit: Fit | None = None) -> UnreadResult:
+    def start(self, task: Task, fit: Fit | None = None, keep: bool = True) -> UnreadResult:
         """Run a client's task, and return a result whose losses can be read from the training device later.
 
         This avoids waiting for the device after each task. Otherwise it works as `run`.
+
+        Args:
+            task: The task.
+            fit: As in `run`.
+            keep: Whether the upload is needed when the next task runs. If not, a CPU keeps it in the module's memory.
         """
         try:
             slot = self.modules.intact_slot() if fit else None
@@ -269,7 +274,11 @@ class Worker:
             if slot:
                 slot.check_weights()
             module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
-            return self.finish(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
+            state = optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {}
+            result = self.finish(task, module, state)
+            if slot and module.spent and (keep or self.device.type != "cpu"):  # results of a GPU are read later
+                slot.give_away()
+            return result
         except BaseException as error:
             return unread_result(task, failed_result(task, error))
 

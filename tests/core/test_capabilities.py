@@ -3,6 +3,7 @@
 from inspect import getattr_static
 
 import pytest
+from fl_lightning.callbacks import RoundCallback, RoundFigure
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import Aggregator, Algorithm, FedAvg, WeightedMean
@@ -55,3 +56,21 @@ def test_no_class_of_the_package_has_a_wrong_capability(base):
                 assert has is not overrides, (kind, capability)
                 lost |= {capability} if overrides else set()
     assert lost == base.capabilities.keys() - {"only_averages"}
+
+
+def test_callbacks_that_observe_clients_may_keep_their_uploads():
+    kinds = classes("callbacks")
+    observers = {kind for kind in kinds if issubclass(kind, RoundFigure) and kind.observe is not RoundFigure.observe}
+    assert {kind for kind in kinds if not kind.keeps_no_uploads} == observers
+    assert len(observers) > 2
+
+
+def test_a_callback_of_ones_own_may_keep_uploads_until_it_says_otherwise():
+    class Own(RoundCallback):
+        def on_client_end(self, run, result):
+            self.last = result
+
+    class Counter(Own):
+        keeps_no_uploads = True
+
+    assert (RoundCallback.keeps_no_uploads, Own.keeps_no_uploads, Counter.keeps_no_uploads) == (True, False, True)

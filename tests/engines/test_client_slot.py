@@ -1,17 +1,22 @@
 """A slot's module is what a newly built one is, whatever the client before did to it."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from experiments import NormMLP, experiment, publish, same_bytes, task_of_round
-from methods import METHODS
+from fl_lightning.callbacks import RoundCallback
+from methods import METHODS, assert_same_run
 from task_runners import run_tasks
 from test_module_copier import everything
 from torch import nn
 
-from fl_lightning.algorithms import FedAvg, FedPer, WeightedMean
+from fl_lightning.algorithms import CwFedAvg, FedAvg, FedPer, WeightedMean
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.flat_tensors import as_flat
-from fl_lightning.engines import SequentialEngine
+from fl_lightning.engines import SequentialEngine, Worker
+from fl_lightning.evaluation.evaluation import Evaluation
 
 WITH_SLOT = (
     "FedAvg",
@@ -215,6 +220,15 @@ def test_an_upload_keeps_its_numbers_when_the_next_client_trains(tmp_path, evalu
     assert not same_bytes(held[0][0], held[1][0])
 
 
+@pytest.mark.parametrize(("device", "places"), [("cpu", 1), ("cuda", 3)])
+def test_uploads_whose_losses_are_read_together_do_not_share_memory(tmp_path, monkeypatch, device, places):
+    worker = built(run := experiment(tmp_path))
+    tasks = [replace(task_of_round(run, 1, client), keep_upload=False) for client in (0, 1, 2)]
+    monkeypatch.setattr(Worker, "device", torch.device(device))
+    results = run_tasks(SequentialEngine(), worker, tasks)
+    assert len({as_flat(result.upload.section("model")).flat.data_ptr() for result in results}) == places
+
+
 def test_a_client_that_is_given_away_is_a_module_of_its_own(tmp_path):
     run = experiment(tmp_path, FedAvg(), rounds=1)
     run.fit()
@@ -224,3 +238,47 @@ def test_a_client_that_is_given_away_is_a_module_of_its_own(tmp_path):
     assert same_bytes(module.state_dict(), before)
     assert type(module) is ClientModule
     assert module.class_counts.sum() > 0
+
+
+AFTER_ROUNDS = Evaluation("received")  # otherwise, uploads are copies, because a trained model is used once more
+
+
+class Keeps(RoundCallback):
+    """Keeps every upload of the run, and a copy of it."""
+
+    def __init__(self):
+        self.uploads = []
+
+    def on_client_end(self, run, result):
+        state = result.upload.section("model")
+        self.uploads.append((state, {name: value.clone() for name, value in state.items()}))
+
+
+class Looks(RoundCallback):
+    """Notes where every upload of the run is in memory."""
+
+    keeps_no_uploads = True
+
+    def __init__(self):
+        self.places = []
+
+    def on_client_end(self, run, result):
+        self.places.append(as_flat(result.upload.section("model")).flat.data_ptr())
+
+
+def test_uploads_that_nobody_keeps_share_their_memory(tmp_path):
+    keeps, looks = Keeps(), Looks()
+    kept = experiment(tmp_path / "kept", callbacks=[keeps], model=NormMLP, evaluation=AFTER_ROUNDS)
+    lent = experiment(tmp_path / "lent", callbacks=[looks], model=NormMLP, evaluation=AFTER_ROUNDS)
+    kept.fit()
+    lent.fit()
+    assert len(set(looks.places)) == 1 < len(looks.places)
+    assert all(same_bytes(state, copied) for state, copied in keeps.uploads)
+    assert_same_run(kept, lent)
+
+
+@pytest.mark.parametrize("method", [partial(FedAvg, aggregator=Gathered()), CwFedAvg], ids=["own", "of clients"])
+def test_uploads_that_the_method_keeps_do_not(tmp_path, method):
+    run = experiment(tmp_path, method(), callbacks=[looks := Looks()], evaluation=AFTER_ROUNDS)
+    run.fit()
+    assert len(set(looks.places)) > 1
