@@ -35,8 +35,9 @@ class Aggregator(ArgumentsMixin, Capable):
         only_in: Name of the only method that sends what the aggregator reads, if other methods do not send it. Other
             methods of this package refuse the aggregator.
         inner: The aggregator that this one corrects, if any.
-        only_averages: Whether `fold` only averages the uploads' weights as they arrive, with `RunningMean`. Uploads
-            then stay on the GPU, and only their mean is copied to the CPU. Otherwise `fold` gets them on the CPU.
+        only_averages: Whether `fold` only averages the uploads' weights as they arrive, with `RunningMean`, and keeps
+            none. Uploads then stay on the GPU, and only their mean is copied to the CPU; on a CPU, the next client
+            overwrites their memory. Otherwise `fold` gets them on the CPU, and may keep them.
         sends_one_model: Whether `model_for` gives every client the state's `model`.
     """
 
