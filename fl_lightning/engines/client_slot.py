@@ -25,8 +25,8 @@ CONSTANTS = (
 class ClientSlot:
     """A reusable client module with its weights in one flat tensor. It is reset for one client after another.
 
-    `reset` makes the module equal to a newly built one, in a tenth of the time. An upload uses the memory of the
-    weights instead of a copy, if nothing else does (`ClientModule.spent`).
+    `reset` makes the module equal to a newly built one, in a tenth of the time. If the module is not used
+    after its upload (`ClientModule.spent`), the upload consists of the weights themselves, not of copies.
 
     Args:
         module: A newly built client module on the training device, for which `can_reset` is true.

@@ -266,6 +266,7 @@ class Worker:
             task: The task.
             fit: As in `run`.
             keep: Whether the upload is needed when the next task runs. If not, a CPU keeps it in the module's memory.
+                `run` keeps it, since a worker process may send it while the next task runs.
         """
         try:
             slot = self.modules.intact_slot() if fit else None
