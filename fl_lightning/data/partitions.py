@@ -102,20 +102,23 @@ class IID(Partition):
 class Dirichlet(Partition):
     """Label skew: class proportions drawn from Dirichlet(alpha). A small alpha gives the strongest skew.
 
-    The papers and their code use three forms. Every sample is used in each:
+    The papers and their code use four forms. Every sample is used in each:
 
-    - `class` (Yurochkin et al. 2019; FedDW, cwFedAvg, UA-PDFL, FedSiam-DA): each class is split among the clients in
-      drawn proportions, so that client sizes differ too. The draw is repeated until every client has `min_samples`.
-      After 1,000 draws, or one that leaves more than 100 clients with too few samples, the last draw is corrected: the
-      largest clients give samples to clients with too few, in proportion to their own classes.
+    - `class` (FedDW's published code): each class is split among the clients in drawn proportions, so that client sizes
+      differ too. The draw is repeated until every client has `min_samples`. After 1,000 draws, or one that leaves more
+      than 100 clients with too few samples, the last draw is corrected: the largest clients give samples to clients
+      with too few, in proportion to their own classes.
+    - `capped` (the published code of Yurochkin et al. 2019, MOON, PFLlib, cwFedAVG and UA-PDFL): as `class`, but the
+      classes are split one after another, and a client that holds an equal share of all samples gets no samples of the
+      next classes. Clients are closer in size and have fewer classes.
     - `balanced` (Hsu et al. 2019): all clients have equally many samples; each client draws its class proportions.
     - `groups` (FedSKC's published code): the samples are split among groups of ten clients, within a group as in
-      `class`, and the result is cut again into equal sizes.
+      `capped`, and the result is cut again into equal sizes.
 
     Args:
         alpha: Concentration, above 0; in `balanced`, the concentration of a class of average size.
         min_samples: Minimum number of samples per client.
-        form: `class`, `balanced` or `groups`.
+        form: `class`, `capped`, `balanced` or `groups`.
 
     Raises:
         ConfigError: `alpha` is not above 0 and at most 1e6, or `min_samples` below 1.
@@ -125,7 +128,10 @@ class Dirichlet(Partition):
     max_draws, max_short = 1000, 100
 
     def __init__(
-        self, alpha: float = 0.5, min_samples: int = 10, form: Literal["class", "balanced", "groups"] = "class"
+        self,
+        alpha: float = 0.5,
+        min_samples: int = 10,
+        form: Literal["class", "capped", "balanced", "groups"] = "class",
     ) -> None:
         check_number("scenario.partition.alpha", alpha, "(0, 1e6]")
         check_number("scenario.partition.min_samples", min_samples, "[1, inf)")
@@ -135,13 +141,19 @@ class Dirichlet(Partition):
         """Split samples among clients with class proportions drawn from Dirichlet(alpha). Every sample is used."""
         if clients * self.min_samples > len(labels):
             raise self._error(clients, f"{len(labels)} samples are too few")
-        forms = {"class": self._by_class, "balanced": self._balanced, "groups": self._in_groups}
+        forms = {
+            "class": self._by_class,
+            "capped": self._by_class,
+            "balanced": self._balanced,
+            "groups": self._in_groups,
+        }
         return forms[self.form](labels, clients, rng)
 
     def _by_class(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         sizes = np.unique(labels, return_counts=True)[1]
+        draw = self._draw_capped if self.form == "capped" else self._draw
         for _ in range(self.max_draws):
-            counts = split_classes(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes).T
+            counts = draw(sizes, clients, rng).T
             short = (counts.sum(axis=1) < self.min_samples).sum()
             if not 0 < short <= self.max_short:  # their number hardly varies between draws
                 break
@@ -173,16 +185,26 @@ class Dirichlet(Partition):
         Draws are repeated until each client has at least half of an equal share of the samples.
         """
         sizes = np.unique(labels, return_counts=True)[1]
-        share = len(labels) / members
         for _ in range(self.max_draws):
-            counts = np.zeros((len(sizes), members), dtype=np.int64)
-            for j, shares in enumerate(rng.dirichlet(np.full(members, self.alpha), size=len(sizes))):
-                open_shares = shares * (counts.sum(axis=0) < share)  # clients with an equal share get no more
-                if open_shares.sum() > 0:
-                    counts[j] = split_classes(open_shares[None] / open_shares.sum(), sizes[j : j + 1])[0]
-            if counts.sum(axis=0).min() >= int(share / 2) and counts.sum() == len(labels):
+            counts = self._draw_capped(sizes, members, rng)
+            if counts.sum(axis=0).min() >= int(len(labels) / members / 2):
                 return counts
         raise self._error(clients, f"{self.max_draws} draws with alpha {self.alpha} left one below half an equal share")
+
+    def _draw(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Draw the number of samples of each class for each client, `(C, clients)`, given the sizes of the classes."""
+        return split_classes(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes)
+
+    def _draw_capped(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Draw as `_draw`, class by class. A client with an equal share of all samples gets no further samples."""
+        counts = np.zeros((len(sizes), clients), dtype=np.int64)
+        for j, size in enumerate(sizes):
+            below_share = np.flatnonzero(counts.sum(axis=0) * clients < sizes.sum())
+            shares = np.zeros(len(below_share))
+            while not shares.sum():  # with a tiny alpha, a draw can give the whole class to clients at the cap
+                shares = rng.dirichlet(np.full(clients, self.alpha))[below_share]
+            counts[j, below_share] = split_classes(shares[None] / shares.sum(), size[None])[0]
+        return counts
 
     def _error(self, clients: int, why: str) -> ConfigError:
         return ConfigError(
@@ -288,10 +310,17 @@ class Pathological(_FewClasses):
 
     Args:
         classes_per_client: Number of classes per client, `k`.
+        sizes: `equal`: the shards of a class have the same size, up to one sample. `drawn` (the code of PFLlib, which
+            cwFedAVG uses): the size of each shard is drawn between a tenth of this size and this size, and the last
+            client of the class gets the rest.
 
     Raises:
         ConfigError: `classes_per_client` is below 1.
     """
+
+    def __init__(self, classes_per_client: int = 2, sizes: Literal["equal", "drawn"] = "equal") -> None:
+        super().__init__(classes_per_client)
+        self.sizes = sizes
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Assign classes to clients, then split each class among its clients. Unassigned classes are unused."""
@@ -310,9 +339,17 @@ class Pathological(_FewClasses):
                     f"scenario.partition.classes_per_client: class {label} has {len(members)} samples for "
                     f"{len(owners)} clients. Lower classes_per_client or scenario.clients"
                 )
-            for owner, shard in zip(owners, np.array_split(members, max(len(owners), 1)), strict=False):
+            sizes = self._shard_sizes(len(members), max(len(owners), 1), rng)
+            for owner, shard in zip(owners, np.split(members, np.cumsum(sizes)), strict=False):
                 parts[owner].append(shard)
         return [np.sort(np.concatenate(part)) for part in parts]
+
+    def _shard_sizes(self, total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
+        if self.sizes == "equal":
+            return equal_sizes(total, parts)
+        least = max(total // parts // 10, 1)
+        drawn = rng.integers(least, max(total // parts, least + 1), size=parts - 1)
+        return np.append(drawn, total - drawn.sum())
 
 
 def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str = "sample") -> None:

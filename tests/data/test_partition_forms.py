@@ -24,12 +24,18 @@ from fl_lightning.data.partitions import draw_classes, equal_sizes
 USES_ALL: dict[str, Partition] = {
     "IID": IID(),
     "class": Dirichlet(0.5, min_samples=3),
+    "capped": Dirichlet(0.5, min_samples=3, form="capped"),
     "balanced": Dirichlet(0.1, min_samples=3, form="balanced"),
     "groups": Dirichlet(0.3, min_samples=3, form="groups"),
     "Shards": Shards(2),
     "QuantitySkew": QuantitySkew(1.0, min_samples=3),
 }
-ALL = {**USES_ALL, "DisjointClasses": DisjointClasses(2), "Pathological": Pathological(2)}
+ALL = {
+    **USES_ALL,
+    "DisjointClasses": DisjointClasses(2),
+    "Pathological": Pathological(2),
+    "Pathological, drawn": Pathological(2, sizes="drawn"),
+}
 EQUAL_SIZES = ("IID", "balanced", "groups")
 
 
@@ -58,7 +64,13 @@ def test_no_sample_is_assigned_twice_and_each_part_ascends(name: str, seed: int,
     try:
         parts = ALL[name].split(labels, clients, rng(seed))
     except ConfigError:
-        assert name in ("Pathological", "class", "QuantitySkew")  # drawn labels can be too few for these
+        assert name in (
+            "Pathological",
+            "Pathological, drawn",
+            "class",
+            "capped",
+            "QuantitySkew",
+        )  # drawn labels can be too few for these
         return
     assigned = np.concatenate(parts)
     assert len(parts) == clients
@@ -84,11 +96,13 @@ FINGERPRINTS = {
     "IID": "ccf084223791",
     "class": "11002cc9bde8",
     "balanced": "cc16c47cd5bd",
+    "capped": "c80db5efb3ed",
     "groups": "b0fceca1fd13",
     "Shards": "c059da0bb43c",
     "QuantitySkew": "015e5f3a2b74",
     "DisjointClasses": "072f263f7378",
     "Pathological": "e592acc7a82e",
+    "Pathological, drawn": "c2e6ee7c90dc",
 }
 
 
@@ -151,6 +165,92 @@ def test_if_the_classes_of_a_client_are_used_up_the_rest_is_drawn_in_proportion(
     drawn = sum(draw_classes(np.array([1.0, 0.0, 0.0]), left, size, rng(seed)) for seed in range(draws))
     assert drawn.sum() == draws * size
     assert abs(drawn[2] - draws * size * 0.1) < 4 * np.sqrt(draws * size * 0.1 * 0.9)
+
+
+# --- Dirichlet, capped ---
+
+
+def capped_counts_by_loop(labels: np.ndarray, clients: int, alpha: float, draw: np.random.Generator) -> np.ndarray:
+    """Counts by client and class, from the rule in words: one class after another, sample lists, and the cap."""
+    held: list[list[int]] = [[] for _ in range(clients)]
+    for label in sorted(set(labels.tolist())):
+        samples = [i for i, own in enumerate(labels) if own == label]
+        shares = draw.dirichlet([alpha] * clients).tolist()
+        shares = [share if len(own) < len(labels) / clients else 0.0 for share, own in zip(shares, held, strict=True)]
+        total, begun, start = sum(shares), 0.0, 0
+        for k, share in enumerate(shares):
+            begun += share / total
+            end = len(samples) if k == clients - 1 else int(begun * len(samples))
+            held[k] += samples[start:end]
+            start = end
+    return class_counts(labels, [np.array(own, dtype=np.int64) for own in held])
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.5, 5.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_capped_counts_equal_those_of_a_loop_over_samples(alpha: float, seed: int) -> None:
+    labels = some_labels(seed)
+    parts = Dirichlet(alpha, min_samples=1, form="capped").split(labels, 6, rng(seed))
+    draw = rng(seed)
+    while (counts := capped_counts_by_loop(labels, 6, alpha, draw)).sum(axis=1).min() < 1:
+        pass
+    difference = np.abs(class_counts(labels, parts) - counts)
+    assert difference.max() <= 1  # the last bit of a cumulative sum can move one sample
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("alpha", "printed"), [(0.1, 46), (1.0, 94), (0.01, 12), (0.05, 30), (0.25, 68), (0.5, 85)])
+def test_capped_splits_have_the_classes_per_client_of_cwfedavgs_table_3(alpha: float, printed: int) -> None:
+    """Each printed value could be one draw of 20 clients on CIFAR-100 with the cap, and none without it."""
+    labels = np.repeat(np.arange(100), 600)  # they split the training and the test set together
+
+    def classes_per_client(form: str, seed: int) -> float:
+        return float(
+            np.mean([len(np.unique(labels[part])) for part in Dirichlet(alpha, 1, form).split(labels, 20, rng(seed))])
+        )
+
+    for form in ("capped", "class"):
+        drawn = [classes_per_client(form, seed) for seed in range(20)]
+        deviations = abs(np.mean(drawn) - printed) / np.std(drawn, ddof=1)
+        assert (deviations < 3) == (form == "capped")
+
+
+def test_a_client_with_an_equal_share_gets_no_samples_of_the_next_classes() -> None:
+    labels = some_labels(3, n=5000)
+    counts = class_counts(labels, Dirichlet(0.3, form="capped").split(labels, 8, rng(0)))
+    reached = 0
+    for row in counts:
+        before = np.cumsum(row) - row
+        assert not row[before >= len(labels) / 8].any()
+        reached += (before[row == 0] >= len(labels) / 8).any()
+    assert reached
+
+
+@pytest.mark.parametrize("form", ["capped", "groups"])
+def test_a_tiny_alpha_still_ends(form: str) -> None:
+    labels = np.repeat(np.arange(10), 60)
+    counts = class_counts(labels, Dirichlet(1e-5, min_samples=10, form=form).split(labels, 10, rng(0)))
+    assert (counts.sum(axis=0) == 60).all()
+
+
+# --- Pathological, drawn sizes ---
+
+
+def test_drawn_shards_are_uniform_between_a_tenth_of_an_equal_shard_and_the_whole() -> None:
+    labels = np.repeat(np.arange(10), 400)  # 20 clients with two classes: 4 holders, an equal shard has 100
+    drawn, rests = [], []
+    for seed in range(200):
+        counts = class_counts(labels, Pathological(2, sizes="drawn").split(labels, 20, rng(seed)))
+        assert ((counts > 0).sum(axis=1) == 2).all()
+        assert (counts.sum(axis=0) == 400).all()
+        for held in counts.T:
+            *sizes, rest = sorted(held[held > 0])
+            drawn += sizes
+            rests.append(rest)
+    assert min(drawn) == 10
+    assert max(drawn) == 99
+    assert np.abs(np.mean(drawn) - 54.5) < 4 * np.sqrt((90**2 - 1) / 12 / len(drawn))
+    assert np.mean(rests) == pytest.approx(400 - 3 * np.mean(drawn))
 
 
 # --- Dirichlet, FedSKC's groups ---
