@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -29,14 +29,32 @@ Settings = Mapping[str, Any]
 """Options of a command line, by key."""
 
 REQUIRED = {"paper", "title", "metric", "unit", "seeds", "columns", "rows", "paper_values"}
-OPTIONAL = {"claims"}
+OPTIONAL = {"beside", "claims"}
 
-SCALED = ("rounds", "trainer.max_epochs")
 READINGS = ("_best", "_last", "_last10")
-RULE = "only rounds, local epochs (trainer.max_epochs) and training samples are multiplied by {:g} and rounded up"
-"""Text that describes the effect of `--scale`. Options of a method that count rounds or epochs do not change."""
 
 SET_ELSEWHERE = {"config": "columns", "algorithm": "rows", "seed": "--seeds", "run_dir": "--out"}
+
+
+class Scale(NamedTuple):
+    """How much smaller the experiments of a table are made. Options of a method that count rounds do not change.
+
+    Local epochs stay as they are by default, because fewer local epochs remove the client drift that many methods
+    counteract.
+
+    Args:
+        factor: The factor for rounds and training samples, in (0, 1].
+        epochs: Whether local epochs (`trainer.max_epochs`) are multiplied by the factor, too.
+    """
+
+    factor: float = 1.0
+    epochs: bool = False
+
+    @property
+    def rule(self) -> str:
+        """Return a description of the effect, for the text above a table."""
+        scaled = "rounds, local epochs (trainer.max_epochs)" if self.epochs else "rounds"
+        return f"only {scaled} and training samples are multiplied by {self.factor:g} and rounded up"
 
 
 class PaperValue(NamedTuple):
@@ -79,6 +97,7 @@ class PaperTable:
         rows: The options of each row, by name.
         paper_values: The paper's numbers by column and row.
         claims: The paper's claims about its rows.
+        beside: Further entries of `final/summary.json` to show in each cell, by description. In percent.
     """
 
     name: str
@@ -90,6 +109,7 @@ class PaperTable:
     rows: Mapping[str, Settings]
     paper_values: Mapping[tuple[str, str], PaperValue]
     claims: tuple[Claim, ...]
+    beside: Mapping[str, str] = field(default_factory=dict)
 
     def part(self, rows: Sequence[str] = (), columns: Sequence[str] = (), seeds: Sequence[int] = ()) -> PaperTable:
         """Return the table with only the given rows, columns and seeds, in the table's order; by default all of them.
@@ -174,6 +194,9 @@ def _table(name: str, content: Any) -> PaperTable:
         for figure in [content, *columns.values(), *rows.values()]:
             metric = str(figure.get("metric", READINGS[0]))
             _require(metric.endswith(READINGS), f"metric: {metric} has no suffix. Append one of {', '.join(READINGS)}")
+    beside = content.get("beside") or {}
+    _require(isinstance(beside, dict), "beside: it needs lines `DESCRIPTION: METRIC`")
+    _require(not beside or content["unit"] == "percent", "beside: it needs a table in percent")
     return PaperTable(
         name,
         title=str(content["title"]),
@@ -185,6 +208,7 @@ def _table(name: str, content: Any) -> PaperTable:
         rows=rows,
         paper_values=_paper_values(content["paper_values"], columns, rows),
         claims=tuple(_claim(claim, columns, rows) for claim in content.get("claims") or ()),
+        beside={str(name): str(metric) for name, metric in beside.items()},
     )
 
 
@@ -248,7 +272,7 @@ def _full_name(name: str, all_names: Mapping[str, Any], kind: str) -> str:
 
 
 def table_jobs(
-    table: PaperTable, out: Path, scale: float = 1.0, overrides: Sequence[str] = ()
+    table: PaperTable, out: Path, scale: Scale = Scale(), overrides: Sequence[str] = ()
 ) -> dict[tuple[str, str, int], Job]:
     """Return the jobs that reproduce a paper's table: one run for each column, row and seed.
 
@@ -258,7 +282,7 @@ def table_jobs(
     Args:
         table: The table, or a part of it.
         out: The folder of all runs.
-        scale: The factor by which each experiment is made smaller, see `RULE`.
+        scale: How much smaller each experiment is made.
         overrides: Words KEY=VALUE that override settings of every experiment, also scaled ones.
 
     Raises:
@@ -279,27 +303,29 @@ def table_jobs(
     return jobs
 
 
-def scaling(settings: Settings, scale: float) -> list[str]:
-    """Return the `fit` options that shrink an experiment's rounds, local epochs and samples by the factor `scale`.
+def scaling(settings: Settings, scale: Scale) -> list[str]:
+    """Return the `fit` options that make an experiment smaller.
 
     Args:
         settings: The experiment's settings, by dotted key.
-        scale: The factor, in (0, 1]. A scale of 1 adds no options.
+        scale: How much smaller. A factor of 1 adds no options.
 
     Raises:
         ConfigError: The scale is out of range, or the settings lack the number of rounds.
     """
-    if not 0 < scale <= 1:
-        raise ConfigError(f"--scale: {scale:g} is not above 0 and at most 1")
-    if scale == 1:
+    factor = scale.factor
+    if not 0 < factor <= 1:
+        raise ConfigError(f"--scale: {factor:g} is not above 0 and at most 1")
+    if factor == 1:
         return []
     if "rounds" not in settings:
         raise ConfigError("--scale: a config of this table does not set rounds. Add rounds to it")
-    numbers = {key: settings[key] for key in SCALED if settings.get(key, 0) > 0}  # -1 epochs: steps alone decide
-    smaller: dict[str, Any] = {key: _scale_number(number, scale) for key, number in numbers.items()}
+    keys = ("rounds", "trainer.max_epochs") if scale.epochs else ("rounds",)
+    numbers = {key: settings[key] for key in keys if settings.get(key, 0) > 0}  # -1 epochs: steps alone decide
+    smaller: dict[str, Any] = {key: _scale_number(number, factor) for key, number in numbers.items()}
     samples = settings.get("scenario.train_samples")
-    share = (samples or 1) * scale
-    smaller["scenario.train_samples"] = _scale_number(samples, scale) if isinstance(samples, int) else share
+    share = (samples or 1) * factor
+    smaller["scenario.train_samples"] = _scale_number(samples, factor) if isinstance(samples, int) else share
     return setting_words(smaller)
 
 

@@ -28,12 +28,14 @@ class SeedResult(NamedTuple):
         reached: Whether the run reached the accuracy; if not, `value` is its number of rounds plus one.
         reason: Why the run failed; empty if it did not.
         last10: Mean over the last ten evaluated rounds, in percent; None in tables of rounds.
+        beside: The run's further metrics of the table, in percent, by description.
     """
 
     value: float | None = None
     reached: bool = True
     reason: str = ""
     last10: float | None = None
+    beside: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Cell:
         """The metric's mean over the last ten evaluated rounds, averaged over our runs; None if no run has it."""
         means = [one.last10 for one in self.results.values() if one.last10 is not None]
         return fmean(means) if means else None
+
+    def beside(self, name: str) -> Spread | None:
+        """Return the mean and standard deviation of a further metric over seeds; None without a run that has it."""
+        return spread([one.beside[name] for one in self.results.values() if name in one.beside])
 
     @cached_property
     def reached(self) -> bool:
@@ -142,12 +148,13 @@ class Reproduction:
     ) -> None:
         self.table = table
         self.cells: dict[tuple[str, str], Cell] = {}
+        form = (table.unit, table.beside)
         for column, row in product(table.columns, table.rows):
             figure, series, results = table.figure(column, row), table.series(column, row), {}
             for seed in table.seeds:
                 folder = jobs[column, row, seed].folder
                 reason = (failures or {}).get(folder, "")
-                results[seed] = SeedResult(reason=reason) if reason else read_result(folder, figure, series, table.unit)
+                results[seed] = SeedResult(reason=reason) if reason else read_result(folder, figure, series, *form)
             self.cells[column, row] = Cell(results, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
@@ -174,7 +181,7 @@ class Reproduction:
         return Verdict(claim, column, papers, margins)
 
 
-def read_result(folder: Path, figure: str, series: str, unit: Unit) -> SeedResult:
+def read_result(folder: Path, figure: str, series: str, unit: Unit, further: Mapping[str, str] = {}) -> SeedResult:
     """Read a run's result from its folder, in the unit of the paper's table. An unfinished run has no value.
 
     Args:
@@ -182,6 +189,7 @@ def read_result(folder: Path, figure: str, series: str, unit: Unit) -> SeedResul
         figure: The entry of the run's `summary.json` that the table shows.
         series: The metric whose last 10 values are averaged.
         unit: The unit of the paper's table.
+        further: Further entries of `summary.json` that the table shows, by description.
     """
     if not is_finished(folder):
         return SeedResult()
@@ -197,7 +205,8 @@ def read_result(folder: Path, figure: str, series: str, unit: Unit) -> SeedResul
         return SeedResult(float(summary["rounds"] or 0) + 1, reached=False)
     if unit == "rounds":
         return SeedResult(float(value))
-    return SeedResult(100 * value, last10=100 * best_and_last(run.rounds, series)["last10"])
+    beside = {name: 100 * number for name, metric in further.items() if (number := summary.get(metric)) is not None}
+    return SeedResult(100 * value, last10=100 * best_and_last(run.rounds, series)["last10"], beside=beside)
 
 
 def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:

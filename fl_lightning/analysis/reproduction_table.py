@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.analysis.paper_table import RULE, PaperTable
+from fl_lightning.analysis.paper_table import PaperTable, Scale
 from fl_lightning.analysis.reproduction import Cell, Reproduction, Verdict, margin_needed
 from fl_lightning.analysis.result_table import escape_markdown, format_number, mean_and_std, to_csv
 
@@ -22,12 +22,12 @@ COLUMNS = ["column", "row", "metric", "unit", "seeds", "missing", "mean", "std",
 COLUMNS += ["paper", "paper_std", "difference", "last10"]
 
 
-def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[str]:
+def heading(table: PaperTable, scale: Scale, overrides: Sequence[str]) -> list[str]:
     """Return the lines to print above a reproduced table: title, unit, seeds, scale and overridden options."""
     unit = "Percent" if table.unit == "percent" else "Rounds, fewer are better"
     lines = [table.title, f"{unit}; mean ± standard deviation over seeds {', '.join(map(str, table.seeds))}."]
-    if scale != 1:
-        lines.append(f"At scale {scale:g}: {RULE.format(scale)}.")
+    if scale.factor != 1:
+        lines.append(f"At scale {scale.factor:g}: {scale.rule}.")
     if overrides:
         lines.append(f"With {', '.join(overrides)}.")
     return lines
@@ -41,21 +41,25 @@ def grid(reproduction: Reproduction) -> Grid:
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:
-        cells = (format_cell(reproduction.cells[column, row]) for column in table.columns)
-        lines.append([row, LABELS[table.unit], *cells])
+        cells = (format_cell(reproduction.cells[column, row], list(table.beside)) for column in table.columns)
+        lines.append([row, "\n".join([LABELS[table.unit], *(f"ours, {name}" for name in table.beside)]), *cells])
     orders = [reproduction.order(column) for column in table.columns]
     correlations = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
     return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *correlations]]
 
 
-def format_cell(cell: Cell) -> str:
-    """Return the lines of a cell: our number, the paper's with the difference, and our mean of the last ten rounds."""
+def format_cell(cell: Cell, beside: Sequence[str] = ()) -> str:
+    """Return the lines of a cell: our number, the paper's with the difference, and our mean of the last ten rounds.
+
+    The further metrics named in `beside` follow, one per line.
+    """
     papers = MISSING
     if cell.paper is not None:
         papers = mean_and_std(*cell.paper, "g")
         papers += f" ({format_number(cell.difference, '+.1f')})" if cell.difference is not None else ""
     last10 = "" if cell.last10 is None else f"\n{cell.last10:.1f}"
-    return f"{format_ours(cell)}\n{papers}{last10}"
+    others = (f"\n{mean_and_std(*one[:2], '.1f') if (one := cell.beside(name)) else MISSING}" for name in beside)
+    return f"{format_ours(cell)}\n{papers}{last10}{''.join(others)}"
 
 
 def format_ours(cell: Cell) -> str:
@@ -115,7 +119,7 @@ def failures(reproduction: Reproduction) -> list[str]:
     return [f"failed: {'; '.join(names)}: {reason}" for reason, names in cells.items()]
 
 
-def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> Group:
+def as_text(reproduction: Reproduction, scale: Scale = Scale(), overrides: Sequence[str] = ()) -> Group:
     """Return a reproduced table and its claims for a terminal."""
     lines = map(Text, heading(reproduction.table, scale, overrides))
     parts: list[Table | Text] = [*lines, _rich(grid(reproduction))]
@@ -124,7 +128,7 @@ def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[
     return Group(*parts, *map(Text, failures(reproduction)))
 
 
-def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> str:
+def as_markdown(reproduction: Reproduction, scale: Scale = Scale(), overrides: Sequence[str] = ()) -> str:
     """Return a reproduced table and its claims as Markdown."""
     title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
     parts = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
@@ -135,12 +139,13 @@ def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Seque
 
 def as_csv(reproduction: Reproduction) -> str:
     """Return a reproduced table as CSV: one line per cell, numbers in full precision."""
-    table, lines = reproduction.table, list[Sequence[object]]([COLUMNS])
+    table, lines = reproduction.table, list[Sequence[object]]([[*COLUMNS, *reproduction.table.beside]])
     for (column, row), cell in reproduction.cells.items():
         mean, std = cell.spread[:2] if cell.spread else (None, None)
         ours = [len(cell.values), len(cell.results) - len(cell.values), mean, std, "" if cell.reached else "lower"]
         papers = [*(cell.paper or (None, None)), cell.difference]
-        lines.append([column, row, table.figure(column, row), table.unit, *ours, *papers, cell.last10])
+        beside = [one.mean if (one := cell.beside(name)) else None for name in table.beside]
+        lines.append([column, row, table.figure(column, row), table.unit, *ours, *papers, cell.last10, *beside])
     return to_csv(lines).rstrip("\n")
 
 

@@ -52,7 +52,7 @@ REFERENCE = value(str, "Test against the group with KEY=VALUE, or of this algori
 PERCENT = switch("Show the metric in percent.")
 FORMAT = value(Literal["table", "csv", "latex", "markdown"], "Format of the output.", default="table")
 TARGETS = "Values of the metric: report when each was reached, and the cost."
-SCALE = "Shrink every run: multiply rounds, local epochs and training samples by this, rounded up."
+SCALE = "Shrink every run: multiply rounds and training samples by this, rounded up."
 SHELL = 'The shell. To install, add to ~/.bashrc: eval "$(fl-lightning completion bash)"'
 TEST_SET = "Evaluate on the test samples, also in a run with scenario.validation_share."
 FIGURE_FILE = "The file to write. Its ending is the format: .pdf, .svg or .png."
@@ -172,6 +172,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--columns": value(str, "Columns, by name or part of a name; all by default.", nargs="+"),
         "--seeds": value(int, "Seeds; by default those of the table.", nargs="+"),
         "--scale": value(float, SCALE, default=1.0),
+        "--scale_epochs": switch("Let --scale multiply local epochs, too."),
         "--set": value(str, "Set keys in every run; overrides the table and --scale.", nargs="+", metavar="KEY=VALUE"),
         "--workers": value(int, "Number of runs at a time.", default=1),
         "--threads": THREADS,

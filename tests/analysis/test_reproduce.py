@@ -24,7 +24,7 @@ from run_folders import write_run
 
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.analysis.executor import is_finished
-from fl_lightning.analysis.paper_table import PaperValue, read_table, scaling, settings_of, table_jobs
+from fl_lightning.analysis.paper_table import PaperValue, Scale, read_table, scaling, settings_of, table_jobs
 from fl_lightning.analysis.reproduction import (
     Cell,
     Reproduction,
@@ -159,7 +159,7 @@ def test_a_row_may_keep_the_algorithm_of_the_config(here):
 # --- The folders -----------------------------------------------------------------------------------------------------
 
 
-def folders(name="table.yaml", scale=1.0, overrides=()):
+def folders(name="table.yaml", scale=Scale(), overrides=()):
     return {key: job.folder for key, job in table_jobs(read_table(name), Path("out"), scale, overrides).items()}
 
 
@@ -195,7 +195,8 @@ def test_columns_that_differ_in_the_metric_share_their_runs(here):
 @pytest.mark.parametrize(
     "change",
     [
-        {"scale": 0.5},
+        {"scale": Scale(0.5)},
+        {"scale": Scale(0.5, epochs=True)},
         {"overrides": ["rounds=2"], "same": True},  # the value in the config
         {"overrides": ["rounds=3"]},
         {"config": CONFIG.replace("lr: 0.5", "lr: 0.25")},
@@ -208,7 +209,7 @@ def test_other_settings_are_other_runs(here, change):
     before = folders()
     Path("tiny.yaml").write_text(change.get("config", CONFIG))
     Path("baselines.yaml").write_text(change.get("baselines", BASELINES))
-    now = folders(scale=change.get("scale", 1.0), overrides=change.get("overrides", ()))
+    now = folders(scale=change.get("scale", Scale()), overrides=change.get("overrides", ()))
     changed = change.get("changed")
     for key, folder in before.items():
         same = change.get("same", False) or (changed is not None and key[1] != changed)
@@ -239,9 +240,11 @@ def scaled(number, scale):
 @given(st.integers(1, 2000), st.integers(1, 60), st.integers(1, 999))
 def test_the_scale_is_exact(rounds, epochs, thousandths):
     scale = thousandths / 1000
-    found = scaling({"rounds": rounds, "trainer.max_epochs": epochs}, scale)
-    numbers = [f"--rounds={scaled(rounds, scale)}", f"--trainer.max_epochs={scaled(epochs, scale)}"]
-    assert found == [*numbers, f"--scenario.train_samples={scale}"]
+    settings = {"rounds": rounds, "trainer.max_epochs": epochs}
+    fewer, smaller = f"--rounds={scaled(rounds, scale)}", f"--scenario.train_samples={scale}"
+    assert scaling(settings, Scale(scale)) == [fewer, smaller]
+    shorter = f"--trainer.max_epochs={scaled(epochs, scale)}"
+    assert scaling(settings, Scale(scale, epochs=True)) == [fewer, shorter, smaller]
 
 
 @pytest.mark.parametrize(
@@ -255,8 +258,9 @@ def test_the_scale_is_exact(rounds, epochs, thousandths):
     ],
 )
 def test_scaled_settings(settings, expected):
-    assert scaling(settings, 0.25) == [f"--{key}={value}" for key, value in expected.items()]
-    assert scaling(settings, 1.0) == []
+    options = [f"--{key}={value}" for key, value in expected.items()]
+    assert scaling(settings, Scale(0.25)) == scaling(settings, Scale(0.25, epochs=True)) == options
+    assert scaling(settings, Scale(1.0, epochs=True)) == []
 
 
 @pytest.mark.fast_cases(1)
@@ -275,12 +279,11 @@ def test_the_scale_changes_no_other_setting(name, column, row):
         (job,) = table_jobs(table, Path("out"), scale).values()
         return plain_config(parser.parse_args(expand_baseline(with_config_paths(job.words))), parser)
 
-    whole, small = config(1.0), config(0.03)
+    whole, small = config(Scale()), config(Scale(0.03))
     assert small["rounds"] == scaled(whole["rounds"], 0.03) < whole["rounds"]
-    assert small["trainer"]["max_epochs"] == scaled(whole["trainer"]["max_epochs"], 0.03)
     assert small["scenario"]["train_samples"] == 0.03
     for one in (whole, small):
-        del one["rounds"], one["trainer"]["max_epochs"], one["scenario"]["train_samples"]
+        del one["rounds"], one["scenario"]["train_samples"]
     assert small == whole
 
 
@@ -418,6 +421,24 @@ PERCENT = {
 }
 
 
+def test_further_metrics_are_shown_beside_the_tables_metric(here):
+    beside = "beside: {after training: trained_client/acc_mean_last}\n"
+    Path("table.yaml").write_text(TABLE.replace("unit: percent\n", "unit: percent\n" + beside))
+    table = read_table("table.yaml").part(["Uniform"])
+    jobs = table_jobs(table, Path("out"))
+    for column, values in {"alpha 0.1": (0.6, 0.7), "alpha 1": (0.25, None)}.items():
+        for seed, value in zip(table.seeds, values, strict=True):
+            further = {} if value is None else {"trained_client/acc_mean_last": value}
+            leave_run(jobs[column, "Uniform", seed].folder, **{table.figure(column, "Uniform"): 0.5}, **further)
+    results = Reproduction(table, jobs)
+    row = next(line for line in as_markdown(results).splitlines() if line.startswith("| Uniform"))
+    assert "ours, mean of last 10<br>ours, after training |" in row
+    assert "<br>65.0 ± 7.1 |" in row
+    assert row.endswith("<br>25.0 |")
+    lines = csv.DictReader(io.StringIO(as_csv(results)))
+    assert [line["after training"] for line in lines] == ["65.0", "25.0"]
+
+
 def test_a_claim_is_judged_seed_by_seed(here):
     results = leave_runs("table.yaml", PERCENT)
     first, second, third = results.verdicts
@@ -491,12 +512,12 @@ def test_cells_as_text():
 
 
 def test_the_whole_table_in_markdown(here):
-    text = as_markdown(leave_runs("table.yaml", PERCENT), 0.5, ["model=MLP", "rounds=3"])
+    text = as_markdown(leave_runs("table.yaml", PERCENT), Scale(0.5), ["model=MLP", "rounds=3"])
     assert (
         text
         == """\
-**Tiny, Table 1.** Percent; mean ± standard deviation over seeds 0, 3. At scale 0.5: only rounds, local \
-epochs (trainer.max_epochs) and training samples are multiplied by 0.5 and rounded up. With model=MLP, rounds=3.
+**Tiny, Table 1.** Percent; mean ± standard deviation over seeds 0, 3. At scale 0.5: only rounds and \
+training samples are multiplied by 0.5 and rounded up. With model=MLP, rounds=3.
 
 |  |  | alpha 0.1 | alpha 1 |
 |---|---|---|---|
@@ -577,17 +598,26 @@ def test_only_missing_runs_are_started(here, started):
     assert len(summaries) == 2
 
 
-def test_a_scaled_run_has_fewer_rounds_epochs_and_samples(here, started):
+@pytest.mark.parametrize(
+    ("option", "epochs", "scaled_numbers"),
+    [((), 3, "rounds"), (("--scale_epochs",), 1, "rounds, local epochs (trainer.max_epochs)")],
+)
+def test_a_scaled_run_has_fewer_rounds_and_samples(here, started, option, epochs, scaled_numbers):
     Path("tiny.yaml").write_text(CONFIG.replace("rounds: 2", "rounds: 12").replace("max_epochs: 1", "max_epochs: 3"))
     words = ["--rows", "FedSKC", "--columns", "0.1", "--seeds", "0", "--out", "here"]
-    code, out, _ = run("reproduce", "table.yaml", *words, "--scale", "0.1", "--set", "batch_size=8")
+    code, out, _ = run("reproduce", "table.yaml", *words, "--scale", "0.1", *option, "--set", "batch_size=8")
     assert code == 0
-    rule = "only rounds, local epochs (trainer.max_epochs) and training samples are multiplied by 0.1 and rounded up"
+    rule = f"only {scaled_numbers} and training samples are multiplied by 0.1 and rounded up"
     assert f"At scale 0.1: {rule}." in out
     assert "With batch_size=8." in out
     (folder,) = (path.parent for path in Path("here").rglob("config.yaml"))
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (config["rounds"], config["trainer"]["max_epochs"], config["batch_size"], config["seed"]) == (2, 1, 8, 0)
+    assert (config["rounds"], config["trainer"]["max_epochs"], config["batch_size"], config["seed"]) == (
+        2,
+        epochs,
+        8,
+        0,
+    )
     assert config["algorithm"]["init_args"]["tau"] == 0.25
     assert config["algorithm"]["init_args"]["gda"] is False
     assert config["scenario"]["partition"]["init_args"]["alpha"] == 0.1

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from fl_lightning.analysis.executor import Job, earlier_result, is_finished
-from fl_lightning.analysis.paper_table import read_table, table_jobs
+from fl_lightning.analysis.paper_table import Scale, read_table, table_jobs
 from fl_lightning.analysis.reproduction import Reproduction
 from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
 from fl_lightning.cli.command_line import normalize_words
@@ -26,7 +26,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     check_positive("--", workers=given.workers, threads=given.threads)
     table = read_table(given.table).part(given.rows or (), given.columns or (), given.seeds or ())
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
-    jobs = table_jobs(table, out, given.scale, overrides)
+    scale = Scale(given.scale, given.scale_epochs)
+    jobs = table_jobs(table, out, scale, overrides)
     runs = list(dict.fromkeys(jobs.values()))
     if not given.show:
         check_jobs(jobs)
@@ -35,9 +36,9 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     reproduction = Reproduction(table, jobs, failures)
     if given.format == "table":
         console = Console(width=None if sys.stdout.isatty() else 1000)  # do not wrap lines in a file
-        console.print(as_text(reproduction, given.scale, overrides))
+        console.print(as_text(reproduction, scale, overrides))
     else:
-        print(as_csv(reproduction) if given.format == "csv" else as_markdown(reproduction, given.scale, overrides))
+        print(as_csv(reproduction) if given.format == "csv" else as_markdown(reproduction, scale, overrides))
     return 1 if failures and not given.show else 0
 
 
