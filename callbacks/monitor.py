@@ -125,7 +125,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
         run: The run, with data and worker built.
     """
     shards, evaluation = run.data.shards, run.evaluation
-    scored = run.evaluator.scored if evaluation.client_model == "received" else range(len(shards))
+    scored = run.evaluator.scored if evaluation.of_received else range(len(shards))
     scored = [client for client in scored if len(shards[client].test)]
     losses = dict.fromkeys(["loss", *run.worker.template.loss_names], 0.0)
     score = Score(1, dict.fromkeys(run.worker.scorer.score_names, 0.0))
@@ -137,6 +137,8 @@ def round_metrics(run: FederatedRun) -> list[str]:
         names += [f"global/uncalibrated_{name}" for name in shared if run.algorithm.calibrates and name != "loss"]
     if scored:
         names += client_summary([score])
+    if evaluation.client_model == "both" and any(len(shard.test) for shard in shards):
+        names += client_summary([score], "trained_client")
     if any(len(run.data.shard(client).test) for client in run.evaluator.new_clients):
         names += client_summary([score], "new_client")
     names += train_metrics([Result(0, 0, losses=losses)])

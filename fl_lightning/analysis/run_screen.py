@@ -22,6 +22,7 @@ PLOTS: Sequence[Mapping[str, str]] = (
         "global/acc": "global acc",
         "client/acc_mean": "client acc",
         "personal_on_global/acc_mean": "personal on global",
+        "trained_client/acc_mean": "trained client acc",
         "new_client/acc_mean": "new client acc",
     },
     {

@@ -24,7 +24,7 @@ HEADER_LETTERS = 12
 
 
 def summary_table(
-    summary: dict[str, Any], clients: Literal["trained", "received"] = "trained", validation: bool = False
+    summary: dict[str, Any], clients: Literal["trained", "received", "both"] = "trained", validation: bool = False
 ) -> Table:
     """Return the table printed after a run: last and best metrics, rounds to target accuracies (R_acc), bytes sent.
 
@@ -124,6 +124,7 @@ def _caption(families: set[str], model: str, validation: bool) -> str:
     lines = {
         "global": f"global: the global model, on {everybody}",
         "client": f"client: each client's model {model}, on {own}",
+        "trained_client": f"trained client: each participant's model as trained in the round, on {own}",
         "new_client": f"new client: what a client that was held out of the training gets, on {own}",
         "personal_on_global": f"personal: clients' models as trained, on {everybody}",
     }

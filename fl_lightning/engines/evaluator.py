@@ -67,7 +67,7 @@ class Evaluator:
         """Return the `Task` fields that request an evaluation of the clients' models after training in a round."""
         due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
         return {
-            "evaluate": due and how.client_model == "trained",
+            "evaluate": due and how.client_model != "received",
             "evaluate_globally": due and how.personal_on_global,
         }
 
@@ -81,9 +81,12 @@ class Evaluator:
         if not self.evaluation.is_due(round, self.rounds):
             return {}
         clients: Iterable[Result] = results
-        if self.evaluation.client_model == "received":
+        trained: list[Score] = []
+        if self.evaluation.of_received:
             clients = self._evaluate_received(round, self.server.downloads)
-        metrics = self._measure(round, clients, [result.on_global for result in results if result.on_global])
+            trained = [result.local for result in results if result.local]
+        on_global = [result.on_global for result in results if result.on_global]
+        metrics = self._measure(round, clients, on_global, trained)
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
 
     def test(self, round: int) -> Row:
@@ -162,12 +165,18 @@ class Evaluator:
                 algorithm.calibrate(module, (algorithm.describe(module, batches, classes) for batches in every))
         return module
 
-    def _measure(self, round: int, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
+    def _measure(
+        self,
+        round: int,
+        clients: Iterable[Result],
+        on_global: Sequence[Score] = (),
+        trained: Sequence[Score] = (),
+    ) -> Row:
         scores = {result.client: result.local for result in clients if result.local}
         has_one = self.server.algorithm.one_model and self.worker.data.has_global_test
         module = self.global_module(round) if has_one else None
         shared = self._score(module) if module else None
-        row = measured(shared, scores, on_global, self._new_client_scores(round, module))
+        row = measured(shared, scores, on_global, self._new_client_scores(round, module), trained)
         if shared and self.server.algorithm.calibrates:
             plain = self._score(self.worker.modules.build_shared(self.server.state["model"]))
             row |= {f"global/uncalibrated_{name}": value for name, value in plain.values.items() if name != "loss"}

@@ -28,7 +28,8 @@ class Evaluation:
 
     Args:
         client_model: The model that is evaluated on a client's own test split: the one that a participant has just
-            `trained`, or the one that each client has `received` after the aggregation.
+            `trained`, or the one that each client has `received` after the aggregation. `both`: the received ones as
+            `client/*`, and the trained ones as `trained_client/*`.
         personal_on_global: Also evaluate the participants' trained models on the global test set.
         max_clients: Largest number of clients to evaluate with `received`, and of held-out clients, sampled once; all
             by default. With `trained`, all participants are evaluated.
@@ -48,7 +49,7 @@ class Evaluation:
             or 1.
     """
 
-    client_model: Literal["trained", "received"] = "trained"
+    client_model: Literal["trained", "received", "both"] = "trained"
     personal_on_global: bool = False
     max_clients: int | None = None
     target_accuracies: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
@@ -68,6 +69,11 @@ class Evaluation:
                 raise ConfigError(
                     f"evaluation.target_accuracies: {target} is outside (0, 1]. Give a fraction, not a percentage."
                 )
+
+    @property
+    def of_received(self) -> bool:
+        """Whether `client/*` are metrics of the received models, rather than of the trained ones."""
+        return self.client_model != "trained"
 
     def is_due(self, round: int, rounds: int) -> bool:
         """Return whether models are evaluated in round `round` of a run with `rounds` rounds."""
@@ -186,7 +192,11 @@ class ScoreAccumulator:
 
 
 def measured(
-    shared: Score | None, own: Mapping[int, Score], on_global: Sequence[Score] = (), new: Sequence[Score] = ()
+    shared: Score | None,
+    own: Mapping[int, Score],
+    on_global: Sequence[Score] = (),
+    new: Sequence[Score] = (),
+    trained: Sequence[Score] = (),
 ) -> Row:
     """Return the evaluation metrics of a round by column of `metrics.csv`, given the scores of all evaluated models.
 
@@ -195,10 +205,13 @@ def measured(
         own: Scores of clients' models on their own test splits, by client.
         on_global: Scores of clients' models on the global test set.
         new: Scores of the models of held-out clients on their own test splits.
+        trained: Scores of the participants' trained models on their own test splits, if `own` are of other models.
     """
     row = {f"global/{name}": value for name, value in shared.values.items()} if shared else {}
-    summaries = client_summary(list(own.values())) | client_summary(new, "new_client")
-    return row | summaries | personal_means(on_global) | own_series(own)
+    summaries = [client_summary(list(own.values())), client_summary(trained, "trained_client")]
+    summaries += [client_summary(new, "new_client")]
+    row = {name: value for part in (row, *summaries) for name, value in part.items()}
+    return row | personal_means(on_global) | own_series(own)
 
 
 def client_summary(scores: Sequence[Score], group: str = "client") -> Row:

@@ -15,6 +15,8 @@ MODEL_COLUMNS = (
     "global/{}",
     "client/{}_mean",
     "client/{}_weighted",
+    "trained_client/{}_mean",
+    "trained_client/{}_weighted",
     "new_client/{}_mean",
     "new_client/{}_weighted",
     "personal_on_global/{}_mean",
@@ -23,13 +25,14 @@ MODEL_COLUMNS = (
 
 # Columns that hold a metric of models, not a loss or a time.
 MODELS = re.compile(
-    r"(?:new_)?client/(.+)_(?:weighted|worst_decile)|(?:new_)?client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean"
+    r"(?:new_|trained_)?client/(.+)_(?:weighted|worst_decile)|(?:new_|trained_)?client/(acc)_mean"
+    r"|global/(.+)|personal_on_global/(.+)_mean"
 )
 
 CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
 """Matches the name of one client's metric, `client_<id>/<name>`."""
 
-LOSSES = ("global/loss", "client/loss_mean", "new_client/loss_mean", "client/train_loss")
+LOSSES = ("global/loss", "client/loss_mean", "trained_client/loss_mean", "new_client/loss_mean", "client/train_loss")
 
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
 # refused when a run begins, so reading a run folder needs no torch.
@@ -153,7 +156,7 @@ def label_of(name: str) -> str:
     """Return the label of a metric in tables and figures: `client acc, weighted` for `client/acc_weighted`."""
     whose, _, metric = name.partition("/")
     ending = ""
-    if column := re.fullmatch("(client|new_client|personal_on_global)/(.+)_(mean|weighted)", name):
+    if column := re.fullmatch("(client|trained_client|new_client|personal_on_global)/(.+)_(mean|weighted)", name):
         metric, ending = column[2], ", weighted" if column[3] == "weighted" else ""
     return f"{whose.replace('_', ' ')} {metric}{ending}"
 

@@ -46,11 +46,13 @@ class CNN(Backbone):
 
 
 class CNN4(Backbone):
-    """The 4-layer CNN of cwFedAVG and UA-PDFL: two 5x5 convolutions (32, 64), then 512 units in the head.
+    """The 4-layer CNN of cwFedAVG's code: two 5x5 convolutions (32, 64), then 512 units in the head.
 
     Each convolution is unpadded, and followed by ReLU and 2x2 max pooling. The encoder ends with the convolutions, so
-    that both fully connected layers are the classifier `h` that UA-PDFL keeps personal. 582,026 parameters for 28x28
-    grey images and 10 classes, 878,538 for 32x32 colour images.
+    that both fully connected layers are the classifier `h` that UA-PDFL keeps personal. The paper of UA-PDFL describes
+    such a network without its sizes. Its code has 3x3 convolutions, one pooling and dropout.
+
+    582,026 parameters for 28x28 grey images and 10 classes, 878,538 for 32x32 colour images.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 16.

@@ -15,7 +15,7 @@ from fl_lightning.core.files import flush, replace_atomically, write_atomically
 from fl_lightning.evaluation.summary import Row, split_series
 from fl_lightning.runs.csv_reader import CLIENT_NAME, read_rows
 
-GROUPS = ("round", "global/", "personal_on_global/", "client/", "new_client/", "comm/", "time/")
+GROUPS = ("round", "global/", "personal_on_global/", "client/", "trained_client/", "new_client/", "comm/", "time/")
 """Prefixes of columns in the order in which the files have them. Other columns follow."""
 
 

@@ -33,7 +33,7 @@ FILES = {
 NAMES = {"fedskc": "FedSKC", "feddw": "FedDW", "fedsiam_da": "FedSiam-DA", "cwfedavg": "cwFedAVG", "ua_pdfl": "UA-PDFL"}
 OWN = {"fedskc": "FedSKC", "feddw": "FedDW", "fedsiam_da": "FedSiamDA", "cwfedavg": "CwFedAvg", "ua_pdfl": "UAPDFL"}
 RUNS = dict.fromkeys(NAMES, 3) | {"feddw": 5}
-MEASURED = dict.fromkeys(NAMES, "trained") | {"cwfedavg": "received"}
+MEASURED = dict.fromkeys(NAMES, "trained") | {"cwfedavg": "received", "ua_pdfl": "both"}
 
 # The settings that a phrase of a title, a column or a row stands for.
 NUMBERS = {

@@ -82,3 +82,14 @@ def test_the_custom_algorithm_weights_clients_by_loss(tmp_path):
         mean.add(result.upload.section("model"), result.losses["loss"])
     for name, value in mean.value().items():
         torch.testing.assert_close(run.state["model"][name], value, rtol=0, atol=0)
+
+
+@pytest.mark.thorough
+def test_clients_of_other_classes_take_over_models_only_with_a_high_threshold(capsys):
+    script = load("ua_pdfl_dropout")
+    high, low = script.main(th_i=0.1, rounds=3), script.main(th_i=1e-4, rounds=3)
+    assert [row[2] for row in high[:2]] == [1, 1]  # everyone continues from one peer's model
+    assert high[1][3] > 0.5  # most peers have other classes
+    assert [row[2] for row in low] == [1, 0, 0]  # before round 1 all models are equal
+    assert low[2][0] < low[2][1]
+    assert "accuracy before training" in capsys.readouterr().out

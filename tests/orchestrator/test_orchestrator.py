@@ -15,6 +15,7 @@ from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedPer, FedSKC
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.loggers import collection as loggers
+from fl_lightning.runs.reader import open_run_folder
 
 
 def accuracy_and_loss(module, x, y):
@@ -79,6 +80,26 @@ def test_received_models_are_scored_on_every_clients_own_test_split(tmp_path):
         assert own[f"client_{client}/acc"] == acc
         expected.append(acc)
     assert row["client/acc_mean"] == pytest.approx(np.mean(expected))
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, partial(UAPDFL, n_com=2)])
+def test_both_are_the_metrics_of_received_and_of_trained_models(tmp_path, algorithm):
+    rows = {}
+    for how in ("received", "trained", "both"):
+        options = {"rounds": 2, "clients_per_round": 3, "evaluation": Evaluation(how)}
+        run = experiment(tmp_path / how, algorithm=algorithm(), **options)
+        run.fit()
+        rows[how] = run.csv.rows
+    for received, trained, both in zip(rows["received"], rows["trained"], rows["both"], strict=True):
+        of_clients = [name for name in received if name.startswith("client/") and "train" not in name]
+        assert len(of_clients) == 5
+        assert {name: both[name] for name in of_clients} == {name: received[name] for name in of_clients}
+        assert {name: both[f"trained_{name}"] for name in of_clients} == {name: trained[name] for name in of_clients}
+        assert {name for name in both if name.startswith("trained_client/")} == {f"trained_{n}" for n in of_clients}
+    assert (
+        open_run_folder(tmp_path / "both").summary["trained_client/acc_mean_last"]
+        == rows["trained"][-1]["client/acc_mean"]
+    )
 
 
 def test_max_clients_evaluates_the_same_clients_in_every_round(tmp_path):

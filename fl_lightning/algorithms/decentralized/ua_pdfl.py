@@ -200,7 +200,8 @@ class UAPDFL(PeerAlgorithm):
 
     Args:
         th_i: Threshold on the divergence, 0 or more; 0 finds no similar peer, `.inf` only similar ones. The paper does
-            not report its value.
+            not report its value. Choose it below the divergence of clients with other classes after one round; a higher
+            one makes such clients take over each other's models.
         mu: μ of Eq. 12. The paper does not report its value.
         n_com: Number of peers that a client collects from in a round.
         divergence: `jensen_shannon` (the text and the authors' code) or `symmetric_kl` (Eq. 6 as printed).
@@ -213,13 +214,13 @@ class UAPDFL(PeerAlgorithm):
     """
 
     search_space: ClassVar = {  # our choice, as the paper has neither; a divergence is at most ln 2
-        "th_i": {"distribution": "log_uniform_values", "min": 0.01, "max": 0.69},
+        "th_i": {"distribution": "log_uniform_values", "min": 0.0005, "max": 0.69},
         "mu": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1.0},
     }
 
     def __init__(
         self,
-        th_i: float = 0.1,
+        th_i: float = 0.002,
         mu: float = 0.1,
         n_com: int | None = 5,
         divergence: Divergence = "jensen_shannon",
