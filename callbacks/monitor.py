@@ -136,9 +136,10 @@ def round_metrics(run: FederatedRun) -> list[str]:
         names += [f"global/{name}" for name in shared]
         names += [f"global/uncalibrated_{name}" for name in shared if run.algorithm.calibrates and name != "loss"]
     if scored:
-        names += client_summary([score])
+        names += [*client_summary([score]), *["client/untrained"] * (evaluation.client_model == "received")]
     if any(len(run.data.shard(client).test) for client in run.evaluator.new_clients):
         names += client_summary([score], "new_client")
+        names += ["new_client/untrained"] * (not run.evaluator.trains_new_clients)
     names += train_metrics([Result(0, 0, losses=losses)])
     names += personal_means([score] * evaluation.personal_on_global)
     names += ["client/failed"] * (run.on_client_failure == "drop")
