@@ -190,6 +190,17 @@ def test_a_smaller_alpha_gives_more_skewed_groups() -> None:
     assert spread == sorted(spread, reverse=True)
 
 
+def test_each_client_of_a_group_draws_at_least_half_an_equal_share() -> None:
+    labels = np.repeat(np.arange(10), 60)
+    draws = [Dirichlet(0.2, form="groups")._group_counts(labels, 10, 10, rng(s)).sum(axis=0).min() for s in range(40)]
+    assert 30 <= min(draws) <= 35
+
+
+def test_clients_can_have_exactly_min_samples() -> None:
+    labels = np.repeat(np.arange(3), 20)
+    assert [len(part) for part in Dirichlet(0.5, min_samples=10).split(labels, 6, rng(0))] == [10] * 6
+
+
 # --- The others ---
 
 
