@@ -136,11 +136,12 @@ def round_metrics(run: FederatedRun) -> list[str]:
         names += [f"global/{name}" for name in shared]
         names += [f"global/uncalibrated_{name}" for name in shared if run.algorithm.calibrates and name != "loss"]
     if scored:
-        names += client_summary([score])
+        names += [*client_summary([score]), *["client/untrained"] * evaluation.of_received]
     if evaluation.client_model == "both" and any(len(shard.test) for shard in shards):
         names += client_summary([score], "trained_client")
     if any(len(run.data.shard(client).test) for client in run.evaluator.new_clients):
         names += client_summary([score], "new_client")
+        names += ["new_client/untrained"] * (not run.evaluator.trains_new_clients)
     names += train_metrics([Result(0, 0, losses=losses)])
     names += personal_means([score] * evaluation.personal_on_global)
     names += ["client/failed"] * (run.on_client_failure == "drop")

@@ -57,6 +57,8 @@ class Algorithm(ArgumentsMixin, Capable):
         one_model: Whether the state's `model` is a model for all clients, which is evaluated as the global model.
         personal: Prefixes of entries of the backbone's state dict that never leave the client, which keeps them from
             round to round. `("head.",)` is the head, `("",)` the whole model.
+        personal_section: Section of the client state with weights of the client's own model that the method keeps in
+            addition to `personal`, if any. A client without this section has not trained its own model.
         validation: Fraction of a client's training data that is left out of training, as validation data for `prepare`.
         whole: Whether a client's trained model consists of its upload, its personal part and the unchanged rest. Some
             callbacks need that.
@@ -81,7 +83,7 @@ class Algorithm(ArgumentsMixin, Capable):
         "receives_by_loading": ("receive",),
         "uploads_by_copying": ("upload", "remember"),
         "aggregates_by_parts": ("aggregate",),
-        "starts_alike": ("client_module", "download", "receive", "prepare", "personalize"),
+        "starts_alike": ("client_module", "download", "receive", "prepare", "personalize", "is_untrained"),
     }
     receives_by_loading: bool = True
     uploads_by_copying: bool = True
@@ -93,6 +95,7 @@ class Algorithm(ArgumentsMixin, Capable):
     drop_last: bool = False
     one_model: bool = True
     personal: tuple[str, ...] = ()
+    personal_section: str | None = None
     validation: float = 0.0
     whole: bool = True
     needs_classes: bool = False
@@ -298,6 +301,18 @@ class Algorithm(ArgumentsMixin, Capable):
             module: The trained or received module.
             batches: The client's training data in fixed order, without augmentation.
         """
+
+    def is_untrained(self, module: ClientModule, memory: State) -> bool:
+        """Client: return whether a model contains initial weights because the client has never trained its own part.
+
+        Such models are evaluated like all others, and counted in the column `client/untrained`.
+
+        Args:
+            module: The module after `receive` and `prepare`.
+            memory: The state that the client keeps.
+        """
+        own = [OWN] if self._own(module.backbone) else []
+        return any(section not in memory for section in [*own, self.personal_section] if section)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Client: after training, return the message to the server: weights and contributions to the shared knowledge.

@@ -74,6 +74,7 @@ class Result:
         local: Metrics on the client's own test split, if requested and not empty.
         on_global: Metrics on the global test set, if requested.
         failure: The error, if the task failed.
+        untrained: Whether the evaluated model contains initial weights because the client has not trained yet.
     """
 
     client: int
@@ -85,6 +86,7 @@ class Result:
     local: Score | None = None
     on_global: Score | None = None
     failure: ClientFailure | None = None
+    untrained: bool = False
 
 
 def is_interrupt(error: BaseException) -> bool:

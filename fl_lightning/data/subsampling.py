@@ -66,7 +66,7 @@ def select_training_samples(data: LoadedData, kept: np.ndarray) -> LoadedData:
 def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
     """Return the class sizes of a long-tailed training set: `floor(largest · ρ^(-j / (C - 1)))` for class j.
 
-    The exponential form of Cao et al. 2019. `largest` is the number that class 0 keeps.
+    The exponential form of Cao et al. 2019. `largest` is the size of the largest class before.
     """
     exact = largest * rho ** (-np.arange(classes) / max(classes - 1, 1))
     return np.floor(exact + 1e-9).astype(np.int64)  # 500 · 100^-1 is a little below 5 in floating point

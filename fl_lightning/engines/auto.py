@@ -93,7 +93,9 @@ class AutoEngine(Engine):
             self._chosen = self._engine(self.choice)
 
     def _engine(self, name: str) -> Engine:
-        return self._here.get(name) or ENGINES[name]()
+        engine = self._here.get(name) or ENGINES[name]()
+        engine.check_interrupt = self.check_interrupt
+        return engine
 
     def _choose(self, worker: Worker, tasks: Sequence[Task]) -> None:
         sequential = self._here["sequential"]

@@ -49,6 +49,7 @@ class Evaluator:
     Attributes:
         scored: Ids of the clients to evaluate when every client can be evaluated, not only those that trained.
         new_clients: Ids of the held-out clients to evaluate.
+        warned: `client` and `new_client`, once a warning has said that some of their models are untrained.
 
     Raises:
         ConfigError: Clients have no global test set to be evaluated on.
@@ -62,6 +63,7 @@ class Evaluator:
         self.scored = evaluation.chosen(server.clients, server.seed)
         held_out = worker.data.held_out_clients
         self.new_clients = [held_out[i] for i in evaluation.chosen(len(held_out), server.seed)]
+        self.warned: set[str] = set()
 
     def scores_wanted(self, round: int) -> dict[str, bool]:
         """Return the `Task` fields that request an evaluation of the clients' models after training in a round."""
@@ -80,13 +82,12 @@ class Evaluator:
         """
         if not self.evaluation.is_due(round, self.rounds):
             return {}
-        clients: Iterable[Result] = results
-        trained: list[Score] = []
-        if self.evaluation.of_received:
-            clients = self._evaluate_received(round, self.server.downloads)
-            trained = [result.local for result in results if result.local]
+        received = self.evaluation.of_received
+        clients = self._evaluate_received(round, self.server.downloads) if received else results
+        trained = [result.local for result in results if result.local] if received else []
         on_global = [result.on_global for result in results if result.on_global]
         metrics = self._measure(round, clients, on_global, trained)
+        metrics |= self._count_untrained(clients) if received else {}
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
 
     def test(self, round: int) -> Row:
@@ -103,7 +104,8 @@ class Evaluator:
             if not data.has_global_test:
                 raise ConfigError("scenario.dataset: all test samples are on the clients' machines. See metrics.csv")
             return {"round": round, **self._measure(round, ())}
-        return {"round": round, **self._measure(round, self._evaluate_received(round, self._downloads))}
+        clients = self._evaluate_received(round, self._downloads)
+        return {"round": round, **self._measure(round, clients), **self._count_untrained(clients)}
 
     def deliver_models(self, round: int) -> None:
         """Send each client's final model to the client's own machine, which stores the model.
@@ -127,8 +129,8 @@ class Evaluator:
 
     def _evaluate_received(
         self, round: int, downloads: Callable[[int, Sequence[int]], Iterable[Message]]
-    ) -> Iterator[Result]:
-        """Evaluate the models with which clients would start the next round, and yield the results.
+    ) -> list[Result]:
+        """Evaluate the models with which clients would start the next round, and return the results.
 
         Only the clients in `self.scored` are evaluated.
 
@@ -140,7 +142,7 @@ class Evaluator:
         def tasks(clients: Sequence[int]) -> Iterator[Task]:
             return self._tasks(round, clients, downloads(round + 1, clients), evaluate=True)
 
-        return evaluate_clients(self.engine, self.worker, self.scored, self.server.memory, tasks)
+        return list(evaluate_clients(self.engine, self.worker, self.scored, self.server.memory, tasks))
 
     def _downloads(self, round: int, clients: Sequence[int]) -> Iterable[Message]:
         """Return the server's message to each client in a round. If there is no server, the messages are empty."""
@@ -176,14 +178,37 @@ class Evaluator:
         has_one = self.server.algorithm.one_model and self.worker.data.has_global_test
         module = self.global_module(round) if has_one else None
         shared = self._score(module) if module else None
-        row = measured(shared, scores, on_global, self._new_client_scores(round, module), trained)
+        new = self._new_client_results(round, module)
+        row = measured(shared, scores, on_global, [result.local for result in new if result.local], trained)
+        row |= {} if self.trains_new_clients else self._count_untrained(new, "new_client")
         if shared and self.server.algorithm.calibrates:
             plain = self._score(self.worker.modules.build_shared(self.server.state["model"]))
             row |= {f"global/uncalibrated_{name}": value for name, value in plain.values.items() if name != "loss"}
         return row
 
-    def _new_client_scores(self, round: int, shared: ClientModule | None) -> list[Score]:
-        """Return the scores of the held-out clients after a round.
+    def _count_untrained(self, results: Iterable[Result], group: str = "client") -> Row:
+        """Return how many of the received models that were evaluated contain initial weights, by column.
+
+        The first time that there are any, a warning says so.
+        """
+        scored = [result for result in results if result.local]
+        count = sum(result.untrained for result in scored)
+        if count and group not in self.warned:
+            self.warned.add(group)
+            option = "client_model" if group == "client" else "new_client_model"
+            what = f"{count} of {len(scored)} evaluated models contain initial weights"
+            why = f"their clients have not trained yet. The column {group}/untrained counts them"
+            warnings.warn(f"evaluation.{option}: {what}, because {why}", stacklevel=2)
+        return {f"{group}/untrained": count} if scored else {}
+
+    @property
+    def trains_new_clients(self) -> bool:
+        """Whether held-out clients train before they are evaluated."""
+        wanted = self.evaluation.new_client_model
+        return wanted == "trained" if wanted else self.server.algorithm.trains_new_clients
+
+    def _new_client_results(self, round: int, shared: ClientModule | None) -> list[Result]:
+        """Return the results of evaluating the held-out clients after a round.
 
         Args:
             round: The round.
@@ -195,8 +220,7 @@ class Evaluator:
         if shared and algorithm.calibrates:
             weights = shared.backbone.state_dict()
             state = state | {"model": to_cpu({"model": {name: weights[name] for name in state["model"]}})["model"]}
-        wanted = self.evaluation.new_client_model
-        fit = wanted == "trained" if wanted else algorithm.trains_new_clients
+        fit = self.trains_new_clients
         scale = self.server.lr_scales.of(min(round + 1, self.rounds))
         memories = self._new_client_memories
 
@@ -206,10 +230,8 @@ class Evaluator:
 
         if fit:
             trained = self.engine.run(self.worker, tasks(self.new_clients))
-            results = successful_results(self.worker, trained, self.new_clients)
-        else:
-            results = evaluate_clients(self.engine, self.worker, self.new_clients, memories, tasks)
-        return [result.local for result in results if result.local]
+            return [replace(one, memory={}) for one in successful_results(self.worker, trained, self.new_clients)]
+        return list(evaluate_clients(self.engine, self.worker, self.new_clients, memories, tasks))
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
@@ -250,6 +272,8 @@ def evaluate_clients(
 ) -> Iterator[Result]:
     """Evaluate clients' models on their own test splits, and yield the results in the order of `clients`.
 
+    The results do not contain the clients' states.
+
     Clients with the same model are evaluated together, which takes a tenth of the time for a thousand small test
     splits. This is done in this process, with every engine, if the algorithm sends all clients the same model and does
     not change it, for clients that keep no part of the network. The metrics are the same except for rounding.
@@ -269,7 +293,7 @@ def evaluate_clients(
     together = score_together(worker, next(tasks(alike)), alike) if alike else []
     scored = {result.client for result in together}
     alone = engine.run(worker, tasks([client for client in clients if client not in scored]))
-    return successful_results(worker, chain(together, alone), clients)
+    return (replace(one, memory={}) for one in successful_results(worker, chain(together, alone), clients))
 
 
 def sends_one_model(worker: Worker) -> bool:
@@ -297,8 +321,8 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
         if is_interrupt(error):
             raise
         return []
-    nbytes = task.download.nbytes
-    return [Result(client, nbytes, local=score) for client, score in zip(clients, scores, strict=True)]
+    nbytes, untrained = task.download.nbytes, worker.algorithm.is_untrained(module, {})
+    return [Result(k, nbytes, local=score, untrained=untrained) for k, score in zip(clients, scores, strict=True)]
 
 
 def is_per_sample(module: nn.Module, x: Tensor) -> bool:

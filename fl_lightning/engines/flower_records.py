@@ -7,6 +7,7 @@ of its own. Records hold tensors, numbers and texts. Nothing in them is unpickle
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -195,7 +196,7 @@ def pack_result(result: Result, public: str | None) -> RecordDict:
     for name, score in (("local", result.local), ("on_global", result.on_global)):
         if score:
             numbers |= {f"{name}/n": score.n, **with_prefix(f"{name}/values", score.values)}
-    return pack(tensors, numbers, {"uploads": result.upload is not None})
+    return pack(tensors, numbers, {"uploads": result.upload is not None, "untrained": result.untrained})
 
 
 def pack_failure(reason: str) -> RecordDict:
@@ -226,7 +227,8 @@ def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
         for name in ("local", "on_global")
     )
     losses, logged = numbers["losses"], numbers["logged"]
-    return Result(task.client, task.download.nbytes, upload, memory, losses, logged, local, on_global)
+    result = Result(task.client, task.download.nbytes, upload, memory, losses, logged, local, on_global)
+    return replace(result, untrained=contents.values.get("untrained") is True)
 
 
 class Sections:

@@ -19,6 +19,7 @@ from fl_lightning.engines.worker import Worker
 
 QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
 FETCHED = 2  # tasks per worker that are taken from the iterator at a time
+POLL = 1.0  # seconds between checks for signals while no worker answers
 ATTEMPTS = 3  # times that a client's task is tried if workers are lost while running it
 
 
@@ -99,8 +100,11 @@ class PoolEngine(Engine):
         """
 
     @abstractmethod
-    def _wait(self) -> Sequence[PoolWorker]:
-        """Wait until at least one worker has answered or is lost, and return all such workers."""
+    def _wait(self, seconds: float) -> Sequence[PoolWorker]:
+        """Wait until at least one worker has answered or is lost, and return all such workers.
+
+        If there is none after some `seconds`, the result is empty.
+        """
 
     def check(self, worker: Worker) -> None:
         """Check that the run's experiment (`Worker`) can be serialized and that workers can be started.
@@ -130,7 +134,7 @@ class PoolEngine(Engine):
             self._assign(waiting, store, lambda task: len(worker.data.shard(task.client).train))
             if not waiting and not any(one.tasks for one in self._pool_workers):
                 return
-            for pool_worker in self._wait():
+            for pool_worker in self._next_to_answer():
                 result = self._receive(pool_worker, worker.shown)
                 if pool_worker not in self._pool_workers:
                     waiting += pool_worker.tasks
@@ -147,7 +151,7 @@ class PoolEngine(Engine):
         size = self._load(worker)
         self._start_workers(size)
         while not all(pool_worker.ready for pool_worker in self._pool_workers):
-            for pool_worker in self._wait():
+            for pool_worker in self._next_to_answer():
                 self._receive(pool_worker, worker.shown)
             self._start_workers(size)
 
@@ -173,6 +177,16 @@ class PoolEngine(Engine):
                 pool_worker.ready = False
                 pool_worker.send(self._handle)
         return size
+
+    def _next_to_answer(self) -> Sequence[PoolWorker]:
+        """Wait until at least one worker has answered or is lost, and return all such workers. A signal ends the wait.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM has arrived.
+        """
+        while not (answering := self._wait(POLL)):
+            self.check_interrupt()
+        return answering
 
     def _start_workers(self, number: int) -> None:
         while len(self._pool_workers) < number:

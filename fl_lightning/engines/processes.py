@@ -113,14 +113,14 @@ class ProcessesEngine(PoolEngine):
     def _new_storage(self) -> Callable[[SerializedValue], Place]:
         return MemoryFile().append  # one file for all blocks of a round: a process may have few open files
 
-    def _wait(self) -> Sequence[PoolWorker]:
+    def _wait(self, seconds: float) -> Sequence[PoolWorker]:
         by_connection = {one.connection: one for one in self._pool_workers if isinstance(one, Process)}
-        while True:
-            seconds = min(process.deadline for process in by_connection.values()) - time.monotonic()
-            if ready := connection.wait(list(by_connection), None if seconds == math.inf else max(0.0, seconds)):
-                return [by_connection[one] for one in ready]
+        left = min(process.deadline for process in by_connection.values()) - time.monotonic()
+        ready = connection.wait(list(by_connection), max(0.0, min(seconds, left)))
+        if not ready:
             for process in by_connection.values():
                 process.kill_if_overdue()
+        return [by_connection[one] for one in ready]
 
 
 class Process(PoolWorker):

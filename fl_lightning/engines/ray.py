@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -21,6 +25,9 @@ from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
 from fl_lightning.engines.serialization import SerializedValue, deserialize
 from fl_lightning.engines.task_server import Answer, Request, TaskServer
 from fl_lightning.engines.worker import Worker
+
+CONNECT = 10.0  # seconds in which a cluster must accept a connection
+REPORT = 5.0  # seconds between messages while no actor has started
 
 
 class RayEngine(PoolEngine):
@@ -50,7 +57,7 @@ class RayEngine(PoolEngine):
         check_number("engine.gpus", gpus, "[0, inf)")
         self.address, self.workers, self.threads, self.gpus = address, workers, threads, gpus
         self._gpus = 0.0
-        self._started = False
+        self._started, self._reported = False, 0.0
 
     def size(self, worker: Worker) -> int:
         """Connect to the Ray cluster, and return the number of actors: `workers`, or as many as fit on the machines.
@@ -77,27 +84,45 @@ class RayEngine(PoolEngine):
     def _connected(self) -> ModuleType:
         ray = import_ray()
         if not ray.is_initialized():
+            check_address(self.address)
             try:
                 with keep_signal_handlers():
                     ray.init(self.address, logging_level="error", log_to_driver=False, include_dashboard=False)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # Ray exits if no Ray cluster answers at an open port
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"engine.address: Ray cluster {self.address} not found: {reason}") from error
             self._started = True
         return ray
 
     def _start_worker(self) -> Actor:
+        self._reported = time.monotonic()
         return Actor(self.threads, self._gpus)
 
     def _new_storage(self) -> Callable[[SerializedValue], Any]:
         return lambda serialized: import_ray().put(serialized.parts)
 
-    def _wait(self) -> Sequence[PoolWorker]:
+    def _wait(self, seconds: float) -> Sequence[PoolWorker]:
         by_reference = {one.expected[0]: one for one in self._pool_workers if isinstance(one, Actor) and one.expected}
         references = list(by_reference)
-        import_ray().wait(references, num_returns=1)
+        ready, _ = import_ray().wait(references, num_returns=1, timeout=seconds)
+        if not ready:
+            self._report_waiting()
+            return []
         ready, _ = import_ray().wait(references, num_returns=len(references), timeout=0)
         return [by_reference[reference] for reference in ready]
+
+    def _report_waiting(self) -> None:
+        """Print what the actors wait for, every few seconds until one of them has started."""
+        started = any(isinstance(one, Actor) and one.started for one in self._pool_workers)
+        if started or time.monotonic() - self._reported < REPORT:
+            return
+        self._reported = time.monotonic()
+        ray = import_ray()
+        free, total = ray.available_resources(), ray.cluster_resources()
+        needs = {"CPU": self.threads} | ({"GPU": self._gpus} if self._gpus else {})
+        wanted = " and ".join(f"{count:g} {kind}" for kind, count in needs.items())
+        found = " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind} free" for kind in needs)
+        print(f"engine: waiting for {wanted} to start an actor. The cluster has {found}.", file=sys.stderr, flush=True)
 
 
 class Actor(PoolWorker):
@@ -106,11 +131,16 @@ class Actor(PoolWorker):
     Args:
         threads: Number of torch's threads, and so of CPU cores, of the actor.
         gpus: Number of GPUs of the actor, possibly a fraction.
+
+    Attributes:
+        expected: References to the answers to come.
+        started: Whether the actor has answered a request.
     """
 
     def __init__(self, threads: int, gpus: float) -> None:
         super().__init__()
-        self.expected: list[Any] = []  # references to future answers
+        self.expected: list[Any] = []
+        self.started = False
         actor = import_ray().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteServer)
         self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # an actor sees only its GPUs
 
@@ -122,9 +152,11 @@ class Actor(PoolWorker):
         """Return the Ray actor's next answer, copied from the object store."""
         ray = import_ray()
         try:
-            return deserialize(ray.get(self.expected.pop(0)), copy=True)
+            parts = ray.get(self.expected.pop(0))
         except ray.exceptions.RayError as error:
             raise WorkerLost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
+        self.started = True
+        return deserialize(parts, copy=True)
 
     def end(self) -> None:
         """Kill the Ray actor."""
@@ -183,6 +215,26 @@ def places_on(node: dict[str, float], threads: int, gpus: float) -> int:
     if gpus:
         rooms.append(node.get("GPU", 0.0) // gpus if gpus >= 1 else node.get("GPU", 0.0) * (1 // gpus))
     return int(min(rooms))
+
+
+def check_address(address: str | None) -> None:
+    """Check that something answers at the address of a Ray cluster, because Ray itself waits for minutes.
+
+    Args:
+        address: The address; None for the one in `RAY_ADDRESS`. Without host and port, such as `auto`, it is not
+            checked.
+
+    Raises:
+        ConfigError: Nothing answers.
+    """
+    key, text = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
+    try:
+        place = urlsplit(f"//{text.removeprefix('ray://')}")
+        if place.hostname and place.port:
+            socket.create_connection((place.hostname, place.port), CONNECT).close()
+    except (OSError, ValueError) as error:
+        fix = "Correct the address, or start the cluster with `ray start --head`"
+        raise ConfigError(f"{key}: no Ray cluster answers ({text}: {error}). {fix}") from error
 
 
 def import_ray() -> ModuleType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -313,6 +313,7 @@ class Worker:
         samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
         training_batches = self.client_data.training_batches(task.client)
         upload, memory, local, on_global = None, task.memory, None, None
+        untrained = task.evaluate and not task.fit and self.algorithm.is_untrained(module, memory)
         evaluates = task.evaluate or task.evaluate_globally
         runs_module = evaluates or module.knowledge or not self.algorithm.uploads_by_copying
         if runs_module and task.fit:
@@ -331,6 +332,7 @@ class Worker:
             if task.evaluate_globally:
                 on_global = self.scorer.score(module)
         result = Result(task.client, task.download.nbytes, upload, memory, {}, module.logged, local, on_global)
+        result = replace(result, untrained=untrained)
         return unread_result(task, result, module.loss_record if task.fit else None)
 
 

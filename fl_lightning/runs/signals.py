@@ -11,7 +11,9 @@ from fl_lightning.core.interrupt import DeferredSignals
 
 
 class RunSignals(DeferredSignals):
-    """Context around a run's rounds: SIGINT or SIGTERM ends the run at the next call of `check`, between two clients.
+    """Context around a run's rounds: SIGINT or SIGTERM ends the run at the next call of `check`.
+
+    It is called between two clients, and while an engine waits for other processes or machines.
 
     Args:
         progress: Returns the progress of the run, for the error message.

@@ -112,6 +112,9 @@ def published_weights(run, client):
 
 
 def next_masks_of(run, client):
+    """Return a client's masks of its next round; before round 1, they are the published ones."""
+    if "next_masks" not in run.memory[client]:
+        return published_weights(run, client)[1]
     shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
     return {name: unpack_mask(run.memory[client]["next_masks"][name], shape) for name, shape in shapes.items()}
 

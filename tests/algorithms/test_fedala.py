@@ -216,6 +216,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         assert_near(run.memory[client][ala.WEIGHTS], {f"head.{n}": w for n, w in weights.items()}, 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 def test_a_client_starts_from_its_mixture_and_keeps_its_trained_top_layers(tmp_path):
     run = finished(tmp_path, FedALA(layers=3), model=NormMLP, rounds=1, **RECEIVED)
     trained, fresh = run.server.participants(1), [k for k in range(6) if k not in run.server.participants(1)]

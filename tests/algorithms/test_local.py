@@ -53,6 +53,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     assert_clients_equal_loop(run, models)
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 def test_a_client_that_never_took_part_is_evaluated_with_the_initial_model(tmp_path):
     run = finished(tmp_path, Local(), rounds=1, clients_per_round=2, evaluation=Evaluation(client_model="received"))
     (never, *_) = set(range(6)) - run.memory.keys()

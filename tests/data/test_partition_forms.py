@@ -140,6 +140,22 @@ def test_the_first_balanced_client_draws_its_classes_from_a_dirichlet() -> None:
     assert np.abs(np.var(shares, axis=0).mean() / variance - 1) < 0.15
 
 
+def test_balanced_shares_follow_the_sizes_of_the_classes() -> None:
+    """The shares of a client are drawn from Dirichlet(α C p), with p the classes' shares of all samples."""
+    alpha, clients = 0.5, 40
+    sizes = np.array([4000, 2000, 1200, 600, 200])  # a client's 200 samples cannot use a large class up
+    labels, shares = np.repeat(np.arange(5), sizes), []
+    for seed in range(500):
+        first = rng(seed).permutation(clients)[0]
+        part = Dirichlet(alpha, form="balanced").split(labels, clients, rng(seed))[first]
+        shares.append(np.bincount(labels[part], minlength=5) / len(part))
+    mean = sizes / sizes.sum()
+    dirichlet = mean * (1 - mean) / (alpha * 5 + 1)
+    variance = dirichlet + (mean * (1 - mean) - dirichlet) / 200  # 200 draws from those shares
+    assert (np.abs(np.mean(shares, axis=0) - mean) < 4 * np.sqrt(variance / len(shares))).all()
+    assert np.abs(np.var(shares, axis=0)[:3] / variance[:3] - 1).max() < 0.25
+
+
 def test_any_balanced_client_can_be_the_last() -> None:
     """With a tiny alpha every client but the last has about one class; the last has the rest of several."""
     labels = np.repeat(np.arange(5), [70, 70, 70, 70, 20])
@@ -272,6 +288,17 @@ def test_a_smaller_alpha_gives_more_skewed_groups() -> None:
         for alpha in (0.05, 0.5, 5.0, 500.0)
     ]
     assert spread == sorted(spread, reverse=True)
+
+
+def test_each_client_of_a_group_draws_at_least_half_an_equal_share() -> None:
+    labels = np.repeat(np.arange(10), 60)
+    draws = [Dirichlet(0.2, form="groups")._group_counts(labels, 10, 10, rng(s)).sum(axis=0).min() for s in range(40)]
+    assert 30 <= min(draws) <= 35
+
+
+def test_clients_can_have_exactly_min_samples() -> None:
+    labels = np.repeat(np.arange(3), 20)
+    assert [len(part) for part in Dirichlet(0.5, min_samples=10).split(labels, 6, rng(0))] == [10] * 6
 
 
 # --- The others ---

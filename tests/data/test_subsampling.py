@@ -1,3 +1,4 @@
+import hashlib
 from math import ceil, floor
 
 import numpy as np
@@ -77,6 +78,14 @@ def test_a_class_with_fewer_samples_keeps_all(tmp_path) -> None:
     assert torch.bincount(data.y_train).tolist() == [100, 5, 25]
 
 
+def test_the_tail_falls_from_the_size_of_the_largest_class(tmp_path) -> None:
+    """Cao et al.: `n_max ρ^(-j / (C - 1))`, whichever class has most samples."""
+    y = np.repeat([0, 1, 2], [60, 100, 100])
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((260, 1)), y_train=y, x_test=np.zeros((3, 1)), y_test=np.arange(3))
+    data = built(Arrays(str(tmp_path / "a.npz")), 4).data
+    assert torch.bincount(data.y_train).tolist() == [60, 50, 25]
+
+
 def test_a_tail_with_empty_classes_is_refused(arrays: Arrays) -> None:
     with pytest.raises(ConfigError, match=r"^scenario.long_tail: 1000 leaves the last classes empty. Lower it$"):
         built(arrays, 1000)
@@ -151,3 +160,25 @@ def test_ties_between_classes_are_broken_at_random() -> None:
     chosen = sum(stratified_sample(np.arange(5), 0.2, np.random.default_rng(seed)).astype(int) for seed in range(draws))
     assert chosen.sum() == draws
     assert (abs(chosen - draws / 5) < 4 * np.sqrt(draws * 0.2 * 0.8)).all()
+
+
+# --- Fingerprints ---
+
+# Digests of the samples of each client as first released: a change would change published results.
+FINGERPRINTS = {
+    "train_samples": ({"train_samples": 600}, "21493ca99d35"),
+    "long_tail": ({"long_tail": 10}, "d6d2e6666675"),
+    "both": ({"train_samples": 0.5, "long_tail": 10}, "a3ff087bc95a"),
+    "official": ({"local_test": "official"}, "8d0d4b1d2eb1"),
+    "held_out_clients": ({"held_out_clients": 0.3}, "764e18e4f8c1"),
+    "validation_share": ({"validation_share": 0.2, "held_out_clients": 1}, "f2e3638fe467"),
+}
+
+
+@pytest.mark.parametrize("name", FINGERPRINTS)
+def test_a_seed_gives_the_same_samples_on_any_machine(arrays: Arrays, name: str) -> None:
+    options, digest = FINGERPRINTS[name]
+    built = Scenario(arrays, Dirichlet(0.5), clients=6, **options).build(3)
+    shards = [*built.shards, *built.held_out]
+    parts = [built.data.x_train[part][:, 0].tolist() for shard in shards for part in (shard.train, shard.test)]
+    assert hashlib.sha256(str(parts).encode()).hexdigest()[:12] == digest

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.message import Message
 from fl_lightning.engines import Task, pool, ray, task_server
 from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, WorkerLost
@@ -194,7 +195,7 @@ class LocalPool(PoolEngine):
         self.storages.append(stored := [])
         return lambda serialized: stored.append(serialized) or serialized.parts
 
-    def _wait(self):
+    def _wait(self, seconds):
         return [worker for worker in self._pool_workers if worker.inbox][-1:]
 
 
@@ -220,6 +221,20 @@ def started(tmp_path, engine, **options):
     run._build()
     clients = range(run.scenario.clients)
     return run, [run.server.task(1, k, d) for k, d in zip(clients, run.server.downloads(1, clients), strict=True)]
+
+
+def test_a_signal_ends_the_wait_for_workers_that_do_not_answer(tmp_path):
+    engine = LocalPool(1)
+    run, tasks = started(tmp_path, engine)
+
+    def interrupt():
+        raise Interrupted(2, "stopped")
+
+    engine.check_interrupt, engine._wait = interrupt, lambda seconds: []
+    with pytest.raises(Interrupted):
+        list(engine.run(run.worker, tasks))
+    with pytest.raises(Interrupted):
+        engine.start(run.worker)
 
 
 def test_the_largest_of_the_tasks_taken_goes_first(tmp_path):

@@ -1,6 +1,7 @@
 """A Ray cluster of two nodes on this machine: the same bytes, whatever worker or node is killed."""
 
 import itertools
+import os
 import signal
 import sys
 import warnings
@@ -146,6 +147,49 @@ def test_a_signal_waits_for_a_safe_point(tmp_path, engine, signum):
     with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
         run.fit()
     assert run.checkpoints.rounds() == [1, 0]
+
+
+class Busy(RayEngine):
+    """Runs on a cluster whose cores another job holds, until `release` is called."""
+
+    def __init__(self, release, **options):
+        super().__init__(**options)
+        self.release = release
+
+    def _report_waiting(self):
+        super()._report_waiting()
+        self.release()
+
+
+@pytest.fixture
+def occupied(cluster, engine):
+    """All cores are in use by another job; return the function that ends it."""
+    import ray
+
+    RayEngine.close(engine)
+
+    class Job:
+        pass
+
+    jobs = [ray.remote(num_cpus=1)(Job).remote() for _ in range(2)]
+    ray.get([job.__ray_ready__.remote() for job in jobs])
+    yield lambda: [ray.kill(job) for job in jobs]
+    for job in jobs:
+        ray.kill(job)
+
+
+def test_a_run_waits_for_free_cores_and_says_so(tmp_path, occupied, monkeypatch, capfd):
+    monkeypatch.setattr("fl_lightning.engines.ray.REPORT", 0.5)
+    experiment(tmp_path, rounds=1, engine=Busy(occupied, workers=1)).fit()
+    line = "engine: waiting for 1 CPU to start an actor. The cluster has 0 of 2 CPU free."
+    assert line in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_free_cores(tmp_path, occupied, signum):
+    run = experiment(tmp_path, rounds=1, engine=Busy(lambda: os.kill(os.getpid(), signum), workers=1))
+    with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 0 of 1"):
+        run.fit()
 
 
 # --- What cannot work ---

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fl_lightning.callbacks import Checkpointing, RoundProgress
@@ -16,7 +17,6 @@ from torch import nn
 from fl_lightning import Evaluation, FederatedOrchestrator
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.core.message import Message
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.engines import Task
 from fl_lightning.models import MLP, Backbone
@@ -192,9 +192,21 @@ def publish(run: FederatedOrchestrator) -> None:
 
 
 def local_batches(run: FederatedOrchestrator, round: int, client: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the batches of each epoch of a client's fit, in the order in which the run trains on them."""
-    batches = run.worker.client_data.batches(Task(round, client, Message(), {}))
-    return [list(batches) for _ in range(run.training.trainer["max_epochs"])]
+    """Return the batches of each epoch of a client's fit, in the order in which the run trains on them.
+
+    They are derived as docs/design.md says, without the package's code, so that a wrong shuffle is noticed.
+    """
+    number = np.random.SeedSequence(run.seed, spawn_key=(4, round, client)).generate_state(1, np.uint64)[0]
+    shuffle = torch.Generator().manual_seed(int(number) // 2)
+    x, y, size = run.data.data.x_train, run.data.data.y_train, run.training.batch_size
+    index = run.data.shard(client).train
+    normalized = any(isinstance(layer, nn.BatchNorm1d) for layer in run.worker.template.modules())
+    kept = len(index) - (len(index) % size == 1 and normalized)
+    epochs = []
+    for _ in range(run.training.trainer["max_epochs"]):
+        order = index[torch.randperm(len(index), generator=shuffle)][:kept]
+        epochs.append([(x[order[i : i + size]], y[order[i : i + size]]) for i in range(0, kept, size)])
+    return epochs
 
 
 def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:

@@ -229,6 +229,7 @@ def test_global_random_state_does_not_matter(tmp_path):
     assert rows[0] == rows[1]
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.parametrize("algorithm", [CwFedAvg, lambda: UAPDFL(n_com=2)])
 def test_client_module_is_the_one_that_test_evaluates(tmp_path, algorithm):
     run = experiment(tmp_path, algorithm(), rounds=2)

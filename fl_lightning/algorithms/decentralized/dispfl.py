@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Batches, Buffers
-from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
+from fl_lightning.algorithms.decentralized.peers import LAID_OUT, PeerAlgorithm
 from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.message import Message, Tensors, Upload, tensors_to_message
 from fl_lightning.core.state_dicts import State, pack_mask, unpack_mask, weighted_mean
 
 Regrow = Literal["gradient", "random", "none"]
@@ -194,12 +194,13 @@ class DisPFL(PeerAlgorithm):
         super().receive(module, download, memory)
         parameters = module.backbone.named_parameters()
         shapes = {name: parameter.shape for name, parameter in parameters if name not in self.fixed}
-        if NEXT in memory:
-            module.masks = {name: unpack_mask(memory[NEXT][name], shape) for name, shape in shapes.items()}
+        masks = memory.get(NEXT) or tensors_to_message(memory.get(LAID_OUT, {})).section("masks")
+        if masks:
+            module.masks = {name: unpack_mask(masks[name], shape) for name, shape in shapes.items()}
         else:
             densities = erk_densities(shapes, self.dense_ratio)
             module.masks = {name: random_mask(shape, densities[name]) for name, shape in shapes.items()}
-        if download.numbers or NEXT not in memory:
+        if download.numbers or not masks:
             apply_masks(module.backbone, module.masks)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
@@ -235,8 +236,13 @@ class DisPFL(PeerAlgorithm):
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the weights that peers may collect, and the mask of the client's next round."""
         assert isinstance(module, MaskedModule)
+        kept = super().remember(module, upload)
         masks = {name: pack_mask(mask) for name, mask in module.next_masks.items()}
-        return super().remember(module, upload) | {NEXT: masks}
+        return kept | {NEXT: masks} if module.round else kept  # before round 1, it is the published mask
+
+    def is_untrained(self, module: ClientModule, memory: State) -> bool:
+        """Return whether the client has never trained, so that its weights are initial ones."""
+        return NEXT not in memory
 
     def search_mask(self, module: MaskedModule, batches: Batches) -> Tensors:
         """Return the masks of the client's next round: the current ones, with some entries replaced.

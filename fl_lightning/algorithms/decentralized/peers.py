@@ -130,6 +130,11 @@ class PeerAlgorithm(Algorithm):
                 piece.load(piece.merge(memory.get(piece.name) or start, [Upload(-1, own), *received]))
         recall(module, memory)
 
+    def is_untrained(self, module: ClientModule, memory: State) -> bool:
+        """Return whether the client has never trained, so that its own share of the mean is the initial model."""
+        published = tensors_to_message(memory.get(LAID_OUT, {})).section("model")
+        return not published and OWN not in memory
+
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state to keep between rounds, which includes the message that the client publishes.
 

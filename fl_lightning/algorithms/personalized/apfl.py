@@ -122,6 +122,7 @@ class APFL(Algorithm):
         "alpha": {"distribution": "uniform", "min": 0.1, "max": 0.9},
     }
     trains_new_clients = True
+    personal_section = OWN_MODEL
 
     def __init__(
         self,

@@ -194,6 +194,7 @@ class APPLE(Algorithm):
     one_model = False
     whole = False
     public = CORE
+    personal_section = CORE
 
     def __init__(
         self,

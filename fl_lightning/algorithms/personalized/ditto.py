@@ -84,8 +84,9 @@ def own_model(module: ClientModule) -> nn.Module:
 class Ditto(Algorithm):
     """FedAvg, plus a personalised model for each client, which stays near the global model.
 
-    The personalised models are evaluated. For every `lam`, the shared model is that of FedAvg with the same weighting,
-    bit for bit. With `lam: 0` the personalised models are those of `Local`.
+    The personalised models are evaluated. They start from the initial weights, as in the authors' code. For every
+    `lam`, the shared model is that of FedAvg with the same weighting, bit for bit. With `lam: 0` the personalised
+    models are those of `Local`.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
@@ -98,6 +99,7 @@ class Ditto(Algorithm):
         "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 2.0},
     }
     trains_new_clients = True
+    personal_section = PERSONAL_MODEL
 
     def __init__(
         self,

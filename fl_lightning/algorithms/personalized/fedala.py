@@ -133,6 +133,11 @@ class FedALA(Algorithm):
         load_weights(module.backbone, mix_models(local, received, weights))
         module.notes[WEIGHTS] = weights
 
+    def is_untrained(self, module: ClientModule, memory: State) -> bool:
+        """Return whether the mixture contains initial weights, because the client has no last model yet."""
+        weights = {} if LOCAL in memory else module.notes[WEIGHTS]
+        return super().is_untrained(module, memory) or any(bool((w < 1).any()) for w in weights.values())
+
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the trained layers that are mixed, and the mixing weights."""
         model = module.backbone.state_dict()

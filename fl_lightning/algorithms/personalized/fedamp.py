@@ -104,6 +104,7 @@ class FedAMP(Algorithm):
     }
     one_model = False
     public = UPLOADED
+    personal_section = UPLOADED
 
     def __init__(
         self, alpha: float = 1.0, sigma: float = 1.0, lam: float = 1.0, loss_terms: list[LossTerm] | None = None

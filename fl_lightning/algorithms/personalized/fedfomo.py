@@ -182,6 +182,11 @@ class FedFomo(Algorithm):
         of_peers = {"peer": torch.tensor(peers, dtype=torch.int64), "worth": benefits[1:]}
         module.notes = {AFFINITY: of_peers, PREVIOUS: self._copy_model(module)}
 
+    def is_untrained(self, module: ClientModule, memory: State) -> bool:
+        """Return whether the model is the initial one: the client has no own model, and no received one was better."""
+        benefits = module.notes.get(AFFINITY, {}).get("worth", torch.zeros(0))
+        return super().is_untrained(module, memory) or (UPLOADED not in memory and not bool((benefits > 0).any()))
+
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained model, and how much each received model lowered the client's validation loss (Eq. 3)."""
         message = super().upload(module, batches, n_samples, num_classes)

@@ -122,6 +122,7 @@ class FedROD(Algorithm):
     needs_classes = True
     module_class = TwoHeads
     trains_new_clients = True
+    personal_section = PERSONAL_HEAD
 
     def __init__(
         self,

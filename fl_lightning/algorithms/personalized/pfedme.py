@@ -126,10 +126,12 @@ class PFedMe(Algorithm):
         self.module_class = partial(MoreauEnvelope, lam=lam, inner_steps=inner_steps, personal_lr=personal_lr)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the server's model, and the client's personalised model from its last round, if any."""
+        """Load the server's model, and the client's personalised model from its last round.
+
+        Before its first round, the personalised model is the received one, from which it would be trained.
+        """
         super().receive(module, download, memory)
-        if PERSONAL_MODEL in memory:
-            load_weights(own_model(module), memory[PERSONAL_MODEL])
+        load_weights(own_model(module), memory.get(PERSONAL_MODEL) or module.backbone.state_dict())
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the local model, with the BatchNorm statistics of the personalised model."""

@@ -1,0 +1,147 @@
+"""Waiting for a Ray cluster: what is printed, signals, and addresses where nothing answers. Does not need Ray."""
+
+import itertools
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from fl_lightning.core.errors import ConfigError, Interrupted
+from fl_lightning.engines import RayEngine
+from fl_lightning.engines import ray as ray_engine
+from fl_lightning.engines.ray import Actor, check_address
+
+
+class Cluster:
+    """Stands for the package `ray`: a cluster whose actors start after some polls, or never."""
+
+    def __init__(self, polls=float("inf"), free=None, total=None):
+        self.polls, self.waits, self.clock = polls, [], 0.0
+        self.free, self.total = free or {}, total or {"CPU": 2.0}
+
+    def remote(self, **needs):
+        self.needs = needs
+        serve = SimpleNamespace(remote=lambda *request: object())
+        return lambda kind: SimpleNamespace(remote=lambda *arguments: SimpleNamespace(serve=serve))
+
+    def wait(self, references, num_returns, timeout):
+        self.waits.append(timeout)
+        self.clock += timeout
+        found = references[:1] if len(self.waits) > self.polls else []
+        return found, [one for one in references if one not in found]
+
+    def available_resources(self):
+        return self.free
+
+    def cluster_resources(self):
+        return self.total
+
+
+def waiting(monkeypatch, cluster, **options):
+    """Return an engine with one actor that has been asked to load an experiment."""
+    monkeypatch.setattr(ray_engine, "import_ray", lambda: cluster)
+    monkeypatch.setattr(ray_engine, "time", SimpleNamespace(monotonic=lambda: cluster.clock))
+    engine = RayEngine(**options)
+    engine._gpus = options.get("gpus") or 0.0
+    engine._start_workers(1)
+    return engine
+
+
+def test_what_is_waited_for_is_printed_every_few_seconds(monkeypatch, capsys):
+    engine = waiting(monkeypatch, Cluster(polls=12))
+    (actor,) = engine._next_to_answer()
+    assert actor is engine._pool_workers[0]
+    assert (
+        capsys.readouterr().err.splitlines()
+        == ["engine: waiting for 1 CPU to start an actor. The cluster has 0 of 2 CPU free."] * 2
+    )
+
+
+def test_gpus_and_fractions_are_printed(monkeypatch, capsys):
+    cluster = Cluster(6, {"CPU": 7.0, "GPU": 0.25}, {"CPU": 8.0, "GPU": 1.0})
+    waiting(monkeypatch, cluster, threads=2, gpus=0.5)._next_to_answer()
+    assert "waiting for 2 CPU and 0.5 GPU" in (text := capsys.readouterr().err)
+    assert "7 of 8 CPU free and 0.25 of 1 GPU free" in text
+
+
+def test_nothing_is_printed_if_an_actor_starts_soon_or_has_started(monkeypatch, capsys):
+    waiting(monkeypatch, Cluster(polls=3))._next_to_answer()
+    engine = waiting(monkeypatch, Cluster(polls=40))
+    engine._pool_workers[0].started = True  # it loads the experiment, or trains
+    engine._next_to_answer()
+    assert not capsys.readouterr().err
+
+
+def test_a_signal_ends_the_wait(monkeypatch):
+    engine, polls = waiting(monkeypatch, Cluster()), itertools.count()
+
+    def check():
+        if next(polls) == 3:
+            raise Interrupted(2, "stopped")
+
+    engine.check_interrupt = check
+    with pytest.raises(Interrupted):
+        engine._next_to_answer()
+
+
+@pytest.fixture
+def closed_port():
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}", "ray://localhost:{}/"])
+def test_an_address_where_nothing_answers_is_refused_at_once(monkeypatch, closed_port, form):
+    initialised = []
+    package = SimpleNamespace(is_initialized=lambda: False, init=lambda *_, **__: initialised.append(1))
+    monkeypatch.setattr(ray_engine, "import_ray", lambda: package)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^engine.address: "):
+        RayEngine(address=form.format(closed_port))._connected()
+    assert time.monotonic() - started < 5
+    assert not initialised
+
+
+def test_the_address_of_the_environment_is_named(monkeypatch, closed_port):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS: "):
+        check_address(None)
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid:6379", "127.0.0.1:99999", "ray://[::1"])
+def test_an_impossible_address_is_refused(address):
+    with pytest.raises(ConfigError, match=r"^engine.address: "):
+        check_address(address)
+
+
+@pytest.mark.parametrize("address", [None, "auto", "local", "ray://cluster", "127.0.0.1"])
+def test_an_address_without_a_port_is_left_to_ray(monkeypatch, address):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_address(address)
+
+
+def test_an_open_port_is_left_to_ray_and_its_exit_becomes_an_error(monkeypatch):
+    """Ray ends the process if another service than a cluster listens there."""
+
+    def init(*_, **__):
+        raise SystemExit(15)
+
+    package = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(ray_engine, "import_ray", lambda: package)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match=r"^engine.address: "):
+        RayEngine(address=f"127.0.0.1:{server.getsockname()[1]}")._connected()
+
+
+def test_an_actor_has_started_once_it_has_answered(monkeypatch):
+    cluster = Cluster()
+    cluster.get = lambda reference: []
+    cluster.exceptions = SimpleNamespace(RayError=RuntimeError)
+    monkeypatch.setattr(ray_engine, "import_ray", lambda: cluster)
+    monkeypatch.setattr(ray_engine, "deserialize", lambda parts, copy: "answer")
+    actor = Actor(1, 0.0)
+    actor.send("handle")
+    assert not actor.started
+    assert actor.answer() == "answer"
+    assert actor.started
