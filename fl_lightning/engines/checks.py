@@ -218,7 +218,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
                 if isinstance(number, float):
                     check_number(f"optimizer.{name}", number, "(-inf, inf)")
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     if trainer.gradient_clip_val:
         trainer.precision_plugin.clip_gradients(optimizer, trainer.gradient_clip_val)
     optimizer.step(lambda: 0.0)

@@ -68,7 +68,8 @@ class MixedModels(ClientModule):
         """Return the mixture `v̄ = α v + (1 - α) w` of own and shared parameters, differentiable in `v` only."""
         shared = dict(self.backbone.named_parameters())
         own = trainable_parameters(self.own)
-        return {name: self.alpha * v + (1 - self.alpha) * shared[name].detach() for name, v in own.items()}
+        mixed = {name: self.alpha * v + (1 - self.alpha) * shared[name].detach() for name, v in own.items()}
+        return {name: value.to(own[name].dtype) for name, value in mixed.items()}  # α promotes a 0-dim parameter
 
     def _train_own(self, x: Tensor, y: Tensor) -> None:
         mixed, own = self.mixture(), dict(self.own.named_parameters())
@@ -80,7 +81,7 @@ class MixedModels(ClientModule):
             self._adapt(gradients)
         self.own_optimizer.zero_grad()
         for name, gradient in gradients.items():
-            own[name].grad = share * gradient
+            own[name].grad = (share * gradient).to(gradient.dtype)
         self.clip_gradients(self.own_optimizer)
         self.own_optimizer.step()
         torch.clear_autocast_cache()  # it may contain weights from before the step
