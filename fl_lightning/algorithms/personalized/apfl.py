@@ -17,7 +17,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weight
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.sgd import check_step_per_batch
-from fl_lightning.client.weights import kept_model, load_weights, to_cpu, trainable_parameters
+from fl_lightning.client.weights import buffer_names, kept_model, load_weights, to_cpu, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.seeding import RandomStates
@@ -158,5 +158,6 @@ class APFL(Algorithm):
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Load the mixture of the client's own and the shared model, for evaluation."""
         mixed = mixed_models(module)
-        statistics = {name: value for name, value in mixed.own.state_dict().items() if name not in self.fixed}
+        buffers = buffer_names(mixed.own)  # not the second names of tied parameters
+        statistics = {name: value for name, value in mixed.own.state_dict().items() if name in buffers}
         load_weights(module.backbone, statistics | {name: p.detach() for name, p in mixed.mixture().items()})
