@@ -30,6 +30,7 @@ class Aggregator(ArgumentsMixin, Capable):
 
     Attributes:
         clients: Number of clients of the experiment. `Algorithm.start` sets it.
+        buffers: Names of the network's buffers, such as BatchNorm's statistics. `Algorithm.start` sets them.
         leaves: Sections that `finish` adds to the state for callbacks, such as `weights`.
         needs_classes: Whether labels must be classes.
         only_in: Name of the only method that sends what the aggregator reads, if other methods do not send it. Other
@@ -43,6 +44,7 @@ class Aggregator(ArgumentsMixin, Capable):
 
     capabilities: ClassVar = {"only_averages": ("fold",), "sends_one_model": ("model_for", "ahead")}
     clients: int = 0
+    buffers: frozenset[str] = frozenset()
     leaves: tuple[str, ...] = ()
     needs_classes: bool = False
     only_in: str | None = None
@@ -145,7 +147,7 @@ class ServerStep(WeightedMean):
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the initial moments of the server optimizer, one tensor per parameter."""
-        names = parameter_names(model)
+        names = parameter_names(model, self.buffers)
         return {
             moment: {name: torch.full_like(model[name], start) for name in names}
             for moment, start in self.moments.items()
@@ -164,7 +166,7 @@ class ServerStep(WeightedMean):
         """Return the model after the server optimizer's step, and the optimizer's new moments."""
         model, old = folded.value(), before["model"]
         kept: State = {moment: {} for moment in self.moments}
-        for name in parameter_names(model):
+        for name in parameter_names(model, self.buffers):
             start, dtype = old[name].double(), model[name].dtype
             held = {moment: before[moment][name].double() for moment in self.moments}
             direction, moments = self.direction(model[name].double() - start, held)
@@ -187,7 +189,7 @@ class DriftCorrection(WeightedMean):
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the initial mean drift of the clients from the global model: all zeros."""
-        return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+        return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model, self.buffers)}}
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
         """Return the next model and the next mean drift `d`. The model is the participants' mean model plus `d`.

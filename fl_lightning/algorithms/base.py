@@ -207,16 +207,17 @@ class Algorithm(ArgumentsMixin, Capable):
         terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
         return self.module_class(backbone, terms, knowledge, optimizer, lr_scheduler)
 
-    def start(self, sizes: Sequence[int], fixed: frozenset[str]) -> None:
-        """Store the clients' sample counts and the names of frozen parameters. It is called before `initial_state`.
+    def start(self, sizes: Sequence[int], fixed: frozenset[str], buffers: frozenset[str] = frozenset()) -> None:
+        """Store the clients' sample counts, and names of the model's entries. It is called before `initial_state`.
 
         Args:
             sizes: Number of samples that each client has for training and `validation`.
             fixed: Names of the parameters that the model freezes.
+            buffers: Names of the model's buffers.
         """
         self.samples, self.fixed = [self.training_samples(size) for size in sizes], fixed
         for aggregator in self.aggregator.chain():
-            aggregator.clients = len(sizes)
+            aggregator.clients, aggregator.buffers = len(sizes), buffers
 
     def training_samples(self, size: int) -> int:
         """Return how many of a client's samples are for training; the others are its `validation` data."""

@@ -13,7 +13,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.client.exported import rebuilt, rebuilt_objective
+from fl_lightning.client.distributed import count_unrepeated
+from fl_lightning.client.exported import described_module, rebuilt, rebuilt_objective, rebuilt_part
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.lightning_model import class_name, has_optimizer, own_optimizer, own_step, trains_itself
 from fl_lightning.client.losses import LossRecord, total_loss
@@ -158,6 +159,7 @@ class ClientModule(L.LightningModule):
         optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
         notes: Tensors that a method keeps within the client's round, written in `receive` or `prepare` and read in
             `prepare`, `upload` or `remember`. Training steps do not use them.
+        logs_losses: Whether training losses are logged after each epoch if the `Trainer` has no logger.
         logged: Metrics that callbacks logged in the client's fit.
         loss_record: The losses of the current fit's training steps.
         eval_layers: Names of the backbone's layers that were in eval mode on creation. `train` keeps them in eval mode.
@@ -185,6 +187,10 @@ class ClientModule(L.LightningModule):
         objective: Objective | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        loss_terms, optimizer, lr_scheduler = (
+            rebuilt_part(key, value)
+            for key, value in {"loss_terms": loss_terms, "optimizer": optimizer, "lr_scheduler": lr_scheduler}.items()
+        )
         names = [term.name for term in loss_terms]
         if len(set(names)) < len(names):
             raise ConfigError(f"loss terms need different names, got {', '.join(names)}: list each of them once")
@@ -207,6 +213,7 @@ class ClientModule(L.LightningModule):
         self.class_counts: Tensor | None = None
         self.optimizer_state: Tensors = {}
         self.notes: dict[str, Tensors] = {}
+        self.logs_losses = True
         self.logged: dict[str, float] = {}
         self.shared_weights: FlatTensors | None = None
         self.stays = self.spent = False
@@ -248,6 +255,11 @@ class ClientModule(L.LightningModule):
     @objective.setter
     def objective(self, objective: Objective) -> None:
         self._objective = objective
+
+    @property
+    def unweighted_objective(self) -> Objective:
+        """The objective without the client's `class_weights`."""
+        return self._objective
 
     def class_counts_for(self, term: LossTerm) -> Tensor:
         """Return the number of the client's training samples in each class, `(C,)`, for a loss term that needs it.
@@ -373,12 +385,13 @@ class ClientModule(L.LightningModule):
                 piece.observe(step, self.current_epoch)
 
     def on_train_epoch_end(self) -> None:
-        """Check that the epoch's training losses are finite, and log their means if the `Trainer` has a logger.
+        """Check that the epoch's training losses are finite, and log their means over the steps of all devices.
 
-        Without a logger, losses on a GPU are checked at the end of the fit.
+        An experiment logs them for client callbacks only. Otherwise, losses on a GPU are checked at the end of the fit.
         """
-        if self.trainer.loggers:
-            self.log_dict({f"train_{name}": value for name, value in self.loss_record.epoch_means().items()})
+        if self.logs_losses or self.trainer.loggers:
+            means = {f"train_{name}": value for name, value in self.loss_record.epoch_means().items()}
+            self.log_dict(means, sync_dist=True)  # all devices take the same number of steps
         else:
             self.loss_record.end_epoch()
 
@@ -404,16 +417,31 @@ class ClientModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the objective's metrics on a validation batch, such as `val_loss` and `val_acc`."""
-        self._log_evaluation("val", batch)
+        self._log_evaluation("val", batch, batch_idx)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the objective's metrics on a test batch, such as `test_loss` and `test_acc`."""
-        self._log_evaluation("test", batch)
+        self._log_evaluation("test", batch, batch_idx)
 
-    def _log_evaluation(self, stage: str, batch: Batch) -> None:
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the outputs for a batch of inputs, or for a batch `(x, y)` as in training."""
+        return cast(Tensor, self(batch[0] if isinstance(batch, tuple | list) else batch))
+
+    def _log_evaluation(self, stage: str, batch: Batch, batch_idx: int) -> None:
         x, y = batch
-        sums = self.objective.sums(self(x).float(), y)
-        self.log_dict({f"{stage}_{name}": value / len(y) for name, value in sums.items()}, batch_size=len(y))
+        outputs, devices = self(x).float(), 1
+        if self._trainer and self._trainer.world_size > 1:
+            devices = self._trainer.world_size
+            y = y[: count_unrepeated(getattr(self._trainer, f"{stage}_dataloaders"), batch_idx, len(y))]
+        sums = self.objective.sums(outputs[: len(y)], y)
+        means = {f"{stage}_{name}": value / max(1, len(y)) for name, value in sums.items()}
+        # Lightning divides the sum of batch sizes by the number of devices, and rounds it down
+        self.log_dict(means, batch_size=len(y) * devices, sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the constructor arguments to a checkpoint of a plain `Trainer.fit`, for `load_from_checkpoint(path)`."""
+        key = self.CHECKPOINT_HYPER_PARAMS_KEY
+        checkpoint[key] = described_module(self) | checkpoint.get(key, {})
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer for this round, with its learning-rate scheduler if one is configured.

@@ -87,7 +87,7 @@ def load_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> N
 
 def buffer_names(backbone: nn.Module) -> set[str]:
     """Return the names of a backbone's state dict entries that are no parameters, such as BatchNorm's statistics."""
-    return set(backbone.state_dict()) - {name for name, _ in backbone.named_parameters()}
+    return set(backbone.state_dict()) - {name for name, _ in backbone.named_parameters(remove_duplicate=False)}
 
 
 def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:

@@ -5,7 +5,7 @@ to that client's weights bit for bit. Of integer entries (BatchNorm's `num_batch
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -240,14 +240,24 @@ def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Ten
     return {name: combined(value) for name, value in stacked.items()}
 
 
-def parameter_names(state: Tensors) -> list[str]:
-    """Return the names of a state dict's floating-point entries except BatchNorm's running statistics."""
-    return [name for name, v in state.items() if v.is_floating_point() and not _statistic(name)]
+def parameter_names(state: Tensors, buffers: Collection[str] = ()) -> list[str]:
+    """Return the names of a state dict's floating-point entries except buffers.
+
+    Args:
+        state: The state dict.
+        buffers: Names of the network's buffers. Those with the names of BatchNorm's running statistics are known.
+    """
+    return [name for name, v in state.items() if v.is_floating_point() and name not in buffers and not _statistic(name)]
 
 
-def flatten(states: Sequence[Tensors]) -> Tensor:
-    """Return the parameters of K state dicts as one float64 matrix, `(K, P)`: one flattened model per row."""
-    names = parameter_names(states[0])
+def flatten(states: Sequence[Tensors], buffers: Collection[str] = ()) -> Tensor:
+    """Return the parameters of K state dicts as one float64 matrix, `(K, P)`: one flattened model per row.
+
+    Args:
+        states: The state dicts.
+        buffers: Names of the network's buffers, as for `parameter_names`.
+    """
+    names = parameter_names(states[0], buffers)
     return torch.stack([torch.cat([state[name].double().flatten() for name in names]) for state in states])
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.client.lightning_model import class_name, has_optimizer
 from fl_lightning.client.module import ClientModule
@@ -180,6 +180,60 @@ def blame_inputs(x: Tensor | Inputs) -> Iterator[None]:
         raise ConfigError(f"model: it cannot take int64 inputs ({one_line(error.__cause__)}). {fix}") from error
 
 
+def check_tensors(network: nn.Module) -> None:
+    """Raise an error if a network has a tensor that cannot be copied, sent or averaged, or nothing to train.
+
+    Raises:
+        ConfigError: Names the layer or the entry of the state dict.
+    """
+    if isinstance(network, torch.jit.ScriptModule):
+        raise ConfigError(f"model: {type(network).__name__} is compiled by torch.jit. Give the Python class instead.")
+    for path, layer in network.named_modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                fix = "Use torch.nn.utils.parametrizations instead of weight_norm or prune, or compute it in forward."
+                what = "is computed from other tensors when the model is built, so it cannot be copied"
+                raise ConfigError(f"model: {f'{path}.{name}'.lstrip('.')!r} {what}. {fix}")
+    for name, value in network.state_dict().items():
+        if wrong := _obstacle(value):
+            raise ConfigError(f"model: {name!r} {wrong}")
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        fix = "Set requires_grad of the parameters to train."
+        raise ConfigError(f"model: {class_name(network)} has no trainable parameter. {fix}")
+
+
+def _obstacle(value: Any) -> str | None:
+    """Return why an entry of a state dict cannot be sent or averaged, and how to fix it; None if it can."""
+    if not isinstance(value, Tensor):
+        return f"is of type {type(value).__name__}, not a tensor. Return a tensor from get_extra_state."
+    if value.is_complex():
+        return "is complex. Store torch.view_as_real of it, and use torch.view_as_complex in forward."
+    if value.is_meta:
+        return "is on the device meta, without values. Build the layer on the CPU."
+    if value.layout != torch.strided or value.is_quantized:
+        return "is a sparse or quantized tensor. Store a dense one, or register the buffer with persistent=False."
+    if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
+        return "has elements that share memory, as from expand. Call clone() on it."
+    return None
+
+
+def check_gradients(loss: Tensor, module: ClientModule, entries: Set[str]) -> None:
+    """Raise an error if a trial of the network yielded no gradient, or added parameters or buffers to it.
+
+    Args:
+        loss: The outputs or the loss of the trial.
+        module: The module after the trial.
+        entries: Names of the network's state dict entries before it.
+    """
+    name = class_name(module.backbone)
+    if new := sorted(module.backbone.state_dict().keys() - entries):
+        fix = "Build all layers in the constructor, because the server knows and sends only those."
+        raise ConfigError(f"model: {name} adds {new[0]!r} when it is called. {fix}")
+    if not loss.requires_grad:
+        what = f"the {'loss' if module.trains_itself else 'output'} of {name} does not depend on a trainable parameter"
+        raise ConfigError(f"model: {what}. Remove detach, no_grad or item from its computation.")
+
+
 def check_outputs(outputs: Any, samples: int, expected: int, factory: Any) -> None:
     """Raise an error if a network's outputs for a batch are not a tensor with the dataset's number of outputs.
 
@@ -218,7 +272,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
                 if isinstance(number, float):
                     check_number(f"optimizer.{name}", number, "(-inf, inf)")
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     if trainer.gradient_clip_val:
         trainer.precision_plugin.clip_gradients(optimizer, trainer.gradient_clip_val)
     optimizer.step(lambda: 0.0)

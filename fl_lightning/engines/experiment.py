@@ -12,6 +12,7 @@ from fl_lightning.algorithms.server import ClientStates, Server, participants_pe
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
+from fl_lightning.client.weights import buffer_names
 from fl_lightning.core.errors import ConfigError, blame, check_number, check_positive
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
@@ -75,8 +76,8 @@ class Experiment:
         """Check the `Worker` (model, data, options), and build the server and the evaluator. Nothing is trained yet."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
         with blame("model"):
-            frozen = worker.frozen
-        self.algorithm.start([len(shard.train) for shard in self.data.shards], frozen)
+            frozen, buffers = worker.frozen, frozenset(buffer_names(worker.template.backbone))
+        self.algorithm.start([len(shard.train) for shard in self.data.shards], frozen, buffers)
         worker.check(scaled=self.round_lr_scheduler is not None)
         if self.round_lr_scheduler:
             worker.template.require_optimizer("round_lr_scheduler")

@@ -95,6 +95,7 @@ class ModuleFactory:
             batch_size=self.clients.batch_size,
             new_client=task.new_client,
             stays=self._uploads_stay,
+            logs_losses=False,  # the engine reads them after the fit
             class_counts=self.clients.strata(task.client),
             class_weights=self.clients.loss_weights(task.client),
             optimizer_state=task.memory.get("optimizer", {}),

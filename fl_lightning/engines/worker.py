@@ -39,11 +39,13 @@ from fl_lightning.engines.checks import (
     blame_inputs,
     check_batch_sampler,
     check_class_weights,
+    check_gradients,
     check_optimizer,
     check_options,
     check_outputs,
     check_schedule,
     check_share,
+    check_tensors,
     check_trainer,
     warn_of_cut_steps,
     warn_of_emulation,
@@ -60,7 +62,7 @@ from fl_lightning.engines.trainer import ClientTrainerView, LocalWork, inference
 from fl_lightning.engines.unread_result import UnreadResult, read_results, unread_result
 from fl_lightning.evaluation.extra_metrics import check_measures
 from fl_lightning.models import NetworkFactory
-from fl_lightning.models.wrapped import build_network
+from fl_lightning.models.wrapped import build_network, initialise_lazy_layers
 
 Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
 
@@ -106,6 +108,8 @@ class Worker:
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
         loaded = self.data.data
         backbone = build_network(self.model, loaded.in_shape, loaded.num_classes)
+        initialise_lazy_layers(backbone, loaded.prepare(loaded.x_train[:2]))
+        check_tensors(backbone)
         frozen = {id(parameter): parameter for parameter in backbone.parameters() if not parameter.requires_grad}
         optimizer = self.training.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
         module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler)
@@ -227,10 +231,12 @@ class Worker:
                 term.begin(module)
             module.check_fit()
         x, y = next(iter(self.client_data.ordered_batches(None)))
-        with blame_inputs(x), inference(module, trainer):
+        entries = module.backbone.state_dict().keys()
+        with blame_inputs(x), inference(module, trainer), torch.enable_grad():
             logits = module(x)
         check_outputs(logits, len(x), outputs, self.model)
-        check_measures(scorer.measures, objective, logits, y)
+        check_gradients(logits, module, entries)
+        check_measures(scorer.measures, objective, logits.detach(), y)
 
     def _check_lightning_model(self, trainer: Any) -> None:
         """Check a model that is a LightningModule, and try a step of its training and its optimizer."""
@@ -242,8 +248,10 @@ class Worker:
             module.require_optimizer("lr_scheduler")
         check_lightning_model(module)
         batch = next(iter(self.client_data.ordered_batches(None)))
+        entries = module.backbone.state_dict().keys()
         with blame_inputs(batch[0]), trainer.precision_plugin.train_step_context():
-            own_step(module, batch, 0)
+            loss, _ = own_step(module, batch, 0)
+        check_gradients(loss, module, entries)
         if module.has_own_optimizer:
             with blame("model"):
                 check_optimizer(own_optimizer(module)[1], trainer, self.keeps_optimizer)

@@ -9,12 +9,13 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors
 
 
-class Backbone(nn.Module):
+class Backbone(ArgumentsMixin, nn.Module):
     """A network in two parts: `logits = head(encoder(x))`.
 
     The encoder contains all convolutional (or recurrent) layers and what maps their output to features. The head is

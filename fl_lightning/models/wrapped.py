@@ -253,6 +253,21 @@ def build_network(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes:
     return network
 
 
+def initialise_lazy_layers(network: nn.Module, x: Tensor | Inputs) -> None:
+    """Initialise lazy layers, such as `nn.LazyLinear`, by a forward pass. Without such layers, do nothing.
+
+    Args:
+        network: The network.
+        x: A batch of inputs.
+    """
+    if any(map(torch.nn.parameter.is_lazy, (*network.parameters(), *network.buffers()))):
+        modes = [(layer, layer.training) for layer in network.modules()]
+        with torch.no_grad():
+            network.eval()(x)
+        for layer, training in modes:
+            layer.training = training
+
+
 def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes: int) -> dict[str, Any]:
     """Return `in_shape` and `num_classes` as keyword arguments, each only if the network's factory takes it."""
     values = {"in_shape": in_shape, "num_classes": num_classes}

@@ -7,15 +7,17 @@ import lightning as L
 import pytest
 import torch
 from experiments import experiment, untimed
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning.algorithms import FedAvg
+from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.client.losses import LossRecord
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.arguments import describe
 from fl_lightning.core.errors import ConfigError, NonFiniteError
-from fl_lightning.models import MLP
+from fl_lightning.models import MLP, FromModule
 
 
 class WeightNorm(LossTerm):
@@ -112,6 +114,92 @@ def test_training_losses_reach_a_plain_trainers_logger(tmp_path):
     module = ClientModule(model(), [WeightNorm(1.0)])
     trainer.fit(module, loader())
     assert {"train_loss", "train_ce", "train_weight_norm"} <= trainer.logged_metrics.keys()
+
+
+@plain_lightning
+def test_training_losses_reach_callbacks_without_a_logger():
+    stopping = EarlyStopping("train_loss", patience=1, min_delta=1.0)
+    trainer = quiet_trainer(max_epochs=9, callbacks=[stopping])
+    trainer.fit(ClientModule(model()), loader())
+    assert trainer.current_epoch == 2
+    trainer = quiet_trainer(max_epochs=1)
+    module = ClientModule(model())
+    trainer.fit(module, loader())
+    assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(module.train_losses()["loss"])
+
+
+@plain_lightning
+def test_predict_takes_batches_of_inputs_and_of_training():
+    module, trainer = ClientModule(model()), quiet_trainer()
+    ((x, y),) = loader()
+    for data in (TensorDataset(x, y), TensorDataset(x), list(x)):
+        (outputs,) = trainer.predict(module, DataLoader(data, batch_size=20))
+        assert torch.equal(outputs, module(x))
+
+
+def saved(module, folder, **options):
+    """Fit a module in a plain `Trainer`, and return the path of the checkpoint that Lightning has written."""
+    checkpoint = ModelCheckpoint(folder, **options)
+    plain = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    L.Trainer(accelerator="cpu", max_epochs=2, callbacks=[checkpoint], **plain).fit(module, loader())
+    return checkpoint.best_model_path
+
+
+@plain_lightning
+@pytest.mark.parametrize(
+    "options", [{"monitor": "train_loss"}, {"save_weights_only": True}], ids=["monitor", "weights"]
+)
+def test_a_checkpoint_of_lightning_opens_without_arguments(tmp_path, options):
+    adam = partial(torch.optim.Adam, lr=0.1, betas=(0.8, 0.9))
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
+    module = FedSKC().client_module(model(), adam, schedule)
+    for piece in module.pieces():
+        piece.load(piece.initial(3))
+    path = saved(module, tmp_path / "1", **options)
+    for generation in range(2):
+        opened = ClientModule.load_from_checkpoint(path)
+        assert all(map(torch.equal, opened.state_dict().values(), module.state_dict().values()))
+        assert list(map(describe, opened.terms())) == list(map(describe, module.terms()))
+        optimizer = opened.optimizer_for(opened.backbone.parameters())
+        assert type(optimizer) is torch.optim.Adam
+        assert tuple(optimizer.param_groups[0]["betas"]) == (0.8, 0.9)
+        assert opened.scheduler_factory(optimizer).step_size == 3
+        if not generation:
+            for piece in opened.pieces():
+                piece.load(piece.initial(3))
+            path, module = saved(opened, tmp_path / "2", **options), opened
+
+
+@plain_lightning
+def test_a_checkpoint_of_a_wrapped_module_opens(tmp_path):
+    network = FromModule((4,), 3, "fl_lightning.models.MLP", "head", {"hidden": [5]})
+    module = ClientModule(network)
+    opened = ClientModule.load_from_checkpoint(saved(module, tmp_path))
+    assert opened.state_dict().keys() == module.state_dict().keys()
+    assert isinstance(opened.backbone, FromModule)
+
+
+@plain_lightning
+@pytest.mark.parametrize(
+    ("key", "module"),
+    [
+        ("backbone", lambda: ClientModule(nn.Linear(4, 3))),
+        ("optimizer", lambda: ClientModule(model(), optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))),
+        ("loss_terms", lambda: ClientModule(model(), [WeightNorm(0.3)])),
+    ],
+)
+def test_what_a_checkpoint_cannot_describe_is_named_and_can_be_given(tmp_path, key, module):
+    trained = module()
+    path = saved(trained, tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{key}: .*load_from_checkpoint\(\.\.\., {key}=\.\.\.\)"):
+        ClientModule.load_from_checkpoint(path)
+    given = {
+        "backbone": nn.Linear(4, 3),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "loss_terms": [WeightNorm(0.3)],
+    }
+    opened = ClientModule.load_from_checkpoint(path, **{key: given[key]})
+    assert all(map(torch.equal, opened.state_dict().values(), trained.state_dict().values()))
 
 
 def test_only_the_backbone_is_optimized():

@@ -6,7 +6,7 @@ Constraints", IEEE TNNLS 2020, as implemented in the authors' code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -28,9 +28,15 @@ LAST = "last_update"
 """The section of the client state with the client's last update, which the server has received too."""
 
 
-def update(start: Tensors, end: Tensors) -> Tensor:
-    """Return a client's update `Δ_i`, the change of its parameters by training, as a float64 vector `(P,)`."""
-    before, after = flatten([start, end])
+def update(start: Tensors, end: Tensors, buffers: Collection[str] = ()) -> Tensor:
+    """Return a client's update `Δ_i`, the change of its parameters by training, as a float64 vector `(P,)`.
+
+    Args:
+        start: The received weights.
+        end: The trained weights.
+        buffers: Names of the network's buffers.
+    """
+    before, after = flatten([start, end], buffers)
     return after - before
 
 
@@ -122,7 +128,7 @@ class Splits(Aggregator):
         norms = torch.full((2, existing), torch.nan, dtype=torch.float64)
         for cluster, members in group_by_cluster(folded, clusters):
             start = before[section(cluster)]
-            updates = torch.stack([update(start, upload.message.section("model")) for upload in members])
+            updates = torch.stack([update(start, upload.message.section("model"), self.buffers) for upload in members])
             norms[:, cluster] = self.norms(updates, members)
             allowed = round > self.min_rounds and len(members) > self.min_size
             if allowed and self.should_split(*norms[:, cluster].tolist()):
@@ -251,5 +257,5 @@ class CFL(Algorithm):
 
         The server needs this update if it splits the cluster in a round without this client.
         """
-        latest = update(module.notes[START], upload.section("model")).float()
+        latest = update(module.notes[START], upload.section("model"), self.aggregator.buffers).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

@@ -7,7 +7,7 @@ Decentralized Federated Learning", 2024, where each client serves as its own ser
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -91,13 +91,13 @@ class PeerCriticalFL(PeerAlgorithm):
 
         From a peer in a critical period, it collects only the entries of the model that changed most.
         """
-        return {j: collected_part(message) for j, message in peers.items()}
+        return {j: collected_part(message, self.aggregator.buffers) for j, message in peers.items()}
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
         """Return the mean of each model entry over the client and the peers that sent the entry."""
         uploads = [Upload(-1, own), *received]
         if any(MASK in upload.message.section("model") for upload in uploads):
-            uploads = [Upload(client, mask_message(message)) for client, message in uploads]
+            uploads = [Upload(client, mask_message(message, self.aggregator.buffers)) for client, message in uploads]
         mean = EntryMean()
         return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
 
@@ -123,7 +123,7 @@ class PeerCriticalFL(PeerAlgorithm):
             return Message(message.tensors, message.numbers | {"gradient_norm": 0.0, "peers": self.n_com})
         if module.critical and self.keep < 1:
             model = message.section("model")
-            names = parameter_names(model)
+            names = parameter_names(model, self.aggregator.buffers)
             before = {name: module.received[name].to(model[name]) for name in names}
             changed = largest_changes(flatten_entries(model, names) - flatten_entries(before, names), self.keep)
             message = message.plus({CHANGED: {"entries": pack_mask(changed)}})
@@ -139,21 +139,21 @@ class PeerCriticalFL(PeerAlgorithm):
         return kept | {DETECTOR: module.notes[DETECTOR]} if module.round else kept
 
 
-def collected_part(publication: Message) -> Message:
+def collected_part(publication: Message, buffers: Collection[str] = ()) -> Message:
     """Return the message that peers collect. In a critical period, its model has only the entries that changed most."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
     changed = publication.section(CHANGED)
     if not changed:
         return Message(publication.tensors, numbers)
     model = publication.section("model")
-    names = parameter_names(model)
+    names = parameter_names(model, buffers)
     size = sum(model[name].numel() for name in names)
     chosen = unpack_mask(changed["entries"], torch.Size([size]))
     rest = publication.without("model").without(CHANGED)
     return Message(rest.plus({"model": mask_entries(model, names, chosen)}).tensors, numbers)
 
 
-def mask_message(message: Message) -> Message:
+def mask_message(message: Message, buffers: Collection[str] = ()) -> Message:
     """Return a message with its model in masked form: a mask of the sent entries, and a vector of their values.
 
     A model in this form does not change. A whole model gets a mask of ones.
@@ -161,6 +161,6 @@ def mask_message(message: Message) -> Message:
     model = message.section("model")
     if MASK in model:
         return message
-    names = parameter_names(model)
+    names = parameter_names(model, buffers)
     everything = torch.ones(sum(model[name].numel() for name in names), dtype=torch.bool)
     return message.without("model").plus({"model": mask_entries(model, names, everything)})

@@ -39,8 +39,8 @@ def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[
     sizes = {name: shape.numel() for name, shape in shapes.items()}
     if dense_ratio >= 1:
         return dict.fromkeys(sizes, 1.0)
-    raw = {name: (sum(shape) or 1) / sizes[name] for name, shape in shapes.items()}
-    full: set[str] = set()
+    full = {name for name, size in sizes.items() if not size}
+    raw = {name: (sum(shape) or 1) / sizes[name] for name, shape in shapes.items() if name not in full}
     while True:
         budget = dense_ratio * sum(sizes.values()) - sum(sizes[name] for name in full)
         epsilon = budget / sum(raw[name] * sizes[name] for name in sizes if name not in full)

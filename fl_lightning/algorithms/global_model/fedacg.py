@@ -43,7 +43,7 @@ class LookAhead(WeightedMean):
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return a momentum of zero."""
-        return {MOMENTUM: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+        return {MOMENTUM: {name: torch.zeros_like(model[name]) for name in parameter_names(model, self.buffers)}}
 
     def model_for(self, state: State, client: int) -> Tensors:
         """Return the weights that clients start from, `x + λ m`: the model `x` moved ahead along the momentum `m`."""

@@ -61,7 +61,8 @@ class ClientMomentum(LossTerm):
         """Keep the fit's learning rate, and move the server's descent direction `Δ` to the device of the parameters."""
         self.lr = plain_sgd_rate(module, self.method)
         parameters = dict(module.backbone.named_parameters())
-        self._direction = {name: value.to(parameters[name]) for name, value in (self._direction or {}).items()}
+        received = (self._direction or {}).items()
+        self._direction = {name: value.to(parameters[name]) for name, value in received if name in parameters}
 
     def forward(self, step: Step) -> Tensor:
         """Return the loss `(1 - α) <Δ, w>` at the current weights `w`, or zero if no direction `Δ` was received."""
@@ -108,7 +109,7 @@ class DirectionServer(ServerStep):
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the initial descent direction `Δ`, all zeros."""
-        return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model)}}
+        return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model, self.buffers)}}
 
     def fold(self, uploads: Iterable[Upload]) -> PathMeans:  # type: ignore[override]
         """Return an unweighted mean of the uploaded models, and a mean weighted by `1 / (steps * learning rate)`.

@@ -80,7 +80,7 @@ class NormalizedAveraging(Aggregator):
         parameters, others, samples, steps, inverse = RunningMean(), RunningMean(), 0.0, 0.0, 0.0
         for upload in uploads:
             model, n, length = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]
-            names = set(parameter_names(model))
+            names = set(parameter_names(model, self.buffers))
             weight = n / length if length else 0.0  # a client without steps does not move the model
             parameters.add({name: value for name, value in model.items() if name in names}, weight)
             others.add({name: value for name, value in model.items() if name not in names}, n)

@@ -204,7 +204,7 @@ class DualAggregation(Aggregator):
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
         """Return the weighted mean of the clients' models, `w = Σ ξ_k w_k` (Eq. 16), and the weights `ξ_k`."""
         models = [upload.message.section("model") for upload in folded]
-        weights = dual_weights(flatten(models))
+        weights = dual_weights(flatten(models, self.buffers))
         clients = torch.tensor([upload.client for upload in folded])
         return {
             "model": weighted_mean(models, weights.tolist()),

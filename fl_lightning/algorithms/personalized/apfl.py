@@ -17,7 +17,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weight
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.sgd import check_step_per_batch
-from fl_lightning.client.weights import kept_model, load_weights, to_cpu, trainable_parameters
+from fl_lightning.client.weights import buffer_names, kept_model, load_weights, to_cpu, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.seeding import RandomStates
@@ -68,7 +68,8 @@ class MixedModels(ClientModule):
         """Return the mixture `v̄ = α v + (1 - α) w` of own and shared parameters, differentiable in `v` only."""
         shared = dict(self.backbone.named_parameters())
         own = trainable_parameters(self.own)
-        return {name: self.alpha * v + (1 - self.alpha) * shared[name].detach() for name, v in own.items()}
+        mixed = {name: self.alpha * v + (1 - self.alpha) * shared[name].detach() for name, v in own.items()}
+        return {name: value.to(own[name].dtype) for name, value in mixed.items()}  # α promotes a 0-dim parameter
 
     def _train_own(self, x: Tensor, y: Tensor) -> None:
         mixed, own = self.mixture(), dict(self.own.named_parameters())
@@ -80,7 +81,7 @@ class MixedModels(ClientModule):
             self._adapt(gradients)
         self.own_optimizer.zero_grad()
         for name, gradient in gradients.items():
-            own[name].grad = share * gradient
+            own[name].grad = (share * gradient).to(gradient.dtype)
         self.clip_gradients(self.own_optimizer)
         self.own_optimizer.step()
         torch.clear_autocast_cache()  # it may contain weights from before the step
@@ -158,5 +159,6 @@ class APFL(Algorithm):
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Load the mixture of the client's own and the shared model, for evaluation."""
         mixed = mixed_models(module)
-        statistics = {name: value for name, value in mixed.own.state_dict().items() if name not in self.fixed}
+        buffers = buffer_names(mixed.own)  # not the second names of tied parameters
+        statistics = {name: value for name, value in mixed.own.state_dict().items() if name in buffers}
         load_weights(module.backbone, statistics | {name: p.detach() for name, p in mixed.mixture().items()})

@@ -96,7 +96,7 @@ class MixedModule(ClientModule):
             core: The parameters of `c_i`.
             others: The parameters of all clients' cores, as for `personal_model`.
         """
-        like = next(self.backbone.parameters())
+        like = next(iter(trainable_parameters(self.backbone).values()))
         self.client = client
         self.core = nn.ParameterList([nn.Parameter(value.detach().to(like, copy=True)) for value in core])
         self.ratios = nn.Parameter(ratios.detach().to(like, copy=True))

@@ -149,7 +149,7 @@ class FedAMP(Algorithm):
         if not peers:
             return own
         others = [state.peer(j) for j in peers]
-        one, *rest = flatten([own, *others])
+        one, *rest = flatten([own, *others], self.aggregator.buffers)
         weights = self.weights(one, rest)
         return weighted_mean([own, *others], [max(0.0, 1 - weights.sum().item()), *weights.tolist()])
 

@@ -215,7 +215,7 @@ class FedFomo(Algorithm):
             return evaluate(module, batches, module.objective).values["loss"]
 
         with torch.no_grad():
-            before, (start, *ends) = loss(previous), flatten([previous, *models])
+            before, (start, *ends) = loss(previous), flatten([previous, *models], self.aggregator.buffers)
             gains = [
                 model_benefit(before, loss(model), float((end - start).norm()))
                 for model, end in zip(models, ends, strict=True)
