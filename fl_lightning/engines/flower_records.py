@@ -6,18 +6,18 @@ of its own. Records hold tensors, numbers and texts. Nothing in them is unpickle
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.errors import ConfigError, FLError, one_short_line
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, failed_result
+from fl_lightning.engines.flower_checks import BadMessage, Contents, check_contents, quote
 
 if TYPE_CHECKING:
     from flwr.app import Message as FlowerMessage
@@ -39,20 +39,6 @@ def import_flower() -> ModuleType:
     except ImportError as error:
         raise ConfigError("engine: FlowerEngine needs flwr; pip install 'fl-lightning[flower]'") from error
     return flwr.app
-
-
-class BadMessage(FLError):
-    """A message of a client or of the server is not as expected, and is not used."""
-
-    exit_code = 1
-
-
-class Contents(NamedTuple):
-    """The content of a message: tensors by name, numbers by name, and plain values by name."""
-
-    tensors: Tensors
-    numbers: dict[str, int | float]
-    values: dict[str, Any]
 
 
 def pack(tensors: Tensors, numbers: Mapping[str, int | float], values: Mapping[str, Any]) -> RecordDict:
@@ -89,11 +75,10 @@ def unpack(records: Any, most_bytes: float) -> Contents:
         if len(tensors) != len(found):
             raise BadMessage("the message names other tensors than it holds")
     except (KeyError, AttributeError, TypeError, ValueError, SafetensorError) as error:
-        raise BadMessage(f"the message is damaged ({type(error).__name__}: {one_line(error)})") from error
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise BadMessage(f"{one_line(name)} contains NaN or Inf")
-    return Contents(tensors, numbers, values)
+        raise BadMessage(f"the message is damaged ({type(error).__name__}: {one_short_line(error)})") from error
+    contents = Contents(tensors, numbers, values)
+    check_contents(contents)
+    return contents
 
 
 TOO_LARGE = "the message is too large: "
@@ -108,7 +93,7 @@ def describe_excess(size: float, most_bytes: float) -> str:
 def read_excess(answer: FlowerMessage) -> str:
     """Return the error text of an answer that was too large to be received; empty for other answers."""
     reason = answer.error.reason if answer.has_error() else None
-    return "".join(one_line(reason or "").partition(TOO_LARGE)[1:])
+    return one_short_line("".join((reason or "").partition(TOO_LARGE)[1:]))
 
 
 def limit_answers(client: Any, most_bytes: float) -> None:
@@ -168,7 +153,8 @@ def unpack_task(contents: Contents, memory: State) -> Task:
     """
     values = contents.values
     kinds: dict[str, type] = {"round": int, "client": int, "lr_scale": float, **dict.fromkeys(FLAGS, bool)}
-    if wrong := [name for name, kind in kinds.items() if type(values.get(name)) is not kind]:
+    wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
+    if wrong := wrong or [name for name in ("round", "client", "lr_scale") if values[name] < 0]:
         raise BadMessage(f"the task has no valid {wrong[0]}")
     options = {name: values[name] for name in ("lr_scale", *FLAGS)}
     return Task(values["round"], values["client"], Message(contents.tensors, contents.numbers), memory, **options)
@@ -192,15 +178,14 @@ def pack_result(result: Result, public: str | None) -> RecordDict:
     tensors |= {f"public/{name}": value for name, value in shared.items()}
     numbers = with_prefix("upload", upload.numbers) | with_prefix("losses", result.losses)
     numbers |= with_prefix("logged", result.logged)
-    for name, score in (("local", result.local), ("on_global", result.on_global)):
-        if score:
-            numbers |= {f"{name}/n": score.n, **with_prefix(f"{name}/values", score.values)}
+    if result.local:
+        numbers |= {"local/n": result.local.n, **with_prefix("local/values", result.local.values)}
     return pack(tensors, numbers, {"uploads": result.upload is not None})
 
 
 def pack_failure(reason: str) -> RecordDict:
     """Pack the reason why a client cannot run a task into Flower's records. The client sends them as its answer."""
-    return pack({}, {}, {"failure": reason[:1000]})
+    return pack({}, {}, {"failure": one_short_line(reason)})
 
 
 def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
@@ -213,20 +198,21 @@ def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
     """
     failure = contents.values.get("failure")
     if isinstance(failure, str):
-        return failed_result(task, FLError(one_line(failure)))
+        return failed_result(task, FLError(one_short_line(failure)))
     if contents.values.get("uploads") is not task.upload:
         raise BadMessage("the answer is not that of the task")
+    starts = *["upload/"] * task.upload, *["public/"] * (public is not None), "losses/", "logged/", "local/"
+    if unknown := [name for name in (*contents.tensors, *contents.numbers) if not name.startswith(starts)]:
+        raise BadMessage(f"the answer has more than that of the task, such as {quote(unknown[0])}")
     tensors, numbers = (Sections(part) for part in (contents.tensors, contents.numbers))
     upload = Message(tensors["upload"], numbers["upload"]) if task.upload else None
     memory = {public: shared} if public and (shared := tensors["public"]) else {}
-    local, on_global = (
-        Score(int(contents.numbers[f"{name}/n"]), numbers[f"{name}/values"])
-        if f"{name}/n" in contents.numbers
-        else None
-        for name in ("local", "on_global")
-    )
-    losses, logged = numbers["losses"], numbers["logged"]
-    return Result(task.client, task.download.nbytes, upload, memory, losses, logged, local, on_global)
+    local, n = None, contents.numbers.get("local/n")
+    if n is not None:
+        if not isinstance(n, int):
+            raise BadMessage("the answer's number of test samples is no whole number")
+        local = Score(n, numbers["local/values"])
+    return Result(task.client, task.download.nbytes, upload, memory, numbers["losses"], numbers["logged"], local)
 
 
 class Sections:
@@ -244,30 +230,3 @@ class Sections:
 def with_prefix(prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries with `prefix/` before each name."""
     return {f"{prefix}/{name}": value for name, value in entries.items()}
-
-
-def check_upload(upload: Message, model: Tensors, names: Sequence[str] | None, n_samples: int) -> None:
-    """Raise an error if a client's upload does not match the network, or if a number in it is wrong.
-
-    Args:
-        upload: The upload.
-        model: The state dict of the network.
-        names: The entries of the network that a client uploads; None if they differ between clients.
-        n_samples: The number of training samples that the client announced before round 1.
-
-    Raises:
-        BadMessage: An entry is missing, has another shape or dtype than the network's, or a number is wrong.
-    """
-    sent = upload.section("model")
-    if names is not None and sent.keys() != set(names):
-        first = min(sent.keys() ^ set(names))
-        raise BadMessage(f"the upload has other entries than the network: {one_line(first)}")
-    for name in sent.keys() & model.keys():
-        if sent[name].shape != model[name].shape or sent[name].dtype != model[name].dtype:
-            held, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (sent[name], model[name]))
-            raise BadMessage(f"the upload's {one_line(name)} is {held} instead of {wanted}")
-    if upload.numbers.get("n_samples", None if names else n_samples) != n_samples:
-        what = f"{upload.numbers.get('n_samples')} instead of {n_samples}"
-        raise BadMessage(f"the upload has another number of samples than the client announced: {what}")
-    if wrong := [name for name, number in upload.numbers.items() if not torch.tensor(number).isfinite()]:
-        raise BadMessage(f"the upload's {one_line(wrong[0])} is NaN or Inf")
