@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -17,6 +16,7 @@ from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.remote import DataDescription, check_same_form
 from fl_lightning.engines.base import Engine
+from fl_lightning.engines.flower_adapter import import_flower, push_message
 from fl_lightning.engines.flower_checks import (
     BadMessage,
     check_result,
@@ -27,7 +27,6 @@ from fl_lightning.engines.flower_checks import (
 )
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
-    import_flower,
     pack,
     pack_task,
     read_excess,
@@ -342,14 +341,10 @@ class ClientLink:
 
     def _push(self, message: Message) -> str:
         """Send a message, and return its id. Sending is repeated until the SuperLink has received the whole message."""
-        from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
-
-        while True:
-            with suppress(ObjectPushError):
-                (sent,) = self._call(self.grid.push_messages, [message])
-                return sent
+        while (sent := self._call(push_message, self.grid, message)) is None:
             self.check_interrupt()
             time.sleep(POLL)
+        return str(sent)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of Flower's grid in another thread, so that a signal can interrupt its endless retries."""

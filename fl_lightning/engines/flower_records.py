@@ -7,16 +7,16 @@ of its own. Records hold tensors, numbers and texts. Nothing in them is unpickle
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from fl_lightning.core.errors import ConfigError, FLError, one_short_line
+from fl_lightning.core.errors import FLError, one_short_line
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, failed_result
+from fl_lightning.engines.flower_adapter import import_flower
 from fl_lightning.engines.flower_checks import BadMessage, Contents, check_contents, quote
 
 if TYPE_CHECKING:
@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 MEGABYTE = 1 << 20
 FLAGS = ("fit", "upload", "evaluate", "evaluate_globally", "keep_model")
 """Fields of a `Task` that say what to do."""
-
-
-def import_flower() -> ModuleType:
-    """Import and return Flower's package `flwr.app`.
-
-    Raises:
-        ConfigError: Flower is not installed.
-    """
-    try:
-        import flwr.app
-    except ImportError as error:
-        raise ConfigError("engine: FlowerEngine needs flwr; pip install 'fl-lightning[flower]'") from error
-    return flwr.app
 
 
 def pack(tensors: Tensors, numbers: Mapping[str, int | float], values: Mapping[str, Any]) -> RecordDict:
@@ -94,39 +81,6 @@ def read_excess(answer: FlowerMessage) -> str:
     """Return the error text of an answer that was too large to be received; empty for other answers."""
     reason = answer.error.reason if answer.has_error() else None
     return one_short_line("".join((reason or "").partition(TOO_LARGE)[1:]))
-
-
-def limit_answers(client: Any, most_bytes: float) -> None:
-    """Make Flower stop receiving a message once it exceeds `most_bytes`, before it fills the memory.
-
-    Flower then returns an error with the text of `describe_excess` in place of the message.
-
-    Args:
-        client: Flower's client of the Runtime API, two of whose methods are replaced.
-        most_bytes: Largest size of a message that is accepted.
-    """
-    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
-
-    pull_messages, pull_object = client.PullMessages, client.PullObject
-    sizes: dict[str, list[int]] = {}  # by the id of a part that has not arrived: what has arrived of its message
-
-    def note_parts(request: Any) -> Any:
-        answer = pull_messages(request)
-        for tree in answer.message_object_trees:
-            size = [0]
-            sizes.update((part.object_id, size) for part in iterate_object_tree(tree))
-        return answer
-
-    def count_part(request: Any) -> Any:
-        answer = pull_object(request)
-        if answer.object_available and (size := sizes.pop(request.object_id, None)):
-            size[0] += len(answer.object_content)
-            if size[0] > most_bytes:
-                raise ObjectPullError(request.object_id, describe_excess(size[0], most_bytes))
-        return answer
-
-    client.PullMessages, client.PullObject = note_parts, count_part
 
 
 # --- Tasks -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from fl_lightning.engines.flower_checks import (
     Contents,
     check_contents,
     check_result,
+    check_upload,
     check_versions,
     expected_answer,
     installed_versions,
@@ -130,6 +131,14 @@ def test_another_number_of_samples_is_refused(worker, honest, n):
         check(worker, task, changed(result, "local", n=n))
     with pytest.raises(BadMessage, match=f"{n} instead of {result.upload.numbers['n_samples']}"):
         check(worker, task, changed(result, "upload", n_samples=n))
+
+
+def test_an_upload_without_a_number_of_samples_is_refused_unless_it_is_empty():
+    with pytest.raises(BadMessage, match="None instead of 5"):
+        check_upload(Message({"control/w": torch.zeros(1)}), {}, None, 5)
+    check_upload(Message(), {}, None, 5)  # as of the method Local
+    with pytest.raises(BadMessage, match="None instead of 5"):
+        check_upload(Message(), {}, [], 5)
 
 
 @pytest.mark.parametrize(("name", "value"), [("acc", 99.0), ("acc", -0.01), ("recall", 1.5)])

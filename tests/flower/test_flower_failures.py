@@ -21,7 +21,8 @@ from fl_lightning.core.task import Result
 from fl_lightning.core.trusted_imports import Untrusted, untrusted
 from fl_lightning.engines import flower as engine_module
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
-from fl_lightning.engines.flower_records import MEGABYTE, describe_excess, limit_answers, pack, unpack
+from fl_lightning.engines.flower_adapter import limit_answers
+from fl_lightning.engines.flower_records import MEGABYTE, describe_excess, pack, unpack
 from fl_lightning.flower.node import Node
 
 pytestmark = pytest.mark.usefixtures("flower", "one_thread")
@@ -445,7 +446,7 @@ def test_the_parts_of_a_message_are_counted_while_they_arrive():
             object_available=request.ready, object_content=b"x" * MEGABYTE * request.ready
         ),
     )
-    limit_answers(client, 3 * MEGABYTE)
+    limit_answers(client, 3 * MEGABYTE, describe_excess)
     client.PullMessages(None)
 
     def pull(name, ready=True):

@@ -358,7 +358,7 @@ def test_a_repeated_refusal_is_reported_once(monkeypatch):
     attempts, lines = ["not registered", "not registered", None, "not registered"], []
 
     @contextmanager
-    def open_connection(*_):
+    def open_connection(*_, refuse):
         if not attempts:
             raise KeyboardInterrupt
         if reason := attempts.pop(0):
