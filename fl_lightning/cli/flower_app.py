@@ -28,7 +28,8 @@ from fl_lightning.core.interrupt import raise_on_signal
 from fl_lightning.core.trusted_imports import Untrusted, begin
 from fl_lightning.data.remote import RemoteClients
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
-from fl_lightning.engines.flower_records import MEGABYTE, limit_answers
+from fl_lightning.engines.flower_adapter import limit_answers
+from fl_lightning.engines.flower_records import MEGABYTE, describe_excess
 from fl_lightning.flower.server_run import start_run
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.trust import restrict_and_load_config
@@ -81,7 +82,8 @@ def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Gr
     """
     engine, dataset = remote_parts(run)
     if client := getattr(grid, "_runtime_client", None):
-        limit_answers(client, (engine.max_megabytes + 1) * MEGABYTE)  # 1 MB for what is not tensors
+        most_bytes = (engine.max_megabytes + 1) * MEGABYTE  # 1 MB for what is not tensors
+        limit_answers(client, most_bytes, describe_excess)
     link = ClientLink(grid)
     found, before = link.find(dataset.clients, engine.wait, partial(print, flush=True)), dataset.described
     if resume and before and found != before:

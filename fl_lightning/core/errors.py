@@ -94,6 +94,22 @@ def one_line(error: BaseException | str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
 
 
+LONGEST = 500
+"""Maximum length of a text from another machine in a message."""
+
+
+def one_short_line(error: BaseException | str, longest: int = LONGEST) -> str:
+    """Return `one_line` of an error or a text from another machine, cut off with `…` if it is too long."""
+    text = one_line(error if isinstance(error, BaseException) else error[: 4 * longest])
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the text of an error in one line. The errors of other libraries begin with the name of their class."""
+    text = one_line(error)
+    return text if isinstance(error, FLError) else ": ".join(filter(None, (type(error).__name__, text)))
+
+
 def locate_user_code(error: BaseException) -> str:
     """Return the file and line of the user's code that raised an error, as ` (mine.py, line 7)`; empty if not found.
 

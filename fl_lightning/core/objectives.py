@@ -37,6 +37,8 @@ class Objective(Capable, ABC):
         classes: Whether each label is one class, which partitions by class and methods that compare classes require.
         weights: Weights of the classes in `loss`, `(C,)`, if `weighted` has set them. Evaluation does not use them.
         weighs_classes: Whether `loss` uses `weights`, so that `class_weights` can be set.
+        bounds: Lowest and highest possible value of metrics in `sums`, by name. Metrics that a client's own machine
+            sends are checked against them.
     """
 
     capabilities: ClassVar = {"weighs_classes": ("loss",)}
@@ -48,6 +50,7 @@ class Objective(Capable, ABC):
     count: str = "num_outputs"
     fewest: int = 1
     classes: bool = False
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {}
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
@@ -149,6 +152,7 @@ class Classification(Objective):
 
     term, kind, count, fewest, classes = "ce", "Multiclass", "num_classes", 2, True
     weighs_classes = True
+    bounds: ClassVar = {"acc": (0.0, 1.0)}
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         if not 0 <= label_smoothing < 1:
@@ -210,6 +214,7 @@ class MultiLabel(Objective):
 
     term, kind, count = "bce", "Multilabel", "num_labels"
     weighs_classes = True
+    bounds: ClassVar = {"acc": (0.0, 1.0)}
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the binary cross-entropy of logits `(B, L)` and labels `(B, L)` of 0 and 1.
@@ -256,6 +261,8 @@ class Regression(Objective):
     Raises:
         ConfigError: `criterion` is not one of these.
     """
+
+    bounds: ClassVar = {"mae": (0.0, float("inf"))}
 
     def __init__(self, criterion: Literal["mse", "l1", "huber"] = "mse") -> None:
         if criterion not in CRITERIA:

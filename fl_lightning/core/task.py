@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fl_lightning.core.errors import ClientFailure, FLError, NonFiniteError, locate_user_code, one_line
+from fl_lightning.core.errors import ClientFailure, NonFiniteError, describe_error, locate_user_code
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
 
@@ -102,9 +102,7 @@ def failed_result(task: Task, error: BaseException) -> Result:
     """
     if is_interrupt(error):
         raise error
-    message = one_line(error)
-    reason = message if isinstance(error, FLError) else ": ".join(filter(None, (type(error).__name__, message)))
-    failure = ClientFailure(task.client, task.round, reason)
+    failure = ClientFailure(task.client, task.round, describe_error(error))
     failure.__cause__, failure.place = error, locate_user_code(error)
     failure.diverged = isinstance(error, NonFiniteError)
     return Result(task.client, task.download.nbytes, failure=failure)

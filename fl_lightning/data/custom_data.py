@@ -173,8 +173,8 @@ def _classes(column: pd.Series) -> Labels:
     return Labels(torch.from_numpy(codes.astype(np.int64)), len(values), values.tolist())
 
 
-def read_known_classes(column: pd.Series, classes: Sequence[Any]) -> Labels:
-    """Return the index of each row's label in the list `classes`."""
+def read_known_classes(column: pd.Series, classes: Sequence[Any], place: str = "a class of the schema") -> Labels:
+    """Return the index of each row's label in the list `classes`. The error says that a label is not at this place."""
     import pandas as pd
 
     refuse_missing(column, "label")
@@ -182,7 +182,7 @@ def read_known_classes(column: pd.Series, classes: Sequence[Any]) -> Labels:
     values = column.to_numpy(str if is_text else object)
     codes = pd.Index(list(classes), dtype=object).get_indexer(pd.Series(values).astype(object))
     if (codes < 0).any():
-        raise column_error(column, "label", ", which is not a class of the schema", int(np.argmax(codes < 0)))
+        raise column_error(column, "label", f", which is not {place}", int(np.argmax(codes < 0)))
     return Labels(torch.from_numpy(codes.astype(np.int64)), len(classes), list(classes))
 
 

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,14 @@ class Dataset(ArgumentsMixin, ABC):
         has_statistics: Whether `load` computes statistics, such as a mean or a vocabulary, of the `fitted_rows`.
         fitted: The training samples that these statistics are computed from, ascending; by default all.
         draws_test_set: Whether `load` has drawn the test samples at random, since the data have none.
+        known_classes: Names of all classes, in order, if the data may lack some of them; otherwise None.
     """
 
     objective: Objective | None = None
     has_statistics: bool = False
     fitted: np.ndarray | None = None
     draws_test_set: bool = False
+    known_classes: Sequence[str] | None = None
 
     def fitted_rows(self, train: int) -> np.ndarray:
         """Return the indices of the training samples from which statistics of the inputs are computed, such as means.
@@ -120,6 +122,8 @@ class Dataset(ArgumentsMixin, ABC):
         """
         with naming_class(self.error_prefix):
             data = self.load()
+            if self.known_classes is not None:
+                data = with_classes(data, self.known_classes)
         try:
             check(data, objective or self.objective)
         except ValueError as error:
@@ -130,6 +134,34 @@ class Dataset(ArgumentsMixin, ABC):
     def error_prefix(self) -> str:
         """Return the beginning of error messages about the data: the config key and the class."""
         return f"scenario.dataset: {type(self).__name__}"
+
+
+def with_classes(data: LoadedData, classes: Sequence[str]) -> LoadedData:
+    """Return loaded data whose classes are those of a list, in its order. The data may lack some of them.
+
+    Raises:
+        ConfigError: The labels are not classes, or the data have a class that is not in the list.
+    """
+    y = data.y_train
+    if data.schema is not None or y.is_floating_point() or y.ndim > 1:
+        why = "the classes of a table are in its schema.json" if data.schema else "the labels are not classes"
+        raise ConfigError(f"classes: {why}. Leave it out")
+    names = data.class_names
+    if names is None and data.num_classes > len(classes):
+        raise ConfigError(f"classes: the data have {data.num_classes} classes, the list {len(classes)}. List them all")
+    y_test = data.y_test
+    if names is not None:
+        refuse_unknown_classes(names, classes)
+        index = torch.tensor([classes.index(name) for name in names])
+        # labels below 0 are refused later
+        y, y_test = (torch.where(labels < 0, labels, index[labels]) for labels in (y, y_test))
+    return replace(data, y_train=y, y_test=y_test, num_classes=len(classes), class_names=list(classes))
+
+
+def refuse_unknown_classes(names: Iterable[str], classes: Sequence[str]) -> None:
+    """Raise a `ConfigError` if the data have a class that is not in the list of all classes."""
+    if unknown := [name for name in names if name not in classes]:
+        raise ConfigError(f"classes: the data have the class {one_line(repr(unknown[0]))}, which is not listed. Add it")
 
 
 @contextmanager

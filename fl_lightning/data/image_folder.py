@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
+from fl_lightning.data.datasets import refuse_unknown_classes
 from fl_lightning.data.files import BadFile, files_in, naming_file
 from fl_lightning.data.image_files import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
@@ -105,7 +106,7 @@ class ImageFolder(CustomDataset):
         if "split" in frame:
             frame, test = pattern.select_splits(frame)
         values, y = np.unique(frame["class"].to_numpy(str), return_inverse=True)
-        if len(values) < 2:
+        if len(values) < 2 and not self.known_classes:
             raise pattern.error(f"finds only the class {one_line(values[0])}. Images need at least two classes")
         client = None
         if "client" in frame:
@@ -127,7 +128,11 @@ class ImageFolder(CustomDataset):
             raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
 
     def _classes(self, folder: Path) -> list[str]:
-        if len(classes := subfolders(folder)) < 2:
+        classes = subfolders(folder)
+        if self.known_classes is not None:
+            refuse_unknown_classes(classes, self.known_classes)
+            return list(self.known_classes)
+        if len(classes) < 2:
             what = f"has {len(classes)} folder(s). It needs one per class"
             raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: {what}")
         return classes

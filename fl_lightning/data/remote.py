@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -27,6 +27,12 @@ Labels = Literal["classes", "labels", "numbers"]
 INPUTS = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 """Dtypes of inputs."""
 
+LONGEST_CLASS = 200
+"""Maximum length of a class name that clients and server exchange."""
+
+MOST_CLASSES_SHOWN = 6
+"""Number of classes above which an error message has only the first that differs."""
+
 OTHER_SCHEMA = "another schema. Give the server and all clients the same schema.json"
 """Says how the encodings of two tables differ, and what to do."""
 
@@ -44,6 +50,7 @@ class DataDescription:
         labels: The kind of labels.
         digest: SHA-256 digest of the client's samples, by which a change between rounds is noticed.
         schema: `TableSchema.digest` of the encoding of the client's table; empty for other data.
+        classes: Names of the classes in the order of the network's outputs; empty if they have no names.
     """
 
     train: int
@@ -54,11 +61,26 @@ class DataDescription:
     labels: Labels
     digest: str
     schema: str = ""
+    classes: list[str] = field(default_factory=list)
 
     @property
     def form(self) -> dict[str, Any]:
         """Return the fields of the description that must be equal for all clients, such as shape and dtype."""
         return {key: value for key, value in asdict(self).items() if key not in ("train", "test", "digest")}
+
+
+class DescriptionFields(TypedDict, total=False):
+    """The fields of a `DataDescription` in a config. With their types, a class named `no` or `1e3` stays a text."""
+
+    train: int
+    test: int
+    in_shape: list[int]
+    inputs: str
+    outputs: int
+    labels: Labels
+    digest: str
+    schema: str
+    classes: list[str]
 
 
 class RemoteClients(Dataset):
@@ -79,7 +101,7 @@ class RemoteClients(Dataset):
     def __init__(
         self,
         clients: int,
-        described: list[dict[str, Any]] | None = None,
+        described: list[DescriptionFields] | None = None,
         test: Dataset | None = None,
         schema: str | None = None,
     ) -> None:
@@ -103,7 +125,8 @@ class RemoteClients(Dataset):
         first, rows = self.described[0], sum(each.train + each.test for each in self.described)
         x = torch.zeros(1, dtype=INPUTS[first.inputs]).expand(rows, *first.in_shape)
         y = placeholder_labels(first.labels, rows, first.outputs)
-        common: dict[str, Any] = {}
+        names = next((each.classes for each in self.described if each.classes), None)
+        common: dict[str, Any] = {"class_names": names} if names else {}
         if self.schema:
             if first.schema not in ("", self.schema.digest):  # arrays are encoded already
                 raise ConfigError(f"scenario.dataset.schema: the clients' tables have {OTHER_SCHEMA}")
@@ -171,17 +194,56 @@ def describe(data: LoadedData, shard: Shard, digest: str) -> DataDescription:
     labels: Labels = "numbers" if y.is_floating_point() else "labels" if y.ndim > 1 else "classes"
     inputs = str(data.x_train.dtype).removeprefix("torch.")
     counts = len(shard.train), len(shard.test)
-    schema = data.schema.digest if data.schema else ""
-    return DataDescription(*counts, [*data.x_train.shape[1:]], inputs, data.num_classes, labels, digest, schema)
+    schema, names = data.schema.digest if data.schema else "", list(data.class_names or [])
+    classes = names if are_class_names(names, data.num_classes) else []
+    shape = [*data.x_train.shape[1:]]
+    return DataDescription(*counts, shape, inputs, data.num_classes, labels, digest, schema, classes)
+
+
+def are_class_names(names: Sequence[Any], outputs: int) -> bool:
+    """Return whether these are names of all classes: a different text for each, printable and not too long."""
+    texts = [name for name in names if isinstance(name, str) and name.isprintable() and 0 < len(name) <= LONGEST_CLASS]
+    return len(texts) == len(names) == len({*texts}) == outputs
+
+
+def check_same_form(described: Sequence[DataDescription]) -> None:
+    """Check that the data of all clients have the same form, such as shape, dtype and classes.
+
+    Raises:
+        ConfigError: Names two clients whose data differ, and the difference.
+    """
+    named = next((client for client, each in enumerate(described) if each.classes), 0)
+    for client, each in enumerate(described):
+        for other in (0, named):
+            if differences := describe_differences(each.form, described[other].form):
+                raise ConfigError(f"client {client}: its data are unlike those of client {other}: {differences}")
 
 
 def describe_differences(form: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return a text that lists the differences between two clients' data, such as in shape; empty if there are none."""
-    return ", ".join(
-        OTHER_SCHEMA if key == "schema" else f"{key} {form[key]} instead of {other[key]}"
-        for key in form
-        if form[key] != other[key]
-    )
+    """Return a text that lists the differences between two clients' data, such as in shape; empty if there are none.
+
+    Classes without names are not compared.
+    """
+    texts = []
+    for key in form:
+        if form[key] == other[key] or (key == "classes" and not (form[key] and other[key])):
+            continue
+        if key == "schema":
+            texts.append(OTHER_SCHEMA)
+        elif key == "classes":
+            texts.append(describe_other_classes(form[key], other[key]))
+        else:
+            texts.append(f"{key} {form[key]} instead of {other[key]}")
+    return ", ".join(texts)
+
+
+def describe_other_classes(classes: Sequence[str], others: Sequence[str]) -> str:
+    """Return a text with the names of two clients' classes, or of the first that differ, and how to make them equal."""
+    if max(len(classes), len(others)) > MOST_CLASSES_SHOWN:
+        first = next((i for i, (one, other) in enumerate(zip(classes, others, strict=False)) if one != other), -1)
+        classes, others = ([names[first]] for names in (classes, others))
+    fix = "List the classes of all clients, in the same order, under classes in each client.yaml"
+    return f"classes {', '.join(classes)} instead of {', '.join(others)}. {fix}"
 
 
 def placeholder_labels(labels: Labels, rows: int, outputs: int) -> Tensor:

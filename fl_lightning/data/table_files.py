@@ -23,6 +23,7 @@ from fl_lightning.data.custom_data import (
     column_error,
     existing_path,
     find_column,
+    read_known_classes,
     read_labels,
     refuse_missing,
 )
@@ -94,6 +95,8 @@ class FileTable(CustomDataset):
         return Samples((frame, classes), labels, client, test)
 
     def _read_labels(self, columns: Sequence[pd.Series]) -> Labels:
+        if self.known_classes is not None and len(columns) == 1:
+            return read_known_classes(columns[0], self.known_classes, "listed under classes")
         return read_labels(columns, self.regression)
 
     def _text_columns(self) -> Collection[str]:

@@ -6,22 +6,27 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from fl_lightning.core.errors import ConfigError, FLError, check_number
+from fl_lightning.core.errors import ConfigError, FLError, check_number, describe_error, one_short_line
 from fl_lightning.core.names import join_names
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.core.trusted_imports import require_trust
-from fl_lightning.data.remote import INPUTS, DataDescription, Labels, RemoteData, describe_differences
+from fl_lightning.data.remote import DataDescription, check_same_form
 from fl_lightning.engines.base import Engine
+from fl_lightning.engines.flower_adapter import import_flower, push_message
+from fl_lightning.engines.flower_checks import (
+    BadMessage,
+    check_result,
+    check_versions,
+    expected_answer,
+    installed_versions,
+    read_description,
+)
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
-    BadMessage,
-    check_upload,
-    import_flower,
     pack,
     pack_task,
     read_excess,
@@ -39,6 +44,7 @@ PATIENCE = 0.5  # seconds to wait for the SuperLink before signals and deadlines
 THREADS = 16  # requests to the SuperLink at a time
 ASK = 3.0  # seconds after which a machine that has not answered is asked for its description
 ASK_AGAIN = 10.0  # seconds after which it is asked again: the machine may have been killed with the question
+RETURN = 5.0  # seconds that a machine has to come back in a round, if it did not answer in time in its last round
 
 
 class NoAnswer(FLError):
@@ -53,13 +59,30 @@ class Waiting:
 
     Args:
         task: The task.
-        deadline: The value of `time.monotonic` after which the client has failed.
+        seconds: Seconds after which the client has failed.
+        away: Whether the machine did not answer in time in its last round, and has not been back since.
         sent: Ids of the messages with the task. It is sent again to a machine that has lost it.
     """
 
     task: Task
-    deadline: float
+    seconds: float
+    away: bool = False
     sent: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+
+    def restart(self, seconds: float) -> None:
+        """Begin to wait again, for a machine that is back."""
+        self.seconds, self.away, self._started = seconds, False, time.monotonic()
+
+    @property
+    def failure(self) -> NoAnswer | None:
+        """The error if the time is over."""
+        if time.monotonic() <= self._started + self.seconds:
+            return None
+        why = "its machine has signed off" if self.away else "engine.timeout"
+        return NoAnswer(f"no answer in {self.seconds:g} seconds ({why})")
 
 
 class FlowerEngine(Engine):
@@ -77,8 +100,10 @@ class FlowerEngine(Engine):
             `fit` needs it.
         wait: Seconds to wait for the machines of all clients before round 1.
         timeout: Seconds that a client may take in one round. By default there is no limit, and the run waits until a
-            machine that is away is back.
+            machine that is away is back. With a limit, a machine that stays away costs this time only once.
         max_megabytes: Largest message that is accepted from a client.
+        logged: Names of the metrics that `client_callbacks`, or a LightningModule of your own, log in the clients'
+            training. Answers with other names are refused.
 
     Raises:
         ConfigError: A number is out of range.
@@ -90,16 +115,18 @@ class FlowerEngine(Engine):
         wait: float = 600,
         timeout: float | None = None,
         max_megabytes: float = 1024,
+        logged: list[str] | None = None,
     ) -> None:
         require_trust("engine.superlink", superlink)
         check_number("engine.wait", wait, "[0, inf)")
         check_number("engine.timeout", timeout, "(0, inf)")
         check_number("engine.max_megabytes", max_megabytes, "(0, inf)")
         self.superlink, self.wait = superlink, wait
-        self.timeout, self.max_megabytes = timeout, max_megabytes
+        self.timeout, self.max_megabytes, self.logged = timeout, max_megabytes, list(logged or [])
         self._link: ClientLink | None = None
         self._experiment = ""
         self._run = uuid4().hex
+        self._missed: set[int] = set()  # clients that did not answer in time in their last round
         self._trained: dict[int, list[int]] = {}  # the last two rounds after which each client stored its state
 
     def connect(self, link: ClientLink, experiment: str) -> None:
@@ -132,12 +159,16 @@ class FlowerEngine(Engine):
         """
         if self._link is None:
             raise ConfigError("engine: FlowerEngine needs the command line. Start the run with `fl-lightning fit`")
-        link, waiting = self._link, dict[int, Waiting]()
+        link, waiting, limit = self._link, dict[int, Waiting](), self.timeout or float("inf")
         link.check_interrupt = self.check_interrupt
         link.idle.clear()
+        away = self._missed - link.connected_clients() if self._missed else set()
         for task in tasks:
-            waiting[task.client] = Waiting(task, time.monotonic() + (self.timeout or float("inf")))
+            is_away = task.client in away
+            waiting[task.client] = Waiting(task, min(limit, RETURN) if is_away else limit, is_away)
             self._send(link, waiting[task.client])
+        if away:
+            link.ask(away)
         asked = time.monotonic()
         while waiting:
             self.check_interrupt()
@@ -151,9 +182,10 @@ class FlowerEngine(Engine):
                     continue
                 if answer:
                     result = self._result(worker, one.task, answer)
-                elif time.monotonic() > one.deadline:
-                    error = NoAnswer(f"no answer in {self.timeout:g} seconds (engine.timeout)")
-                    result = failed_result(one.task, error)
+                    self._missed.discard(client)
+                elif failure := one.failure:
+                    result = failed_result(one.task, failure)
+                    self._missed.add(client)
                 else:
                     continue
                 del waiting[client]
@@ -162,6 +194,8 @@ class FlowerEngine(Engine):
                 asked = time.monotonic()
                 link.ask(waiting)
             for client in link.idle & waiting.keys():
+                if waiting[client].away:
+                    waiting[client].restart(limit)
                 self._send(link, waiting[client])
             link.idle.clear()
             if waiting:
@@ -189,20 +223,15 @@ class FlowerEngine(Engine):
 
     def _result(self, worker: Worker, task: Task, answer: Message) -> Result:
         """Return the result that a client's machine sent. If the answer is invalid, return a failed result."""
-        algorithm, data = worker.algorithm, worker.data
-        assert isinstance(data, RemoteData)
         try:
             if excess := read_excess(answer):
                 raise BadMessage(excess)
             contents = unpack(answer.content, self.max_megabytes * MEGABYTE)
-            result = unpack_result(task, contents, algorithm.public)
-            if result.upload:
-                backbone = worker.template.backbone
-                names = algorithm.shared_names(backbone) if algorithm.uploads_by_copying else None
-                samples = worker.client_data.sample_count(task.client)
-                check_upload(result.upload, backbone.state_dict(), names, samples)
-        except BadMessage as error:
-            return failed_result(task, error)
+            result = unpack_result(task, contents, worker.algorithm.public)
+            if not result.failure:
+                check_result(result, task, expected_answer(worker, task.client, self.logged))
+        except Exception as error:  # whatever a client sends, it is the failure of this client only
+            return failed_result(task, BadMessage(one_short_line(describe_error(error))))
         if task.upload and not result.failure:
             before = [round for round in self._trained.get(task.client, []) if round < task.round]
             self._trained[task.client] = [*before[-1:], task.round]
@@ -263,10 +292,13 @@ class ClientLink:
             self.poll()
             time.sleep(POLL)
         descriptions = [self.found[client] for client in range(clients)]
-        for client, each in enumerate(descriptions):
-            if differences := describe_differences(each.form, descriptions[0].form):
-                raise ConfigError(f"client {client}: its data are unlike those of client 0: {differences}")
+        check_same_form(descriptions)
         return descriptions
+
+    def connected_clients(self) -> set[int]:
+        """Return the clients whose machines are connected to the SuperLink."""
+        connected = {*self._call(self.grid.get_node_ids)}
+        return {client for client, machine in self.machines.items() if machine in connected}
 
     def send(self, client: int, records: RecordDict, kind: str) -> str | None:
         """Send records to a client's machine, and return the message's id; None if the machine is not known."""
@@ -309,14 +341,10 @@ class ClientLink:
 
     def _push(self, message: Message) -> str:
         """Send a message, and return its id. Sending is repeated until the SuperLink has received the whole message."""
-        from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
-
-        while True:
-            with suppress(ObjectPushError):
-                (sent,) = self._call(self.grid.push_messages, [message])
-                return sent
+        while (sent := self._call(push_message, self.grid, message)) is None:
             self.check_interrupt()
             time.sleep(POLL)
+        return str(sent)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of Flower's grid in another thread, so that a signal can interrupt its endless retries."""
@@ -333,9 +361,12 @@ class ClientLink:
             values = unpack(answer.content, MEGABYTE).values
             if failure := values.get("failure"):
                 raise BadMessage(str(failure))
+            if warning := check_versions(values):
+                warnings.warn(f"machine {machine}: {warning}", stacklevel=2)
             client, described = read_description(values)
-        except BadMessage as error:
-            warnings.warn(f"machine {machine}: it is not used: {error}", stacklevel=2)
+        except Exception as error:  # whatever a machine sends, only this machine is not used
+            reason = one_short_line(describe_error(error))
+            warnings.warn(f"machine {machine}: it is not used: {reason}", stacklevel=2)
             return
         if self.expected and not (client < len(self.expected) and described == self.expected[client]):
             warnings.warn(f"client {client}: its data are not those of the run. It is not used", stacklevel=2)
@@ -350,22 +381,4 @@ class ClientLink:
 
 def describe_client(client: int, described: DataDescription) -> RecordDict:
     """Pack the description of a client's data (sizes, shapes, digest) into Flower records, for the server."""
-    return pack({}, {}, {"kind": "description", "client": client, **asdict(described)})
-
-
-def read_description(values: dict[str, Any]) -> tuple[int, DataDescription]:
-    """Return the client's id, and the description of the client's data, from the values that a machine sent.
-
-    Raises:
-        BadMessage: A value is missing or of another type.
-    """
-    kinds = {"train": int, "test": int, "in_shape": list, "inputs": str, "outputs": int}
-    kinds |= dict.fromkeys(("labels", "digest", "schema"), str)
-    client = values.get("client")
-    wrong = [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
-    if not isinstance(client, int) or client < 0 or wrong:
-        raise BadMessage(f"its description has no valid {wrong[0] if wrong else 'client'}")
-    described = DataDescription(**{name: values[name] for name in kinds})
-    if described.inputs not in INPUTS or described.labels not in get_args(Labels) or min(described.in_shape) < 1:
-        raise BadMessage(f"its description is not possible: {described.form}")
-    return client, described
+    return pack({}, {}, {"kind": "description", "client": client, **asdict(described), **installed_versions()})

@@ -6,19 +6,19 @@ of its own. Records hold tensors, numbers and texts. Nothing in them is unpickle
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.errors import FLError, one_short_line
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, failed_result
+from fl_lightning.engines.flower_adapter import import_flower
+from fl_lightning.engines.flower_checks import BadMessage, Contents, check_contents, quote
 
 if TYPE_CHECKING:
     from flwr.app import Message as FlowerMessage
@@ -27,33 +27,6 @@ if TYPE_CHECKING:
 MEGABYTE = 1 << 20
 FLAGS = ("fit", "upload", "evaluate", "evaluate_globally", "keep_model")
 """Fields of a `Task` that say what to do."""
-
-
-def import_flower() -> ModuleType:
-    """Import and return Flower's package `flwr.app`.
-
-    Raises:
-        ConfigError: Flower is not installed.
-    """
-    try:
-        import flwr.app
-    except ImportError as error:
-        raise ConfigError("engine: FlowerEngine needs flwr; pip install 'fl-lightning[flower]'") from error
-    return flwr.app
-
-
-class BadMessage(FLError):
-    """A message of a client or of the server is not as expected, and is not used."""
-
-    exit_code = 1
-
-
-class Contents(NamedTuple):
-    """The content of a message: tensors by name, numbers by name, and plain values by name."""
-
-    tensors: Tensors
-    numbers: dict[str, int | float]
-    values: dict[str, Any]
 
 
 def pack(tensors: Tensors, numbers: Mapping[str, int | float], values: Mapping[str, Any]) -> RecordDict:
@@ -90,11 +63,10 @@ def unpack(records: Any, most_bytes: float) -> Contents:
         if len(tensors) != len(found):
             raise BadMessage("the message names other tensors than it holds")
     except (KeyError, AttributeError, TypeError, ValueError, SafetensorError) as error:
-        raise BadMessage(f"the message is damaged ({type(error).__name__}: {one_line(error)})") from error
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise BadMessage(f"{one_line(name)} contains NaN or Inf")
-    return Contents(tensors, numbers, values)
+        raise BadMessage(f"the message is damaged ({type(error).__name__}: {one_short_line(error)})") from error
+    contents = Contents(tensors, numbers, values)
+    check_contents(contents)
+    return contents
 
 
 TOO_LARGE = "the message is too large: "
@@ -109,40 +81,7 @@ def describe_excess(size: float, most_bytes: float) -> str:
 def read_excess(answer: FlowerMessage) -> str:
     """Return the error text of an answer that was too large to be received; empty for other answers."""
     reason = answer.error.reason if answer.has_error() else None
-    return "".join(one_line(reason or "").partition(TOO_LARGE)[1:])
-
-
-def limit_answers(client: Any, most_bytes: float) -> None:
-    """Make Flower stop receiving a message once it exceeds `most_bytes`, before it fills the memory.
-
-    Flower then returns an error with the text of `describe_excess` in place of the message.
-
-    Args:
-        client: Flower's client of the Runtime API, two of whose methods are replaced.
-        most_bytes: Largest size of a message that is accepted.
-    """
-    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
-
-    pull_messages, pull_object = client.PullMessages, client.PullObject
-    sizes: dict[str, list[int]] = {}  # by the id of a part that has not arrived: what has arrived of its message
-
-    def note_parts(request: Any) -> Any:
-        answer = pull_messages(request)
-        for tree in answer.message_object_trees:
-            size = [0]
-            sizes.update((part.object_id, size) for part in iterate_object_tree(tree))
-        return answer
-
-    def count_part(request: Any) -> Any:
-        answer = pull_object(request)
-        if answer.object_available and (size := sizes.pop(request.object_id, None)):
-            size[0] += len(answer.object_content)
-            if size[0] > most_bytes:
-                raise ObjectPullError(request.object_id, describe_excess(size[0], most_bytes))
-        return answer
-
-    client.PullMessages, client.PullObject = note_parts, count_part
+    return one_short_line("".join((reason or "").partition(TOO_LARGE)[1:]))
 
 
 # --- Tasks -----------------------------------------------------------------------------------------------------------
@@ -169,7 +108,8 @@ def unpack_task(contents: Contents, memory: State) -> Task:
     """
     values = contents.values
     kinds: dict[str, type] = {"round": int, "client": int, "lr_scale": float, **dict.fromkeys(FLAGS, bool)}
-    if wrong := [name for name, kind in kinds.items() if type(values.get(name)) is not kind]:
+    wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
+    if wrong := wrong or [name for name in ("round", "client", "lr_scale") if values[name] < 0]:
         raise BadMessage(f"the task has no valid {wrong[0]}")
     options = {name: values[name] for name in ("lr_scale", *FLAGS)}
     return Task(values["round"], values["client"], Message(contents.tensors, contents.numbers), memory, **options)
@@ -193,15 +133,14 @@ def pack_result(result: Result, public: str | None) -> RecordDict:
     tensors |= {f"public/{name}": value for name, value in shared.items()}
     numbers = with_prefix("upload", upload.numbers) | with_prefix("losses", result.losses)
     numbers |= with_prefix("logged", result.logged)
-    for name, score in (("local", result.local), ("on_global", result.on_global)):
-        if score:
-            numbers |= {f"{name}/n": score.n, **with_prefix(f"{name}/values", score.values)}
+    if result.local:
+        numbers |= {"local/n": result.local.n, **with_prefix("local/values", result.local.values)}
     return pack(tensors, numbers, {"uploads": result.upload is not None, "untrained": result.untrained})
 
 
 def pack_failure(reason: str) -> RecordDict:
     """Pack the reason why a client cannot run a task into Flower's records. The client sends them as its answer."""
-    return pack({}, {}, {"failure": reason[:1000]})
+    return pack({}, {}, {"failure": one_short_line(reason)})
 
 
 def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
@@ -214,20 +153,22 @@ def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
     """
     failure = contents.values.get("failure")
     if isinstance(failure, str):
-        return failed_result(task, FLError(one_line(failure)))
+        return failed_result(task, FLError(one_short_line(failure)))
     if contents.values.get("uploads") is not task.upload:
         raise BadMessage("the answer is not that of the task")
+    starts = *["upload/"] * task.upload, *["public/"] * (public is not None), "losses/", "logged/", "local/"
+    if unknown := [name for name in (*contents.tensors, *contents.numbers) if not name.startswith(starts)]:
+        raise BadMessage(f"the answer has more than that of the task, such as {quote(unknown[0])}")
     tensors, numbers = (Sections(part) for part in (contents.tensors, contents.numbers))
     upload = Message(tensors["upload"], numbers["upload"]) if task.upload else None
     memory = {public: shared} if public and (shared := tensors["public"]) else {}
-    local, on_global = (
-        Score(int(contents.numbers[f"{name}/n"]), numbers[f"{name}/values"])
-        if f"{name}/n" in contents.numbers
-        else None
-        for name in ("local", "on_global")
-    )
+    local, n = None, contents.numbers.get("local/n")
+    if n is not None:
+        if not isinstance(n, int):
+            raise BadMessage("the answer's number of test samples is no whole number")
+        local = Score(n, numbers["local/values"])
     losses, logged = numbers["losses"], numbers["logged"]
-    result = Result(task.client, task.download.nbytes, upload, memory, losses, logged, local, on_global)
+    result = Result(task.client, task.download.nbytes, upload, memory, losses, logged, local)
     return replace(result, untrained=contents.values.get("untrained") is True)
 
 
@@ -246,30 +187,3 @@ class Sections:
 def with_prefix(prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries with `prefix/` before each name."""
     return {f"{prefix}/{name}": value for name, value in entries.items()}
-
-
-def check_upload(upload: Message, model: Tensors, names: Sequence[str] | None, n_samples: int) -> None:
-    """Raise an error if a client's upload does not match the network, or if a number in it is wrong.
-
-    Args:
-        upload: The upload.
-        model: The state dict of the network.
-        names: The entries of the network that a client uploads; None if they differ between clients.
-        n_samples: The number of training samples that the client announced before round 1.
-
-    Raises:
-        BadMessage: An entry is missing, has another shape or dtype than the network's, or a number is wrong.
-    """
-    sent = upload.section("model")
-    if names is not None and sent.keys() != set(names):
-        first = min(sent.keys() ^ set(names))
-        raise BadMessage(f"the upload has other entries than the network: {one_line(first)}")
-    for name in sent.keys() & model.keys():
-        if sent[name].shape != model[name].shape or sent[name].dtype != model[name].dtype:
-            held, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (sent[name], model[name]))
-            raise BadMessage(f"the upload's {one_line(name)} is {held} instead of {wanted}")
-    if upload.numbers.get("n_samples", None if names else n_samples) != n_samples:
-        what = f"{upload.numbers.get('n_samples')} instead of {n_samples}"
-        raise BadMessage(f"the upload has another number of samples than the client announced: {what}")
-    if wrong := [name for name, number in upload.numbers.items() if not torch.tensor(number).isfinite()]:
-        raise BadMessage(f"the upload's {one_line(wrong[0])} is NaN or Inf")

@@ -48,6 +48,13 @@ AVERAGE_PRECISION = (
     torchmetrics.classification.MulticlassAveragePrecision,
     torchmetrics.classification.MultilabelAveragePrecision,
 )
+SHARES = (
+    torchmetrics.classification.BinaryStatScores,
+    torchmetrics.classification.MulticlassStatScores,
+    torchmetrics.classification.MultilabelStatScores,
+    *(*AUROC, *AVERAGE_PRECISION),
+)
+"""Metrics whose values are in [0, 1], such as accuracy, recall and F1, which are subclasses of these."""
 MATTHEWS = (
     torchmetrics.classification.BinaryMatthewsCorrCoef,
     torchmetrics.classification.MulticlassMatthewsCorrCoef,
@@ -68,6 +75,13 @@ class Measure:
     name: str
     make: Callable[[], Metric]
     positive: int | None = None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and highest value that the metric can have. They are infinite if they are not known."""
+        metric = self.make()
+        is_share = isinstance(metric, SHARES) and type(metric).__module__.startswith("torchmetrics.")
+        return (0.0, 1.0) if is_share else (-math.inf, math.inf)
 
     def start(self) -> MetricAccumulator:
         """Return a new accumulator of the metric, to which no batch has been added yet."""

@@ -2,8 +2,7 @@
 
 Flower's SuperNode starts a process for each message, which imports torch, and runs the code of the app that the server
 sends. This one answers in its own process, and runs only code that is installed on the machine. It uses the SuperNode's
-connection, with its TLS and authentication. That is not part of Flower's public interface, so the extra `flower` has
-the version that this was written for.
+connection (`engines/flower_adapter.py`), with its TLS and authentication.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.engines.flower_adapter import RunEnded, answer_message, describe_other_version, open_connection
 from fl_lightning.engines.flower_records import unpack
 
 if TYPE_CHECKING:
@@ -108,7 +107,8 @@ def serve(address: Address, answer: Callable[[RecordDict], RecordDict], report: 
     end, report = time.monotonic() + REFUSED, without_repetitions(report)
     while True:
         try:
-            with open_connection(address.superlink, certificate is None, certificate, keys) as connection:
+            arguments = address.superlink, certificate is None, certificate, keys
+            with open_connection(*arguments, refuse=refuse) as connection:
                 report(f"connected to {address.superlink} as machine {connection[0]}")
                 while True:
                     answer_next(connection, answer, report)
@@ -135,16 +135,9 @@ def without_repetitions(report: Callable[[str], None]) -> Callable[[str], None]:
     return report_new
 
 
-def open_connection(*args: Any) -> AbstractContextManager[Any]:
-    """Return the connection of Flower's SuperNode, changed to raise `Refused` where Flower would end the process."""
-    from flwr.supernode import fleet_http_connection
-
-    def refuse(code: int, message: str) -> None:
-        raise refusal(message)
-
-    module: Any = fleet_http_connection
-    module.flwr_exit = refuse
-    return module.http_request_response(*args)
+def refuse(message: str) -> NoReturn:
+    """Raise the exception for a refusal by the SuperLink."""
+    raise refusal(message)
 
 
 def refusal(message: str) -> Refused:
@@ -154,6 +147,8 @@ def refusal(message: str) -> Refused:
     """
     fix = "Register the key of this machine on the server (flwr supernode register). If it is registered, wait: "
     fix += "after a kill, the SuperLink takes a node for connected for up to a minute"
+    if reason := describe_other_version(message):
+        return Refused(f"--superlink: {reason}")
     if "hostname mismatch" in message.lower():
         fix = "Use the address for which the server's certificate was made (certificates.sh)"
     elif "certificate" in message.lower():
@@ -166,56 +161,15 @@ def answer_next(connection: Any, answer: Callable[[RecordDict], RecordDict], rep
 
     If the message belongs to a run that has ended, report this instead.
     """
-    from flwr.supercore.run import RunNotRunningException
-
     try:
-        answered = answer_message(connection, answer, report)
-    except RunNotRunningException:
+        answered = answer_message(connection, answer)
+    except RunEnded:
         report("not answered: the message is of a run that has ended")
+        return
+    if answered:
+        report(describe_answer(*answered))
     else:
-        if not answered:
-            time.sleep(POLL)
-
-
-def answer_message(connection: Any, answer: Callable[[RecordDict], RecordDict], report: Callable[[str], None]) -> bool:
-    """Answer one message of the server, and return whether there was one."""
-    from flwr.app import Message
-    from flwr.supercore.inflatable.inflatable_object import (
-        get_all_nested_objects,
-        get_object_tree,
-        iterate_object_tree,
-        no_object_id_recompute,
-    )
-    from flwr.supercore.inflatable.inflatable_utils import (
-        inflate_object_from_contents,
-        pull_objects,
-        push_object_contents_from_iterable,
-    )
-
-    _, receive, send, _, _, pull_object, push_object, confirm = connection
-    if (received := receive()) is None:
-        return False
-    envelope, tree = received
-    run, name = envelope.metadata.run_id, envelope.metadata.message_id
-    contents = pull_objects(
-        [each.object_id for each in iterate_object_tree(tree)], pull_object_fn=lambda each: pull_object(run, each)
-    )
-    confirm(run, name)
-    message: Any = inflate_object_from_contents(tree.object_id, contents)
-    message.metadata.__dict__["_message_id"] = tree.object_id
-    started = time.monotonic()
-    with no_object_id_recompute():
-        content = answer(message.content)
-        reply = Message(content, reply_to=message)
-        reply.metadata.__dict__["_message_id"] = reply.object_id
-        objects = get_all_nested_objects(reply)
-        wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)
-        parts = ((each, objects[each].deflate()) for each in wanted)
-        push_object_contents_from_iterable(parts, lambda each, content: push_object(run, session, each, content))
-    round = dict(message.content.get("values", {})).get("round")
-    question = message.metadata.message_type if round is None else f"round {one_line(str(round))}"
-    report(describe_answer(question, content, time.monotonic() - started))
-    return True
+        time.sleep(POLL)
 
 
 def describe_answer(question: str, content: RecordDict, seconds: float) -> str:

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.errors import ConfigError, describe_error
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result
 from fl_lightning.data import Dataset, FederatedData
 from fl_lightning.data.federated_data import sha256
-from fl_lightning.data.remote import describe, describe_differences
+from fl_lightning.data.remote import are_class_names, describe, describe_differences
 from fl_lightning.engines.flower import describe_client
+from fl_lightning.engines.flower_checks import BadMessage, Contents, quote
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
-    BadMessage,
-    Contents,
     pack_failure,
     pack_result,
     unpack,
@@ -56,6 +55,8 @@ class Site:
             classes.
         export: File to which this client's model is written at the end of each run, in the format of its ending:
             `.onnx`, `.ts`, `.pt` or `.ckpt`. By default it is not written.
+        classes: Names of the classes of all clients, in the same order for each of them. The client may have no sample
+            of some of them. By default the classes of its dataset.
     """
 
     client: int
@@ -65,12 +66,17 @@ class Site:
     sends: list[str] | None = None
     allow: list[str] = field(default_factory=list)
     export: str | None = None
+    classes: list[str] | None = None
 
     def __post_init__(self) -> None:
         if self.client < 0:
             raise ConfigError(f"client: {self.client} is below 0. Clients are numbered from 0")
         if self.local_test is not None and not 0 <= self.local_test < 1:
             raise ConfigError(f"local_test: {self.local_test} is outside [0, 1). Give a share")
+        if self.classes is not None:
+            if not are_class_names(self.classes, len(self.classes)):
+                raise ConfigError("classes: a name is empty, too long or occurs twice. Give each class another name")
+            self.dataset.known_classes = self.classes
 
 
 class Node:
@@ -118,15 +124,14 @@ class Node:
                 return describe_client(self.site.client, self.description)
             if kind == "task":
                 return self._run_task(contents)
-            raise BadMessage(f"the message is of an unknown kind: {one_line(str(kind))}")
+            raise BadMessage(f"the message is of an unknown kind: {quote(kind)}")
         except Exception as error:
-            reason = one_line(error) if isinstance(error, FLError) else f"{type(error).__name__}: {one_line(error)}"
-            return pack_failure(reason)
+            return pack_failure(describe_error(error))
 
     def _run_task(self, contents: Contents) -> RecordDict:
         values, client = contents.values, self.site.client
         if values.get("client") != client:
-            raise BadMessage(f"the task is for client {values.get('client')}, not for client {client}")
+            raise BadMessage(f"the task is for client {quote(values.get('client'))}, not for client {client}")
         kinds = {"experiment": str, "run": str, "state_round": int}
         if wrong := [name for name, kind in kinds.items() if type(values.get(name)) is not kind]:
             raise BadMessage(f"the task has no valid {wrong[0]}")

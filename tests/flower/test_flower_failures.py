@@ -5,6 +5,7 @@ import re
 import signal
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,8 @@ from fl_lightning.core.task import Result
 from fl_lightning.core.trusted_imports import Untrusted, untrusted
 from fl_lightning.engines import flower as engine_module
 from fl_lightning.engines.flower import ClientLink, FlowerEngine
-from fl_lightning.engines.flower_records import MEGABYTE, describe_excess, limit_answers, pack, unpack
+from fl_lightning.engines.flower_adapter import limit_answers
+from fl_lightning.engines.flower_records import MEGABYTE, describe_excess, pack, unpack
 from fl_lightning.flower.node import Node
 
 pytestmark = pytest.mark.usefixtures("flower", "one_thread")
@@ -199,6 +201,22 @@ def test_a_machine_with_a_new_id_is_found(tmp_path, alone):
     assert_same(alone, run)
 
 
+@pytest.mark.thorough
+def test_a_machine_that_has_signed_off_costs_the_timeout_once(tmp_path, alone, monkeypatch):
+    monkeypatch.setattr(engine_module, "RETURN", 1.5)
+    engine = FlowerEngine(timeout=3)
+    run, grid = remote(tmp_path, alone, engine=engine, clients_per_round=6, on_client_failure="drop")
+    log = run.record.log
+    run.record.log = lambda metrics: (log(metrics), grid.away.update({103} if run.round < 4 else ()))
+    grid.change = lambda machine, records: (grid.away.discard(103) if run.round == 3 else None, records)[1]
+    with pytest.warns(UserWarning, match="client 3") as shown:
+        run.fit()
+    reasons = [str(one.message).partition(": ")[2] for one in shown]
+    first, second = "no answer in 3 seconds (engine.timeout)", "no answer in 1.5 seconds (its machine has signed off)"
+    assert reasons == [f"{first}; dropped from this round", f"{second}; dropped from this round"]
+    assert [row["client/failed"] for row in run.csv.rows] == [0, 1, 1, 0, 0]
+
+
 class Killed(BaseException):
     pass
 
@@ -270,7 +288,7 @@ def failed(result, round):
 
 @pytest.mark.thorough
 def test_a_machine_that_is_away_for_three_rounds_is_dropped_and_then_back(tmp_path, alone):
-    engine = FlowerEngine(timeout=0.3)
+    engine = FlowerEngine(timeout=2)
     options = {"engine": engine, "clients_per_round": 6, "on_client_failure": "drop"}
     run, grid = remote(tmp_path, alone, **options)
     failures = []
@@ -283,8 +301,10 @@ def test_a_machine_that_is_away_for_three_rounds_is_dropped_and_then_back(tmp_pa
     run.record.log = lambda metrics: (on_round_end(metrics), log(metrics))
     with pytest.warns(UserWarning, match="client 3") as shown:
         run.fit()
-    reason = "no answer in 0.3 seconds (engine.timeout); dropped from this round"
-    assert [str(one.message) for one in shown] == [f"client 3, round {round}: {reason}" for round in (2, 3, 4)]
+    reason = "client 3, round {}: no answer in 2 seconds ({}); dropped from this round"
+    off = "its machine has signed off"
+    expected = [reason.format(2, "engine.timeout"), reason.format(3, off), reason.format(4, off)]
+    assert [str(one.message) for one in shown] == expected
     assert failures == [0, 1, 1, 1, 0]
 
 
@@ -332,6 +352,20 @@ def heavier(records):
     return pack(tensors, {**numbers, "upload/n_samples": 10**9}, values)
 
 
+def with_numbers(**changes):
+    """Return a function that changes numbers of an answer; `__` in a name stands for a slash."""
+
+    def change(records):
+        tensors, numbers, values = unpack(records, 1e9)
+        return pack(tensors, numbers | {name.replace("__", "/"): value for name, value in changes.items()}, values)
+
+    return change
+
+
+def is_result(records):
+    return dict(records["values"]).get("kind") != "description"
+
+
 def damaged(records):
     tensors, numbers, values = unpack(records, 1e9)
     records = pack(tensors, numbers, values)
@@ -347,6 +381,9 @@ def error(records):
     return pack({}, {}, {"failure": "the disk\nis full"})
 
 
+nan_ = float("nan")
+
+
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -358,6 +395,17 @@ def error(records):
         (lambda records: with_tensors(records, more), "other entries than the network: more"),
         (lambda records: with_tensors(records, large), r"too large: 1.1 MB are above 1.0 MB \(max_megabytes\)"),
         (heavier, "another number of samples than the client announced: 1000000000 instead of"),
+        (with_numbers(local__n=nan_), "local/n is NaN or Inf"),
+        (with_numbers(local__n=float("inf")), "local/n is NaN or Inf"),
+        (with_numbers(local__n=0), "metrics of 0 test samples instead of"),
+        (with_numbers(local__n=-5), "metrics of -5 test samples instead of"),
+        (with_numbers(local__n=10**9), "metrics of 1000000000 test samples instead of"),
+        (with_numbers(losses__loss=nan_), "losses/loss is NaN or Inf"),
+        (with_numbers(local__values__acc=99.0), r"the answer's acc is 99, outside \[0, 1\]"),
+        (with_numbers(logged__acc=0.5), "unknown logged metric, 'acc'. List it in engine.logged"),
+        (with_numbers(**{"losses__=1+1\n\x1b[2J": 0.5}), "unknown training loss, "),
+        (with_numbers(local__values__global__acc=0.5), "unknown metric, 'global/acc'"),
+        (with_numbers(global__acc=0.5), "more than that of the task, such as global/acc"),
         (damaged, r"the message is damaged \(KeyError"),
         (another, "the answer is not that of the task"),
         (error, "the disk is full"),
@@ -366,11 +414,14 @@ def error(records):
 def test_a_bad_answer_is_one_line_and_the_run_goes_on(tmp_path, alone, change, message):
     options = {"engine": FlowerEngine(max_megabytes=1), "rounds": 1, "clients_per_round": 6}
     run, grid = remote(tmp_path, alone, on_client_failure="drop", **options)
-    grid.change = lambda machine, records: change(records) if machine == 102 else records
+    grid.change = lambda machine, records: change(records) if machine == 102 and is_result(records) else records
     with pytest.warns(UserWarning, match=f"client 2, round 1: .*{message}") as shown:
         run.fit()
     assert run.csv.rows[-1]["client/failed"] == 1
-    assert all("\n" not in str(one.message) for one in shown)
+    assert all(str(one.message).isprintable() for one in shown)
+    names = untimed(run.csv.rows)[0].keys()
+    alone_names = untimed(alone.csv.rows)[0].keys()
+    assert {name for name in names if not name.startswith("client_")} - {"client/failed"} == {*alone_names}
 
 
 def test_a_message_that_is_too_large_is_not_received(tmp_path, alone):
@@ -395,7 +446,7 @@ def test_the_parts_of_a_message_are_counted_while_they_arrive():
             object_available=request.ready, object_content=b"x" * MEGABYTE * request.ready
         ),
     )
-    limit_answers(client, 3 * MEGABYTE)
+    limit_answers(client, 3 * MEGABYTE, describe_excess)
     client.PullMessages(None)
 
     def pull(name, ready=True):
@@ -411,9 +462,77 @@ def test_the_parts_of_a_message_are_counted_while_they_arrive():
 
 def test_a_bad_answer_ends_the_run_by_default(tmp_path, alone):
     run, grid = remote(tmp_path, alone)
-    grid.change = lambda machine, records: error(records)
+    grid.change = lambda machine, records: error(records) if is_result(records) else records
     with pytest.raises(ClientFailure, match=r"client [0-9], round 1: the disk is full"):
         run.fit()
+
+
+def test_metrics_that_the_config_names_are_logged(tmp_path, alone):
+    run, grid = remote(tmp_path, alone, engine=FlowerEngine(logged=["lr-SGD"]), rounds=1)
+    log_rate = with_numbers(**{"logged__lr-SGD": 0.25})
+    grid.change = lambda machine, records: log_rate(records) if is_result(records) else records
+    run.fit()
+    assert run.csv.rows[-1]["client/lr-SGD"] == 0.25
+
+
+def test_an_error_in_reading_an_answer_names_client_and_round(tmp_path, alone, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("x" * 10_000)
+
+    run, _ = remote(tmp_path, alone)
+    monkeypatch.setattr(engine_module, "unpack_result", fail)
+    with pytest.raises(ClientFailure, match=r"^client [0-9], round 1: RuntimeError: xxx") as raised:
+        run.fit()
+    assert len(str(raised.value)) < 600
+
+
+def described_as(**changes):
+    """Return a function that changes values of a client's description."""
+
+    def change(machine, records):
+        tensors, numbers, values = unpack(records, 1e9)
+        is_one = machine == 101 and values.get("kind") == "description"
+        return pack(tensors, numbers, values | changes) if is_one else records
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fl_lightning": "0.0.1"}, "it is not used: it has fl-lightning 0.0.1, but the server has"),
+        ({"train": -5}, "it is not used: its description is not possible: train -5"),
+        ({"in_shape": []}, "it is not used: its description is not possible: in_shape"),
+        ({"failure": "no\x1b[2J\n" * 1000}, "it is not used: no"),
+    ],
+)
+def test_a_machine_with_a_wrong_description_is_not_used(tmp_path, alone, changes, message):
+    _, grid = remote(tmp_path, alone)
+    grid.change = described_as(**changes)
+    with (
+        pytest.warns(UserWarning, match=f"^machine 101: {message}") as shown,
+        pytest.raises(ConfigError, match=r"^clients 1: no machine has answered"),
+    ):
+        ClientLink(grid).find(6, 2, print)
+    assert all(str(one.message).isprintable() and len(str(one.message)) < 600 for one in shown)
+
+
+def test_a_machine_with_another_torch_is_used_with_a_warning(tmp_path, alone):
+    _, grid = remote(tmp_path, alone)
+    grid.change = described_as(torch="2.1.0")
+    with pytest.warns(UserWarning, match=r"^machine 101: it has torch 2\.1\.0, but the server has"):
+        assert len(ClientLink(grid).find(6, 5, print)) == 6
+
+
+def test_sites_with_other_classes_are_refused(tmp_path, alone):
+    _, grid = remote(tmp_path, alone)
+    names = [f"class{number}" for number in range(10)]
+    for number in range(1, 6):
+        data = grid.nodes[100 + number].description
+        grid.nodes[100 + number].description = replace(data, classes=names if number < 5 else names[::-1])
+    message = r"^client 5: its data are unlike those of client 1: classes class9 instead of class0\. List the classes"
+    with pytest.raises(ConfigError, match=message):
+        ClientLink(grid).find(6, 5, print)
 
 
 def test_the_machines_of_all_clients_are_needed(tmp_path, alone):

@@ -150,7 +150,7 @@ def test_a_task_is_answered_with_weights_and_numbers_only(node):
 def test_the_description_has_counts_shapes_and_a_digest(node):
     values = unpack(node.answer(pack({}, {}, {"kind": "describe"})), 1e9).values
     known = {"kind", "client", "train", "test", "in_shape", "inputs", "outputs", "labels", "digest", "schema"}
-    assert values.keys() == known
+    assert values.keys() == known | {"classes", "fl_lightning", "torch"}
     assert values["in_shape"] == [1, 8, 8]
 
 
@@ -161,6 +161,9 @@ REFUSED = {
     "run": ({"run": "../../home"}, "the run's id is not 32 hexadecimal digits"),
     "nan": ({"download": {"model": {"w": torch.tensor([float("nan")])}}}, "model/w contains NaN or Inf"),
     "other weights": ({"download": {"model": {"w": torch.zeros(1)}}}, "w"),
+    "no round": ({"round": -1}, "the task has no valid round"),
+    "rate": ({"lr_scale": float("nan")}, "lr_scale is NaN or Inf"),
+    "negative rate": ({"lr_scale": -1.0}, "the task has no valid lr_scale"),
     "large": ({"download": {"model": {"w": torch.zeros(300_000)}}}, "the message is too large: 1.1 MB"),
 }
 
@@ -355,7 +358,7 @@ def test_a_repeated_refusal_is_reported_once(monkeypatch):
     attempts, lines = ["not registered", "not registered", None, "not registered"], []
 
     @contextmanager
-    def open_connection(*_):
+    def open_connection(*_, refuse):
         if not attempts:
             raise KeyboardInterrupt
         if reason := attempts.pop(0):

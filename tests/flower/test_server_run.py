@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.flower.server_run import RunStopped, acquire_run, serve_run
+from fl_lightning.engines.flower_adapter import RunStopped, acquire_run, serve_run
+from fl_lightning.flower.server_run import APP_FILES
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # Flower's
@@ -37,7 +38,7 @@ ADDRESS = ("127.0.0.1:8000", True, None)
 
 def test_the_run_that_was_started_is_served(superlink):
     superlink.waiting += [5, 6]  # their processes were killed
-    assert acquire_run(superlink, ADDRESS) == "token of 7"
+    assert acquire_run(superlink, ADDRESS, APP_FILES) == "token of 7"
 
 
 def test_a_superlink_that_starts_the_server_itself_is_refused(superlink):
@@ -46,7 +47,7 @@ def test_a_superlink_that_starts_the_server_itself_is_refused(superlink):
         r"^engine.superlink: the SuperLink has started the server of the run itself. Start it with --isolation proc"
     )
     with pytest.raises(ConfigError, match=message):
-        acquire_run(superlink, ADDRESS)
+        acquire_run(superlink, ADDRESS, APP_FILES)
 
 
 @pytest.fixture

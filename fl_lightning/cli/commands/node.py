@@ -24,7 +24,7 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.interrupt import raise_on_signal
 from fl_lightning.core.strict_yaml import use_strict_yaml
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.flower_records import import_flower
+from fl_lightning.engines.flower_adapter import import_flower
 from fl_lightning.flower.connection import Address, serve
 from fl_lightning.flower.node import Node, Site
 
