@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.run_summary import summarize_run
-from rich.console import Console, RenderableType
+from rich.console import Console, RenderableType  # a type
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
+from fl_lightning.core.console import SafeConsole
 from fl_lightning.evaluation.summary import label_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class RoundProgress(RoundCallback):
     keeps_no_uploads = True
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or SafeConsole()
         self._live: Bars | NotebookView | None = None
         self._started = 0.0
         self._first_round = 0

@@ -170,7 +170,7 @@ class AvailabilityFile(ClientSampler):
         """Read the availability file, and check that each of its rounds has at least `min_clients` clients."""
         super().start(algorithm, seed, min_clients)
         try:
-            text = read_file(Path(self.path), 2**30).decode()
+            text = read_file(Path(self.path), 2**30, links=True).decode()
             rows = sorted(read_intervals(text, self.clients))
         except (OSError, ValueError) as error:
             raise ConfigError(f"client_sampler.path: {self.path} cannot be read: {error}") from error

@@ -19,11 +19,11 @@ from fl_lightning.analysis.run_groups import transferred_bytes
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
 from fl_lightning.analysis.sweep import Budget, run_sweep
 from fl_lightning.analysis.sweep_file import Parameter, Sweep, parse_sweep
-from fl_lightning.analysis.sweep_folder import describe_sweep
+from fl_lightning.analysis.sweep_folder import SWEEP_FILES, describe_sweep
 from fl_lightning.analysis.sweep_results import TrialResult, rank_settings, used_seconds, write_trials
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import best_and_last, sum_of
-from fl_lightning.runs.folder import lock_run_dir
+from fl_lightning.runs.folder import lock_run_dir, subfolder
 from fl_lightning.runs.reader import DamagedRun, Run, open_run_folder
 
 TUNING, RUNS, UNTUNED = "tuning", "runs", "untuned"
@@ -173,7 +173,7 @@ def tune(
         ConfigError: A range or the first trial is wrong.
         Interrupted: SIGINT or SIGTERM was received.
     """
-    tuning, folder = entry.benchmark.tuning, out / TUNING / entry.folder
+    tuning, folder = entry.benchmark.tuning, subfolder(out, Path(TUNING, entry.folder))
     trials, seconds = tuning.trials, tuning.processor_seconds
     ranges = entry.ranges(defaults.search_space)
     if not ranges:
@@ -183,7 +183,7 @@ def tune(
         folder: Path, ranges: Settings, budget: Budget, start: Defaults | None = None
     ) -> tuple[Sweep, list[TrialResult]]:
         sweep = entry_sweep(entry, ranges, start)
-        with lock_run_dir(folder):
+        with lock_run_dir(subfolder(out, folder.relative_to(out)), SWEEP_FILES):
             describe_sweep(folder, sweep, tuning.seeds[0])
             results = run_sweep(sweep, folder, run, tuning.seeds[0], budget, show)
             write_trials(folder / "trials.csv", sweep, results)

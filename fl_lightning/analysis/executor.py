@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
@@ -23,15 +24,17 @@ from typing import Any, NamedTuple, Protocol
 
 from filelock import FileLock
 
-from fl_lightning.core.errors import ConfigError, FLError, Interrupted, check_positive
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core.errors import ConfigError, FLError, Interrupted, check_positive, one_line, reason_of
+from fl_lightning.core.files import open_file, open_to_append, path_below, read_file, read_last_bytes, write_atomically
 from fl_lightning.core.interrupt import DeferredSignals
 from fl_lightning.core.lazy_import import skip_working_folder
 from fl_lightning.core.temporary_folders import temporary_files
-from fl_lightning.runs.folder import LOCK
+from fl_lightning.runs.folder import LOCK, refuse_special_files
 
 LOG = "log.txt"
 FAILED = "failed.txt"
+JOB_FILES = (LOG, FAILED)
+"""Files in a job's folder, in addition to those of its run."""
 
 POLL_SECONDS = 0.5
 """Seconds between two checks of the running jobs."""
@@ -59,6 +62,10 @@ class Job(NamedTuple):
 
     folder: Path
     words: tuple[str, ...]
+
+
+FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+"""Messages of errors about a full disk, a used up quota, and the maximum size of a file (`ulimit -f`)."""
 
 
 class DiskFull(FLError):
@@ -163,15 +170,21 @@ def folder_name(name: str) -> str:
 
 def is_finished(folder: Path) -> bool:
     """Return whether a folder holds a finished run."""
-    return (folder / "final" / "summary.json").is_file()
+    with suppress(OSError), open_file(path_below(folder, "final/summary.json")):
+        return True
+    return False
 
 
 def earlier_result(job: Job) -> JobResult | None:
     """Return the result of a job that an earlier call of `run_jobs` finished or marked as failed; otherwise None."""
     if is_finished(job.folder):
         return JobResult(job, 0, "")
-    failed = job.folder / FAILED
-    return JobResult(job, 1, failed.read_text().strip()) if failed.is_file() else None
+    try:
+        return JobResult(job, 1, one_line(read_file(job.folder / FAILED).decode(errors="replace")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ConfigError(f"{job.folder / FAILED} cannot be read: {reason_of(error)}. Remove it") from error
 
 
 @dataclass(eq=False)
@@ -199,9 +212,9 @@ class _RunningJob:
             cause = " (likely out of memory: fewer workers need less)" if code == -signal.SIGKILL else ""
             return JobResult(self.job, code, f"killed by {signal.Signals(-code).name}{cause}")
         reason = _last_line(self.job.folder / LOG) if code else ""
-        if code in (1, 2) and os.strerror(errno.ENOSPC) in reason:
-            fix = "Free disk space, then run the same command to continue."
-            raise DiskFull(f"{self.job.folder}: {os.strerror(errno.ENOSPC)}. {fix}")
+        if code in (1, 2) and (full := next((text for text in FULL if text in reason), None)):
+            fix = "Free disk space or raise the limit, then run the same command to continue."
+            raise DiskFull(f"{self.job.folder}: {full}. {fix}")
         if code == 1:
             write_atomically(self.job.folder / FAILED, reason + "\n")
         return JobResult(self.job, code, reason)
@@ -210,6 +223,7 @@ class _RunningJob:
 def _start_job(job: Job, program: Program, workers: int, threads: int | None) -> _RunningJob:
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
+        refuse_special_files(job.folder, JOB_FILES)
     except OSError as error:
         raise ConfigError(f"{job.folder} cannot be written to: {error}") from error
     process = process_context(program.preload).Process(
@@ -251,8 +265,11 @@ def _stop_jobs(running: Sequence[_RunningJob]) -> None:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
-    return next((line for line in reversed(lines) if line.strip()), "").strip().removeprefix("fl-lightning: error: ")
+    try:
+        lines = read_last_bytes(log).decode(errors="replace").split("\n")
+    except OSError as error:
+        return f"{log} cannot be read: {reason_of(error)}"
+    return one_line(next((line for line in reversed(lines) if line.strip()), "")).removeprefix("fl-lightning: error: ")
 
 
 # --- In the job's process ------------------------------------------------------------------------------------------
@@ -291,7 +308,7 @@ def _exit_with_parent() -> None:
 
 def _redirect_output(log: Path) -> None:
     """Redirect this process's stdout and stderr to the end of a log file, and its stdin to the null device."""
-    with open(os.devnull) as nothing, log.open("a") as file:
+    with open(os.devnull) as nothing, open_to_append(log) as file:
         os.dup2(nothing.fileno(), 0)
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import uniplot
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult  # noqa: TID251  # a type
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text

@@ -8,10 +8,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from fl_lightning.core.errors import one_line
-from fl_lightning.core.files import open_file
+from fl_lightning.core.errors import reason_of
+from fl_lightning.core.files import lines_from, open_file, read_last_bytes
 from fl_lightning.core.names import Names
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.runs.csv_reader import parse_rows, read_rows
@@ -93,8 +93,7 @@ class RunMonitor:
                 f"{self.folder}: not a run, or its first round has not ended: metrics.csv not found"
             ) from error
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or one_line(error)
-            raise DamagedRun(f"{self.folder}: metrics.csv cannot be read: {reason}") from error
+            raise DamagedRun(f"{self.folder}: metrics.csv cannot be read: {reason_of(error)}") from error
         if self._has_changed("config.yaml"):
             self._config = read_config(self.folder)
         if self._has_changed("clients.csv", len(rows)):
@@ -143,7 +142,7 @@ def last_measured(path: Path, round: int) -> list[Row]:
     with suppress(OSError, ValueError), open_file(path) as file:
         header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size
         while header:
-            rows = parse_rows(header + _lines_from(file, max(length - size, len(header))))
+            rows = parse_rows(header + lines_from(file, max(length - size, len(header))))
             measured = [row for row in rows if "acc" in row and row.get("round", math.inf) <= round]
             last = measured[-1]["round"] if measured else 0
             if size >= min(length, 2**8 * TAIL) or (rows and rows[0].get("round", last) < last):
@@ -154,14 +153,7 @@ def last_measured(path: Path, round: int) -> list[Row]:
 
 def last_lines(path: Path, number: int) -> list[str]:
     """Return the last lines of a text file; none if the file does not exist."""
-    with suppress(OSError), open_file(path) as file:
-        text = _lines_from(file, os.fstat(file.fileno()).st_size - TAIL)
+    with suppress(OSError):
+        text = read_last_bytes(path, TAIL)
         return text[: text.rfind(b"\n") + 1].decode(errors="replace").splitlines()[-number:]
     return []
-
-
-def _lines_from(file: BinaryIO, start: int) -> bytes:
-    """Return the bytes of a file from the first line that begins at or after the position `start`."""
-    file.seek(max(start - 1, 0))
-    text = file.read()
-    return text[text.find(b"\n") + 1 :] if start > 0 else text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import mean
@@ -17,13 +19,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fl_lightning.analysis.executor import FAILED, Job, JobResult, RunJobs, is_finished
 from fl_lightning.analysis.sweep_file import Sweep
-from fl_lightning.analysis.sweep_folder import ATTRIBUTES, DATABASE, TRIALS, open_database, root_cause
+from fl_lightning.analysis.sweep_folder import ATTRIBUTES, DATABASE, TRIALS, database_error, open_database
 from fl_lightning.analysis.sweep_results import TrialResult, used_seconds
-from fl_lightning.core.config import read_config
-from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.errors import ConfigError, reason_of
 from fl_lightning.evaluation.summary import Row, sum_of
 from fl_lightning.runs.csv_reader import read_rows
-from fl_lightning.runs.reader import DamagedRun, open_run_folder
+from fl_lightning.runs.folder import subfolder
+from fl_lightning.runs.reader import DamagedRun, complete_rounds, open_run_folder, read_config
 
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
 STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: "unfinished"}
@@ -77,7 +79,7 @@ class Study:
         """
         for trial in self._trials():
             runs = self._runs(trial)
-            failed = any((run / FAILED).exists() for run in runs) or all(map(is_finished, runs))
+            failed = any(os.path.lexists(run / FAILED) for run in runs) or all(map(is_finished, runs))
             if trial.state == FAIL and not failed:
                 self._add(trial.params, {key: trial.user_attrs[key] for key in ATTRIBUTES})
         for number in range(min(most, len(self._trials()))):
@@ -129,7 +131,7 @@ class Study:
         return {key: parameter.distribution for key, parameter in self.sweep.parameters.items()}
 
     def _folder(self, trial: FrozenTrial) -> Path:
-        return self.folder / TRIALS / trial.user_attrs["folder"]
+        return subfolder(self.folder, Path(TRIALS, trial.user_attrs["folder"]))
 
     def _runs(self, trial: FrozenTrial) -> dict[Path, int | None]:
         return self.sweep.runs(self._folder(trial))
@@ -230,9 +232,10 @@ class Study:
         new = {round: value for round, value in self._means(trial).items() if round > last_step}
         if not new:
             return False
-        config = read_config(next(iter(self._runs(trial))) / "config.yaml")
+        planned = read_config(next(iter(self._runs(trial)))).get("rounds")
+        last = min(planned if isinstance(planned, int) else math.inf, self.sweep.rounds_to_prune)
         for round, value in new.items():
-            if round < min(config["rounds"], self.sweep.rounds_to_prune):
+            if round < last:
                 self._storage.set_trial_intermediate_value(number, round, value)
                 if self.sweep.pruner.prune(self._study, self._storage.get_trial(number)):
                     return True
@@ -248,8 +251,13 @@ class Study:
         return {round: mean(run[round] for run in (first, *others)) for round in common}
 
     def _rows(self, run: Path) -> list[Row]:
-        path = run / "metrics.csv"
-        return [row for row in read_rows(path) if row] if path.exists() else []
+        try:
+            return complete_rounds(read_rows(run / "metrics.csv"))
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{run}: metrics.csv cannot be read: {reason_of(error)}; left out", stacklevel=2)
+            return []
 
     def _trial_id(self, trial: FrozenTrial) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, trial.number)
@@ -272,12 +280,6 @@ class Study:
         values = attributes.get("values", [trial.value]) if trial.state == COMPLETE else ()
         state, folder = STATES[trial.state], self._folder(trial)
         return TrialResult(number, folder, settings, state, value, rounds, reason, values, seconds)
-
-
-class StudyNotWritten(FLError):
-    """Error: the database of a sweep cannot be written to."""
-
-    exit_code = 1
 
 
 def run_sweep(
@@ -304,7 +306,7 @@ def run_sweep(
     Raises:
         ConfigError: The number of trials is unknown, or the sweep is wrong.
         Interrupted: SIGINT or SIGTERM was received.
-        StudyNotWritten: The database cannot be written to, for example because the disk is full.
+        StudyNotWritten: The database cannot be read or written, for example because the disk is full.
     """
     limits = [limit for limit in (sweep.run_cap, budget.trials) if limit is not None]
     if sweep.method == "grid":
@@ -321,8 +323,6 @@ def run_sweep(
                 show(result, most)
         return study.results()
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        reason = one_line(root_cause(error))
-        fix = "Fix this, then run the same command to continue."
-        raise StudyNotWritten(f"{folder / DATABASE}: {reason}. {fix}") from error
+        raise database_error(folder / DATABASE, error) from error
     finally:
         study.close()

@@ -120,7 +120,16 @@ class Sweep:
             drawn: The values that Optuna drew for the trial's parameters.
             seed: The seed, if the sweep has seeds.
         """
-        values = [f"--{key}={parameter.word(drawn[key])}" for key, parameter in self.parameters.items()]
+        return self.command_with({key: parameter.word(drawn[key]) for key, parameter in self.parameters.items()}, seed)
+
+    def command_with(self, settings: Mapping[str, str], seed: int | None = None) -> tuple[str, ...]:
+        """Return the command-line arguments of `fit` for one run with given settings.
+
+        Args:
+            settings: The text of each parameter's value.
+            seed: The seed, if the sweep has seeds.
+        """
+        values = [f"--{key}={word}" for key, word in settings.items()]
         return (*self.words, *values, *([] if seed is None else [f"--seed={seed}"]), *self.words_after)
 
     def runs(self, folder: Path) -> dict[Path, int | None]:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import optuna
 import yaml
 from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from fl_lightning.analysis.baselines import option_values
 from fl_lightning.analysis.sweep_file import UNRELATED_KEYS, Sweep
-from fl_lightning.core.config import flatten, read_config
+from fl_lightning.core.config import flatten, parse_config, read_config
 from fl_lightning.core.config_files import config_path
-from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core.databases import check_database
+from fl_lightning.core.errors import ConfigError, FLError, one_line, reason_of
+from fl_lightning.core.files import read_file, write_atomically
 
 TRIALS = "trials"
 DATABASE = "study.db"
 SWEEP = "sweep.yaml"
 ATTRIBUTES = ("number", "folder")
 """Attributes that the database stores of each trial: its number in the sweep, and the name of its folder."""
+FOLDER = re.compile(r"[0-9]{4,9}-[0-9a-f]{6}")
+"""Matches the names of the folders of trials."""
+JOURNALS = tuple(f"{DATABASE}-{name}" for name in ("journal", "wal", "shm"))
+SWEEP_FILES = (DATABASE, *JOURNALS, SWEEP, TRIALS, "trials.csv", "best.yaml")
+"""Files and folders of a sweep."""
 
 # --- Description ---
 
@@ -53,7 +63,7 @@ def describe_sweep(folder: Path, sweep: Sweep, seed: int) -> None:
             fix = "Put it back, or choose another folder with --out."
             raise ConfigError(f"{folder}: {file.name} not found, but {TRIALS} of a sweep. {fix}")
     now = yaml.safe_load(text)
-    before = read_config(path) if path.exists() else now
+    before = _read_description(path) if path.exists() else now
     if begun and before != now:
         stored, new = flatten(before), flatten(now)
         keys = sorted(key for key in stored.keys() | new.keys() if stored.get(key) != new.get(key))
@@ -64,7 +74,41 @@ def describe_sweep(folder: Path, sweep: Sweep, seed: int) -> None:
     write_atomically(path, text)
 
 
+def _read_description(path: Path) -> dict[str, Any]:
+    try:
+        return parse_config(read_file(path), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from error
+
+
 # --- Database ---
+
+
+class StudyNotWritten(FLError):
+    """Error: the database of a sweep cannot be read or written at the moment."""
+
+    exit_code = 1
+
+
+OPERATIONAL = (
+    "access permission denied",
+    "attempt to write a readonly database",
+    "database is locked",
+    "database or disk is full",
+    "database table is locked",
+    "disk I/O error",
+    "out of memory",
+    "unable to open database file",
+)
+"""Beginnings of SQLite's messages about errors that are not in the database itself."""
+
+
+def database_error(path: Path, error: Exception) -> FLError:
+    """Return the error to raise if the database of a sweep cannot be used: it is damaged, or its disk is full."""
+    reason = one_line(root_cause(error))
+    if isinstance(root_cause(error), OSError) or reason.startswith(OPERATIONAL):
+        return StudyNotWritten(f"{path}: {reason}. Fix this, then run the same command to continue.")
+    return ConfigError(f"{path}: damaged ({reason}). Restore it from a backup, or choose another folder with --out.")
 
 
 def storage_at(path: Path) -> RDBStorage:
@@ -73,26 +117,47 @@ def storage_at(path: Path) -> RDBStorage:
 
 
 def open_database(path: Path, sweep: Sweep) -> tuple[RDBStorage, optuna.Study]:
-    """Open or create the database of a sweep, and check that all of its trials can be read.
+    """Open or create the database of a sweep, and check that all of its trials are trials of this sweep.
 
     Raises:
         ConfigError: The file is damaged.
+        StudyNotWritten: The file cannot be read or written, for example because the disk is full.
     """
     direction: Literal["maximize", "minimize"] = "maximize" if sweep.maximize else "minimize"
     try:
+        check_database(path)
         storage = storage_at(path)
         study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
         if not study.metric_names:  # the dashboard shows it
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 study.set_metric_names([sweep.metric])
-        for trial in study.get_trials(deepcopy=False):
-            if lost := [*({*ATTRIBUTES} - trial.user_attrs.keys()), *(sweep.parameters.keys() - trial.params)]:
-                raise ValueError(f"trial {trial.number} has no {lost[0]}")
+        _check_trials(study.get_trials(deepcopy=False), sweep)
     except Exception as error:  # SQLite, SQLAlchemy, JSON and Optuna raise different errors for damaged content
-        fix = "Restore it from a backup, or choose another folder with --out."
-        raise ConfigError(f"{path}: damaged ({one_line(root_cause(error))}). {fix}") from error
+        raise database_error(path, error) from error
     return storage, study
+
+
+def _check_trials(trials: Sequence[FrozenTrial], sweep: Sweep) -> None:
+    """Raise a `ValueError` if the trials in a database are not trials of this sweep."""
+    distributions = {key: parameter.distribution for key, parameter in sweep.parameters.items()}
+    for trial in trials:
+        attributes = trial.user_attrs
+        if lost := [*({*ATTRIBUTES} - attributes.keys()), *(sweep.parameters.keys() - trial.params)]:
+            raise ValueError(f"trial {trial.number} has no {lost[0]}")
+        create_trial(state=TrialState.RUNNING, params=trial.params, distributions=distributions)  # checks the values
+        folder, values, reason = attributes["folder"], attributes.get("values", []), attributes.get("reason", "")
+        if not isinstance(folder, str) or not FOLDER.fullmatch(folder):
+            raise ValueError(f"trial {trial.number}: {folder!r} is not the name of a trial's folder")
+        if not isinstance(reason, str) or not isinstance(values, list) or not all(map(_is_finite, values)):
+            raise ValueError(f"trial {trial.number} has no valid result")
+    numbers = [trial.user_attrs["number"] for trial in trials]
+    if list(dict.fromkeys(numbers)) != list(range(len({*numbers}))):
+        raise ValueError(f"its trials have the numbers {numbers}")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def root_cause(error: BaseException) -> BaseException:

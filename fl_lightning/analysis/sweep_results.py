@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import yaml
 from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.analysis.result_table import mean_and_std, to_csv
 from fl_lightning.analysis.statistics import spread
 from fl_lightning.analysis.sweep_file import Sweep
+from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import write_atomically
 
 
@@ -120,19 +122,28 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
     return table
 
 
-def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
+def write_best(
+    path: Path, sweep: Sweep, results: Sequence[TrialResult], resolve: Callable[[Sequence[str]], Mapping[str, Any]]
+) -> TrialResult | None:
     """Write the config of a sweep's best trial to a file. Return this trial; None if no trial is complete.
 
     Trials that differ only in the seed are ranked by their mean metric. Of the best ones, the first complete trial is
-    used.
+    used. The config is that of the trial's command line, because anyone could have written the trial's folder.
+
+    Args:
+        path: The file.
+        sweep: The sweep.
+        results: The results of all trials.
+        resolve: Returns the config of a command line of `fit`.
     """
     best = rank_settings(results, sweep.maximize)[0].complete
     if not best:
         return None
     settings = " ".join(f"{key}={value}" for key, value in best[0].settings.items())
     seeds = f", mean over the seeds {', '.join(map(str, sweep.seeds))}" if sweep.seeds else ""
-    config = (next(iter(sweep.runs(best[0].folder))) / "config.yaml").read_text()
-    write_atomically(path, f"# The best of the sweep {sweep.name}: {settings}{seeds}.\n{config}")
+    config = resolve(sweep.command_with(best[0].settings, next(iter(sweep.seeds), None)))
+    title = one_line(f"The best of the sweep {sweep.name}: {settings}{seeds}.")
+    write_atomically(path, f"# {title}\n{yaml.safe_dump(dict(config), sort_keys=False)}")
     return best[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +24,8 @@ from fl_lightning.cli.main import describe_error, main
 from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.core.lazy_import import skip_working_folder
 from fl_lightning.core.temporary_folders import temporary_files
-from fl_lightning.runs.folder import lock_run_dir
+from fl_lightning.core.terminal import echo
+from fl_lightning.runs.folder import lock_run_dir, subfolder
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
@@ -50,17 +50,15 @@ def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | Non
         workers: Number of runs at a time.
         threads: Number of torch threads of each run; by default the cores are divided among the workers.
     """
+    for job in jobs:
+        subfolder(out, job.folder.relative_to(out))
     missing = [job for job in jobs if not is_finished(job.folder)]
-    _report(f"{len(missing)} of {len(jobs)} runs to do, in {out}")
+    echo(f"{len(missing)} of {len(jobs)} runs to do, in {out}", to_stderr=True)
     with lock_run_dir(out):
         for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
             how = f"failed: {ended.reason}" if ended.code else "done"
-            _report(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}")
+            echo(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}", to_stderr=True)
             yield ended
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def in_job_processes(

@@ -21,7 +21,17 @@ from fl_lightning.cli.quick_exit import skip_final_collection
 from fl_lightning.core.errors import ConfigError, FLError, locate_user_code, one_line
 from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_signal
 from fl_lightning.core.lazy_import import load
-from fl_lightning.core.terminal import discard_stdout, prepare_terminal, print_to_stderr
+from fl_lightning.core.terminal import discard_stdout, echo, prepare_terminal, print_to_stderr
+
+FREE = "Free disk space or raise the limit, then run the same command again."
+OS_ERRORS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (1, FREE)),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), (2, "Check its permissions.")),
+    errno.ENAMETOOLONG: (2, "Give a shorter name."),
+    errno.ELOOP: (2, "Move it away."),
+    errno.EINVAL: (2, "Move it away."),
+}
+"""Errors of the operating system that are not errors of this program: the exit code, and how to fix them."""
 
 LONGEST_LINE = 360
 """Maximum number of characters of an error message."""
@@ -90,8 +100,9 @@ def describe_error(error: BaseException) -> tuple[int, str]:
         cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
         place = locate_user_code(cause) if cause else getattr(error, "place", "")
         return error.exit_code, f"{one_line(error)}{place}"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return 2, f"{one_line(str(error.filename))}: {error.strerror}"
+    if isinstance(error, OSError) and error.filename and error.errno in OS_ERRORS and not locate_user_code(error):
+        code, fix = OS_ERRORS[error.errno]
+        return code, one_line(f"{error.filename}: {error.strerror}. {fix}")
     chain = list(_chain(error))
     if stopped := [each for each in chain if isinstance(each, Stopped)]:
         return 128 + stopped[0].number, ""
@@ -136,12 +147,12 @@ def _brief(line: str) -> str:
 def _dispatch(words: list[str], own_process: bool) -> int:
     name, *words = words or ["--help"]
     if name in ("-h", "--help", "-V", "--version"):
-        print(f"fl-lightning {__version__}" if name in ("-V", "--version") else usage())
+        echo(f"fl-lightning {__version__}" if name in ("-V", "--version") else usage())
         return 0
     if name not in COMMANDS:
         raise ConfigError(f"command {name!r} not found. {_suggest_command(name, words)}")
     if text := load("fl_lightning.cli.help").requested_help(name, words):
-        print(text.rstrip("\n"))
+        echo(text.rstrip("\n"))
         return 0
     if name == "fit" and load("fl_lightning.cli.options").is_multirun(words):
         name = "multirun"  # normalizes and checks the words of each of its runs

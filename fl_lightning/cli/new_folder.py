@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.terminal import echo
 
 
 def write_new_folder(key: str, folder: Path, texts: Mapping[str, str]) -> None:
@@ -27,4 +28,4 @@ def write_new_folder(key: str, folder: Path, texts: Mapping[str, str]) -> None:
         raise ConfigError(f"{key}: {folder} exists already. Choose another name.") from None
     except OSError as error:
         raise ConfigError(f"{key}: {folder} cannot be written to: {error}") from error
-    print(f"wrote {folder}/: {', '.join(sorted(texts))}")
+    echo(f"wrote {folder}/: {', '.join(sorted(texts))}")

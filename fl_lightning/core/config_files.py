@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.files import read_file
 from fl_lightning.core.public_names import public_classes
 from fl_lightning.core.spelling import nearest
 
@@ -47,18 +48,20 @@ def config_path(name: str) -> str:
     return str(path)
 
 
-def config_file(run_dir: Path) -> str:
-    """Return the path of a run's `config.yaml`.
+def read_run_config(run_dir: Path) -> bytes:
+    """Return the content of a run's `config.yaml`.
 
     Raises:
-        ConfigError: The folder does not exist, or is no run.
+        ConfigError: The folder does not exist, is no run, or cannot be read.
     """
-    path = run_dir / "config.yaml"
-    if not os.path.lexists(run_dir):
-        raise ConfigError(f"{run_dir}: folder not found")
-    if not os.path.isfile(path):
-        raise ConfigError(f"{run_dir} is no run: config.yaml not found")
-    return config_path(str(path))
+    try:
+        return read_file(run_dir / "config.yaml")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        missing = " is no run: config.yaml not found" if os.path.lexists(run_dir) else ": folder not found"
+        raise ConfigError(f"{run_dir}{missing}") from error
+    except OSError as error:
+        fix = ". Check its permissions" if isinstance(error, PermissionError) else ""
+        raise ConfigError(f"{run_dir}: config.yaml cannot be read: {error.strerror}{fix}") from error
 
 
 def is_run(path: str) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 
+from fl_lightning.core.terminal import printable
+
 NO_ROOM = re.compile("can't allocate memory|out of memory|Storage size calculation overflowed|Overflow when unpacking")
 """Matches torch's messages about a tensor that does not fit in memory."""
 
@@ -91,7 +93,12 @@ def one_line(error: BaseException | str) -> str:
         text = str(error)
     except Exception:  # a __str__ of unknown code may raise anything
         text = "(no message)"
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
+    return printable(" ".join(text.split()))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's message on one line; for an `OSError`, without the number of the error and the file."""
+    return one_line(getattr(error, "strerror", None) or error)
 
 
 LONGEST = 500

@@ -8,8 +8,8 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
 from typing import IO, Any, BinaryIO
 
 UNFINISHED = ".*.writing"
@@ -36,8 +36,11 @@ def replace_atomically(path: Path, mode: str = "wb", **options: Any) -> Iterator
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):  # None: the disk is full
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -56,7 +59,13 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-MOST_BYTES = {"metrics.csv": 2**27, "clients.csv": 2**30, "warnings.txt": 2**27, "partition.csv": 2**28}
+MOST_BYTES = {
+    "metrics.csv": 2**27,
+    "clients.csv": 2**30,
+    "warnings.txt": 2**27,
+    "partition.csv": 2**28,
+    "manifest.json": 2**28,
+}
 """Maximum size in bytes of files in a run folder, by name. Larger ones could fill the memory of a reader."""
 MOST_OF_OTHERS = 2**20
 """Maximum size in bytes of files that `MOST_BYTES` does not list."""
@@ -67,36 +76,97 @@ def most_bytes(path: Path) -> int:
     return MOST_BYTES.get(path.name, MOST_OF_OTHERS)
 
 
-@contextmanager
-def open_file(path: Path, most: float | None = None, links: bool = True) -> Iterator[BinaryIO]:
-    """Context that opens a file of unknown origin for reading. Refuses pipes, devices and very large files.
+def path_below(folder: Path, name: str | Path) -> Path:
+    """Return the path of a file or folder below a folder of unknown origin, such as that of a run or of a sweep.
 
     Args:
-        path: The file.
+        folder: The folder. It may be a link.
+        name: The path relative to the folder. Neither the file nor the folders on the way to it may be links.
+
+    Raises:
+        OSError: The name leads out of the folder or has control characters, or there is a link on the way.
+    """
+    path, place = folder, PurePath(name)
+    if place.is_absolute() or not place.parts or ".." in place.parts or not str(name).isprintable():
+        raise OSError(errno.EINVAL, "it is not the name of a file in this folder", str(name))
+    for part in place.parts:
+        path = path / part
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link", str(path))
+    return path
+
+
+@contextmanager
+def open_file(path: Path, most: float | None = None, links: bool = False) -> Iterator[BinaryIO]:
+    """Context that opens a file of unknown origin for reading. Refuses links, pipes, devices and very large files.
+
+    Args:
+        path: The file. `path_below` returns the path of a file in a subfolder.
         most: The maximum size in bytes; by default `most_bytes`.
-        links: Follow links.
+        links: Follow links. For files that the user names.
 
     Raises:
         OSError: The file cannot be read, is not regular (a pipe, a device, a refused link), or is too large.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # else a pipe blocks
-    with open(os.open(path, flags), "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(path))
-        if about.st_size > (most_bytes(path) if most is None else most):
+    with open(_open(path, os.O_RDONLY, links), "rb") as file:
+        if os.fstat(file.fileno()).st_size > (most_bytes(path) if most is None else most):
             raise OSError(errno.EFBIG, "it is larger than it can be", str(path))
         yield file
 
 
-def read_file(path: Path, most: float | None = None) -> bytes:
+def open_to_append(path: Path, mode: str = "ab", **options: Any) -> IO[Any]:
+    """Open a file in a folder of unknown origin for appending. Create it if it does not exist.
+
+    Args:
+        path: The file.
+        mode: `ab` or `a`.
+        options: More arguments of `open`.
+
+    Raises:
+        OSError: The file cannot be written, or is not regular: a link, a pipe, a device.
+    """
+    return open(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), mode, **options)
+
+
+def _open(path: Path, flags: int, links: bool = False) -> int:
+    """Open a regular file, and return its descriptor."""
+    flags |= os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # without O_NONBLOCK, opening a pipe blocks
+    no_file = OSError(errno.EINVAL, "it is no file", str(path))
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, or a pipe that nobody reads
+            raise no_file from error
+        if error.errno == errno.ELOOP and not links:
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise no_file
+    return descriptor
+
+
+def read_file(path: Path, most: float | None = None, links: bool = False) -> bytes:
     """Return the content of a file of unknown origin, with the checks of `open_file`."""
-    with open_file(path, most) as file:
+    with open_file(path, most, links) as file:
         return file.read()
 
 
+def read_last_bytes(path: Path, most: int = 2**16) -> bytes:
+    """Return the end of a file of unknown origin and of any size, from the first line that begins in its last bytes."""
+    with open_file(path, math.inf) as file:
+        return lines_from(file, os.fstat(file.fileno()).st_size - most)
+
+
+def lines_from(file: BinaryIO, start: int) -> bytes:
+    """Return the bytes of a file from the first line that begins at or after the position `start`."""
+    file.seek(max(start - 1, 0))
+    text = file.read()
+    return text[text.find(b"\n") + 1 :] if start > 0 else text
+
+
 def blocks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a checkpoint's file in blocks of 1 MiB. Links are refused."""
-    with open_file(path, math.inf, links=False) as file:
+    """Yield the content of a checkpoint's file in blocks of 1 MiB. It may not be larger than the memory."""
+    with open_file(path, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) as file:
         while block := file.read(1 << 20):
             yield block

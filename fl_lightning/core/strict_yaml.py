@@ -43,7 +43,7 @@ class StrictYAMLError(yaml.YAMLError):
 
 
 def read_yaml(path: Path, what: str | None = None) -> Any:
-    """Return the content of a YAML file. Refuse invalid YAML and duplicate keys, see `load_yaml`.
+    """Return the content of a YAML file of the user. Refuse invalid YAML and duplicate keys, see `load_yaml`.
 
     Args:
         path: The file.
@@ -53,7 +53,7 @@ def read_yaml(path: Path, what: str | None = None) -> Any:
         ConfigError: The file cannot be read. The message names the file, the line and the reason.
     """
     try:
-        return parse_yaml(read_file(path), what or str(path))
+        return parse_yaml(read_file(path, links=True), what or str(path))
     except OSError as error:
         raise ConfigError(f"{what or path} is no readable YAML: {error.strerror}") from error
 

@@ -35,10 +35,42 @@ def open_streams() -> None:
                 setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
+def printable(text: str) -> str:
+    """Return a text without control characters, except line breaks and tabs.
+
+    Names and messages from files of unknown origin could otherwise change what the terminal shows, or its settings.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char in "\n\t" or char.isprintable() else _replacement(char) for char in text)
+
+
+def _replacement(char: str) -> str:
+    return " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
+
+
+def echo(text: str, end: str = "\n", to_stderr: bool = False) -> None:
+    """Print a text without control characters. Commands print only with this function and with a `SafeConsole`.
+
+    Args:
+        text: The text, of one or several lines.
+        end: Printed after the text.
+        to_stderr: Print to stderr. Errors are ignored, for example if stderr is closed or full.
+    """
+    if to_stderr:
+        with suppress(OSError, ValueError):
+            print(printable(text), end=end, file=sys.stderr, flush=True)
+        return
+    try:
+        print(printable(text), end=end, flush=True)
+    except OSError as error:
+        error.filename = "stdout"
+        raise
+
+
 def print_to_stderr(line: str) -> None:
-    """Print a line to stderr, and ignore the error if stderr is closed or full."""
-    with suppress(OSError, ValueError):
-        print(f"fl-lightning: {line}", file=sys.stderr, flush=True)
+    """Print a line of the command itself, such as an error, to stderr."""
+    echo(f"fl-lightning: {line}", to_stderr=True)
 
 
 def discard_stdout() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
@@ -24,9 +26,18 @@ ATTEMPTS = 3  # times that a client's task is tried if workers are lost while ru
 
 
 class WorkerLost(FLError):
-    """A worker process or actor ended unexpectedly or does not respond. The message says how it ended."""
+    """A worker process or actor ended unexpectedly or does not respond. The message says how it ended.
+
+    Args:
+        message: How it ended.
+        exited: Whether it ended itself, with an exit status, and was not killed.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, exited: bool = False) -> None:
+        super().__init__(message)
+        self.exited = exited
 
 
 class RemoteTraceback(Exception):
@@ -256,14 +267,24 @@ class PoolEngine(Engine):
         if task or not pool_worker.ready:
             self._lost[task.client if task else None] += 1
         if self._lost[None] == ATTEMPTS:
+            fix = '; a script that runs an experiment with this engine must do so under `if __name__ == "__main__":`'
+            shown = fix if loss.exited and runs_script() else ""
             raise WorkerLost(
-                f"engine: {ATTEMPTS} workers ended before they could begin, the last of them {loss}; a script that "
-                f'runs an experiment with this engine must do so under `if __name__ == "__main__":`'
+                f"engine: {ATTEMPTS} workers ended before they could begin, the last of them {loss}{shown}"
             )
         if not task or self._lost[task.client] < ATTEMPTS:
             return None
         pool_worker.tasks.popleft()
         return failed_result(task, WorkerLost(f"{ATTEMPTS} worker processes died running it, the last of them {loss}"))
+
+
+def runs_script() -> bool:
+    """Return whether this process runs a script of the user, and not the command line."""
+    main = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    return (
+        file is not None and Path(file).stem != "fl-lightning" and not (spec and spec.name == "fl_lightning.__main__")
+    )
 
 
 def serialize_worker(worker: Worker) -> SerializedValue:

@@ -162,7 +162,7 @@ class Process(PoolWorker):
         try:
             spans, (file,) = receive(self.connection)
         except (EOFError, OSError, RuntimeError):  # the process ended, possibly while it was sending
-            raise WorkerLost(self._describe_end()) from None
+            raise WorkerLost(self._describe_end(), exited=(self._process.exitcode or 0) > 0) from None
         self._expected -= 1
         self._restart_clock()
         return deserialize(file.read(spans), copy=True)

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from matplotlib.image import imread
 
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core.files import open_file, read_file, write_atomically
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.loggers.base import Beginning, RoundLogger
 
@@ -86,15 +86,15 @@ class _AppendingWriter(ExperimentWriter):
 
     def _check_log_dir_exists(self) -> None:
         if os.path.exists(self.metrics_file_path):
-            with open(self.metrics_file_path, newline="") as file:
-                self.metrics_keys = next(csv.reader(file), [])
+            with open_file(Path(self.metrics_file_path)) as file, io.TextIOWrapper(file, newline="") as text:
+                self.metrics_keys = next(csv.reader(text), [])
 
 
 def _truncate_csv(path: Path, round: int) -> None:
     """Remove the rows of a CSV file that are incomplete, or whose `step` is greater than `round`."""
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_file(path).decode(errors="replace")
     rows = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
     kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) <= round]
     if not kept:
@@ -242,7 +242,7 @@ def _run_id(run_dir: Path) -> str | None:
     place = run_dir / "mlflow" / "run_id"
     if not place.is_file():
         return None
-    run_id = place.read_text(encoding="utf-8", errors="replace").strip()
+    run_id = read_file(place).decode(errors="replace").strip()
     if not re.fullmatch("[0-9a-f]{32}", run_id):
         raise ConfigError(f"{place} is damaged. Restore it, or remove it to begin a new MLflow run.")
     return run_id

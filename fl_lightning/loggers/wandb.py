@@ -18,7 +18,7 @@ from typing import Any, Literal
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.files import write_atomically
+from fl_lightning.core.files import read_file, write_atomically
 from fl_lightning.core.names import labels
 from fl_lightning.core.temporary_folders import temporary_files
 from fl_lightning.core.trusted_imports import require_trust
@@ -329,7 +329,7 @@ def read_note(run_dir: Path) -> dict[str, Any]:
     if place.is_symlink() or not place.is_file():
         raise ConfigError(f"{place} is not a file. {fix}")
     try:
-        content = place.read_text(encoding="utf-8")
+        content = read_file(place).decode()
         note = json.loads(content)
         note.pop("sha256")
         is_valid = content == add_checksum(note)

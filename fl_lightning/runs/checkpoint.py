@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fl_lightning.core.errors import CheckpointError, Damaged, one_line
-from fl_lightning.core.files import blocks, flush, write_atomically
+from fl_lightning.core.files import blocks, flush, path_below, read_file, write_atomically
 from fl_lightning.core.flat_tensors import unflatten
 from fl_lightning.runs.fingerprint import Fingerprint
 
@@ -204,7 +204,8 @@ class CheckpointFolder:
 
     def _manifest(self, round: int) -> dict[str, Any]:
         """Read a round's `manifest.json`, verify the checksum in it, and return the rest of the content."""
-        content = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
+        path = (self._folder(round) / MANIFEST).relative_to(self.path.parent)
+        content = json.loads(read_file(path_below(self.path.parent, path)))
         if "seal" not in content:
             raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")
         manifest = {name: value for name, value in content.items() if name != "checksum"}
@@ -219,10 +220,7 @@ class CheckpointFolder:
 def _verify(base: Path, files: Mapping[str, str]) -> None:
     """Check that files match their checksums and that their paths are within the folder `base`."""
     for name, checksum in files.items():
-        place = PurePosixPath(name)
-        if place.is_absolute() or ".." in place.parts or any((base / part).is_symlink() for part in place.parents[:-1]):
-            raise ValueError(f"{name!r} lies outside of the run's folder")
-        if _checksum(base / place) != checksum:
+        if _checksum(path_below(base, name)) != checksum:
             raise ValueError(f"{name} does not match its checksum")
 
 

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 import fl_lightning
-from fl_lightning.core.config import FREE_KEYS, flatten, is_below, read_config
+from fl_lightning.core.config import FREE_KEYS, flatten, is_below, parse_config
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.files import read_file
 from fl_lightning.core.renamed import update_config, update_settings
 
 MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
@@ -89,8 +90,9 @@ class Fingerprint:
             path: The path of `config.yaml`.
             now: The settings of the resumed run.
         """
-        with suppress(ConfigError):  # settings do not come from a missing or unreadable file
-            saved, before = settings(update_config(read_config(path))), update_settings(self.config)
+        with suppress(ConfigError, OSError):  # settings do not come from a missing or unreadable file
+            config = update_config(parse_config(read_file(path), str(path)))
+            saved, before = settings(config), update_settings(self.config)
             edited = {key: value for key, value in saved.items() if update_settings(now).get(key) == value}
             if changed := _changes({**edited, **before}, {**before, **edited}):
                 warnings.warn(f"{path} was edited: {', '.join(changed.values())}", stacklevel=2)

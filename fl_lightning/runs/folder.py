@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -9,7 +10,7 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from fl_lightning.core.errors import CheckpointError, ConfigError
-from fl_lightning.core.files import UNFINISHED, write_atomically
+from fl_lightning.core.files import UNFINISHED, path_below, read_file, write_atomically
 
 LOCK = ".lock"
 OWNER = ".owner"
@@ -46,10 +47,14 @@ def new_run_dir(name: str) -> Path:
 
 
 @contextmanager
-def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
+def lock_run_dir(folder: Path, others: Collection[str] = ()) -> Iterator[list[Path]]:
     """Context that locks a run folder, so that only one process writes to it. The folder is created if necessary.
 
     The operating system releases the lock when the process ends, also if it is killed.
+
+    Args:
+        folder: The folder of a run, or of many runs.
+        others: Names of files that the caller writes in the folder, in addition to those of a run.
 
     Yields:
         The folders that were created: the folder and its parents, or none.
@@ -59,10 +64,10 @@ def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
             be written to.
     """
     lock = FileLock(folder / LOCK)
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        created = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        refuse_special_files(folder)
+        refuse_special_files(folder, others)
         lock.acquire(blocking=False)
     except Timeout:
         raise ConfigError(f"{folder}: {lock_owner(folder)} uses this folder. Wait for it, or stop it.") from None
@@ -74,8 +79,11 @@ def lock_run_dir(folder: Path) -> Iterator[list[Path]]:
             stacklevel=3,
         )
     try:
-        write_atomically(folder / OWNER, f"process {os.getpid()} on {socket.gethostname()}")
-        remove_partial_files(folder)
+        try:
+            write_atomically(folder / OWNER, f"process {os.getpid()} on {socket.gethostname()}")
+            remove_partial_files(folder)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written to: {error}") from error
         yield created
     finally:
         lock.release()
@@ -97,7 +105,7 @@ def lock_owner(folder: Path) -> str:
     """Return the process that holds a folder's lock: `process <id> on <machine>`, or `another process` if unknown."""
     for _ in range(10):  # the process that has just locked it may not have written its id yet
         with suppress(OSError, UnicodeDecodeError):
-            if not _has_ended(owner := (folder / OWNER).read_text()):
+            if not _has_ended(owner := read_file(folder / OWNER).decode()):
                 return owner
         time.sleep(0.1)
     return "another process"
@@ -118,8 +126,12 @@ def _has_ended(owner: str) -> bool:
     return False
 
 
-def refuse_special_files(folder: Path) -> None:
+def refuse_special_files(folder: Path, others: Collection[str] = ()) -> None:
     """Raise an error if files that a run reads or writes in its folder are links, pipes or devices.
+
+    Args:
+        folder: The folder of a run, or of many runs.
+        others: Names of further files that are read or written in the folder.
 
     Raises:
         ConfigError: The folder contains such a file; the message names it.
@@ -128,7 +140,7 @@ def refuse_special_files(folder: Path) -> None:
     for place in filter(Path.is_dir, places):
         with os.scandir(place) as entries:
             for entry in entries:
-                if place == folder and entry.name not in WRITTEN_NAMES:
+                if place == folder and entry.name not in WRITTEN_NAMES and entry.name not in others:
                     continue
                 if entry.is_symlink():
                     fix = "a run's folder holds none. Move the whole folder and link to that instead."
@@ -138,6 +150,19 @@ def refuse_special_files(folder: Path) -> None:
                 # All files have a suffix. In these two folders, folders may have one too.
                 if entry.is_dir() and Path(entry.name).suffix and place.name not in ("checkpoints", "figures"):
                     raise ConfigError(f"{entry.path} is a folder, but a run has a file of this name. Remove it.")
+
+
+def subfolder(folder: Path, name: str | Path) -> Path:
+    """Return the path of the folder of a run, or of several runs, that is below a folder of many runs.
+
+    Raises:
+        ConfigError: The name leads out of the folder, or there is a link on the way.
+    """
+    try:
+        return path_below(folder, name)
+    except OSError as error:
+        fix = f". Move the whole folder {folder} and link to that instead" if error.errno == errno.ELOOP else ""
+        raise ConfigError(f"{error.filename}: {error.strerror}{fix}") from error
 
 
 def refuse_existing_run(folder: Path) -> None:

@@ -8,10 +8,12 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from fl_lightning.core.errors import CheckpointError, Damaged
-from fl_lightning.core.files import flush, replace_atomically, write_atomically
+from fl_lightning.core.files import flush, open_file, open_to_append, replace_atomically, write_atomically
 from fl_lightning.evaluation.summary import Row, split_series
 from fl_lightning.runs.csv_reader import CLIENT_NAME, read_rows
 
@@ -93,7 +95,7 @@ class MetricsCsv:
         try:
             self.clients.append(int(row["round"]), by_client)
             if shared.keys() <= set(self._columns):
-                with self.path.open("a", newline="") as file:
+                with open_to_append(self.path, "a", newline="") as file:
                     csv.DictWriter(file, self._columns, lineterminator="\n").writerow(shared)
             else:
                 self._rewrite([*self.rows, shared])
@@ -184,7 +186,7 @@ class ClientsCsv:
         name = {k: {CLIENT_NAME: self.names[k]} if self.names else {} for k in series}
         rows = [{"round": round, "client": k, **name[k], **row} for k, row in sorted(series.items())]
         if rows:
-            with self.path.open("a", newline="", encoding="utf-8") as file:
+            with open_to_append(self.path, "a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
         for each in rows:
             self.digest.add(each)
@@ -192,14 +194,19 @@ class ClientsCsv:
     def _header(self) -> list[str]:
         if not self.path.exists():
             return []
-        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
+        with self._open() as file:
             return next(csv.reader(file), [])
+
+    @contextmanager
+    def _open(self) -> Iterator[TextIO]:
+        with open_file(self.path) as file:
+            yield io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="")
 
     def _lines(self, round: int) -> Iterator[list[str]]:
         """Yield the cells of each complete line of the file, up to a round."""
         if not self.path.exists():
             return
-        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
+        with self._open() as file:
             whole = csv.reader(line for line in file if line.endswith("\n"))
             next(whole, None)
             for cells in whole:

@@ -13,8 +13,8 @@ import numpy as np
 import yaml
 
 from fl_lightning.core.config import flatten
-from fl_lightning.core.errors import ConfigError, FLError, one_line
-from fl_lightning.core.files import read_file
+from fl_lightning.core.errors import ConfigError, FLError, reason_of
+from fl_lightning.core.files import path_below, read_file
 from fl_lightning.core.renamed import update_config
 from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.evaluation.summary import Row, main_metrics, summarize
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float | int | None]
 """Summary figures of a run by name."""
+
+
+MOST_FIGURE = 10**300
+"""Largest whole number in a summary; a larger one is no float."""
 
 
 class DamagedRun(FLError):
@@ -163,10 +167,10 @@ def open_run_folder(folder: str | Path) -> Run:
         DamagedRun: The folder is not a run, or a file cannot be read; the message says which and why.
     """
     folder = Path(folder)
-    if not (folder / "metrics.csv").exists():
-        raise DamagedRun(f"{folder}: not a run, or its first round has not ended: metrics.csv not found")
     config = read_config(folder)
-    rounds = _read(folder, "metrics.csv", lambda path: complete_rounds(read_rows(path)), [])
+    rounds = _read(folder, "metrics.csv", lambda path: complete_rounds(read_rows(path)), None)
+    if rounds is None:
+        raise DamagedRun(f"{folder}: not a run, or its first round has not ended: metrics.csv not found")
     if not rounds:
         raise DamagedRun(f"{folder}: no round has finished yet")
     final = read_final(folder)
@@ -221,14 +225,12 @@ def complete_rounds(rows: Iterable[Row]) -> list[Row]:
 
 def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
     """Read one file of a run with the function `how`; return `missing` if the file does not exist."""
-    path = folder / name
     try:
-        return how(path)
+        return how(path_below(folder, name))
     except FileNotFoundError:
         return missing
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise DamagedRun(f"{folder}: {name} cannot be read: {reason}") from error
+        raise DamagedRun(f"{folder}: {name} cannot be read: {reason_of(error)}") from error
 
 
 def _parse_config(path: Path) -> dict[str, Any]:
@@ -242,8 +244,9 @@ def _parse_summary(path: Path) -> Figures:
     figures = json.loads(read_file(path).decode())
     if not isinstance(figures, dict) or not isinstance(figures.get("rounds"), int):
         raise ValueError("it is not the summary of a run")
-    if wrong := [name for name, value in figures.items() if not isinstance(value, float | int | None)]:
-        raise ValueError(f"{wrong[0]} is not a number")
+    for name, value in figures.items():
+        if not isinstance(value, float | int | None) or (isinstance(value, int) and abs(value) > MOST_FIGURE):
+            raise ValueError(f"{name} is not a number")
     return figures
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.config import parse_config
-from fl_lightning.core.config_files import config_file
+from fl_lightning.core.config_files import read_run_config
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.files import open_file, read_file, write_atomically
+from fl_lightning.core.files import open_file, write_atomically
 from fl_lightning.core.renamed import update_config
 from fl_lightning.core.trusted_imports import Untrusted, begin, is_untrusted
 from fl_lightning.runs.folder import SIGNATURE
@@ -61,8 +61,7 @@ def restrict_and_load_config(
     Raises:
         ConfigError: The config is missing or cannot be read, or only describes a run from Python.
     """
-    path = Path(config_file(run_dir))
-    content = read_file(path)
+    path, content = run_dir / "config.yaml", read_run_config(run_dir)
     if content.startswith(DESCRIPTION.encode()):
         fix = "Build its FederatedOrchestrator in Python with this run_dir, and call load() or fit(resume=True)."
         raise ConfigError(f"{run_dir}: started from Python without `config`, so it cannot be rebuilt here. {fix}")
@@ -194,5 +193,5 @@ def _create_key(path: Path) -> None:
 
 def _read_small_file(path: Path, most: int) -> tuple[bytes, os.stat_result]:
     """Return the content and the `os.stat_result` of a small file, without following links."""
-    with open_file(path, links=False) as file:
+    with open_file(path) as file:
         return file.read(most + 1), os.fstat(file.fileno())

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from fl_lightning.core.errors import one_line
-from fl_lightning.core.files import read_file, write_atomically
+from fl_lightning.core.files import open_to_append, read_file, write_atomically
 
 
 class WarningsTxt:
@@ -102,7 +102,7 @@ class WarningsTxt:
             if self._on_disk >= 2 * self.most:
                 self._rewrite()
             else:
-                with self.path.open("ab") as file:
+                with open_to_append(self.path) as file:
                     file.write(line)
                 self._on_disk += 1
 

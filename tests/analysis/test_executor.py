@@ -1,5 +1,6 @@
 """The executor: the results of parallel jobs, and jobs that are stopped or killed."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import TINY, contents, rows, summary, tiny, untimed_rows
@@ -17,7 +19,7 @@ from running import alive, gone
 from fl_lightning.analysis import executor
 from fl_lightning.analysis.executor import DiskFull, Job, JobResult, earlier_result, run_jobs
 from fl_lightning.cli.jobs import FIT
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.runs.folder import lock_run_dir
 
 WITNESS = '''
@@ -146,6 +148,18 @@ def test_a_full_disk_ends_all_jobs(here, monkeypatch):
     (here / "room").touch()
     assert [outcome.code for outcome in run_jobs(jobs, FIT, threads=1)] == [0, 0]
     assert len(rows(here / "points/0")) == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_used_up_quota_is_no_failure_of_the_job(number, here):
+    folder = here / "points/0"
+    folder.mkdir(parents=True)
+    reason = CheckpointError(f"cannot write checkpoint 0: {OSError(number, os.strerror(number))}")
+    (folder / "log.txt").write_text(f"round 1/1\nfl-lightning: error: {reason}\n")
+    process = SimpleNamespace(join=lambda: None, exitcode=1)
+    with pytest.raises(DiskFull, match=os.strerror(number)):
+        executor._RunningJob(Job(folder, ()), process).result()
+    assert not (folder / "failed.txt").exists()
 
 
 @pytest.mark.thorough

@@ -409,13 +409,13 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder):
     (folder / "figures" / "drift").mkdir(parents=True)
     for name in ("clients.csv", "partition.csv", "figures/drift/round-1.png"):
         os.mkfifo(folder / name)
-    assert [line.partition(": ")[2] for line in contents(folder)["left_out"]] == ["it is not a regular file"] * 3
+    assert [line.partition(": ")[2] for line in contents(folder)["left_out"]] == ["it is no file"] * 3
 
 
 def test_huge_files_are_not_opened(folder, monkeypatch):
     write_image(folder / "figures" / "drift" / "round-1.png", noise(9, 9))
-    monkeypatch.setitem(run_files.MOST_FILE_BYTES, ".png", 100)
-    assert left_out(folder) == "a/figures/drift/round-1.png: it is too large"
+    monkeypatch.setattr(run_files, "MOST_IMAGE_BYTES", 100)
+    assert left_out(folder) == "a/figures/drift/round-1.png: it is larger than it can be"
 
 
 # --- the page ---

@@ -2,10 +2,12 @@
 
 import contextlib
 import csv
+import errno
 import gc
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import sqlite3
@@ -45,7 +47,7 @@ NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_va
 
 @pytest.fixture(autouse=True)
 def quick_and_quiet(monkeypatch):
-    """Silence Optuna, do not check the metric beforehand, and let the database not wait for the disk."""
+    """Silence Optuna, do not wait for the disk, and neither check the metric nor resolve the best trial's config."""
     before, real = optuna.logging.get_verbosity(), sweep_folder.storage_at
 
     def storage_at(path):
@@ -56,6 +58,7 @@ def quick_and_quiet(monkeypatch):
 
     monkeypatch.setattr(sweep_folder, "storage_at", storage_at)
     monkeypatch.setattr(sweep_command, "check_metric", lambda sweep: None)
+    monkeypatch.setattr(sweep_command, "config_of", lambda words: {"words": list(words)})
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
     optuna.logging.set_verbosity(before)
@@ -587,7 +590,8 @@ def test_a_trial_is_run_with_each_seed_and_its_value_is_the_mean(tmp_path, monke
         "seed_2",
     ]
     best = (folder / "best.yaml").read_text()
-    assert best.startswith("# The best of the sweep small: x=2, mean over the seeds 0, 1, 2.\nrounds: 2\n")
+    assert best.startswith("# The best of the sweep small: x=2, mean over the seeds 0, 1, 2.\nwords:\n")
+    assert yaml.safe_load(best)["words"][-2:] == ["--x=2", "--seed=0"]
     assert run("sweep", "small.yaml").code == 0
     assert len(fake.ran) == len(values)
     next(folder.glob("trials/0002-*/seed_1/failed.txt")).unlink()
@@ -700,7 +704,8 @@ def test_the_table_and_the_files_of_a_sweep(tmp_path, monkeypatch):
     assert "trial 4 of 6, optimizer.lr=0.5 seed=1: 0.7500\n" in outcome.out
     assert "trial 1 of 6, optimizer.lr=1e+30 seed=0: failed: diverged [/bold]\n" in outcome.out
     best = (folder / "best.yaml").read_text()
-    assert best.startswith("# The best of the sweep small: optimizer.lr=0.5 seed=0.\nrounds: 2\n")
+    assert best.startswith("# The best of the sweep small: optimizer.lr=0.5 seed=0.\nwords:\n- --config\n")
+    assert yaml.safe_load(best)["words"][-2:] == ["--optimizer.lr=0.5", "--seed=0"]
 
     before = contents(folder / "trials")
     repeated = run("sweep", file)
@@ -839,6 +844,39 @@ def test_a_sweep_with_a_full_disk_ends_and_can_continue(swept, monkeypatch):
     assert outcome.err == f"fl-lightning: error: {reason}. {fix}\n"
     assert run("sweep", "small.yaml", "--count", "60").code == 0
     assert [line["state"] for line in read_trials(swept)] == ["complete"] * 60
+
+
+def test_a_full_disk_is_no_damage(tmp_path, monkeypatch):
+    """The database of a new sweep cannot grow; SQLite calls that an error of the disk."""
+    write_sweep(tmp_path, {"x": {"values": [1]}})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep_command, "run_jobs", FakeRuns(lambda values: [values["x"]]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        outcome = run("sweep", "small.yaml")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    gc.collect()
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    assert "runs/sweeps/small/study.db: " in outcome.err
+    assert "damaged" not in outcome.err
+    assert run("sweep", "small.yaml").code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (sqlite3.OperationalError("database is locked"), False),
+        (sqlite3.OperationalError("attempt to write a readonly database"), False),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (sqlite3.OperationalError("no such table: studies"), True),
+        (sqlite3.DatabaseError("database disk image is malformed"), True),
+        (KeyError("folder"), True),
+    ],
+)
+def test_only_damage_is_called_damage(error, is_damage):
+    assert ("damaged" in str(sweep_folder.database_error(Path("study.db"), error))) == is_damage
 
 
 @pytest.mark.thorough

@@ -40,7 +40,8 @@ def is_one_line(text):
     ("line", "code", "message"),
     [
         ("fl-lightning --help >&-", 2, "stdout is closed"),
-        ("fl-lightning --help >/dev/full", 1, "No space left on device"),
+        ("fl-lightning --help >/dev/full", 1, "stdout: No space left on device"),
+        ("fl-lightning list configs >/dev/full", 1, "stdout: No space left on device"),
         ("fl-lightning nothing", 2, "'nothing'"),
         ("mkdir gone && cd gone && rmdir ../gone && fl-lightning list configs", 2, "the working folder was deleted"),
     ],

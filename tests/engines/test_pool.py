@@ -1,9 +1,11 @@
 """Engines with several workers: serialization, shared tensors, distribution of tasks, and lost workers."""
 
 import gc
+import sys
 import warnings
 import weakref
 from collections import deque
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import lightning as L
@@ -164,7 +166,7 @@ class LocalWorker(PoolWorker):
         if not request.block:
             if self.pool.lost_at_start:
                 self.pool.lost_at_start -= 1
-                raise WorkerLost("young")
+                raise WorkerLost("young", self.pool.exited)
         else:
             client = self.tasks[0].client
             self.pool.order.append(client)
@@ -182,7 +184,7 @@ class LocalPool(PoolEngine):
     def __init__(self, workers, lost_at=(), lost_at_start=0):
         super().__init__()
         self.workers, self.lost_at, self.lost_at_start = workers, list(lost_at), lost_at_start
-        self.order, self.storages, self.started, self.ended = [], [], 0, 0
+        self.order, self.storages, self.started, self.ended, self.exited = [], [], 0, 0, False
 
     def size(self, worker):
         return self.workers
@@ -326,13 +328,26 @@ def test_a_client_at_which_three_workers_are_lost_has_failed(tmp_path):
     assert run.engine.order.count(3) == 3
 
 
-def test_workers_that_never_begin_end_the_run(tmp_path):
+@pytest.mark.parametrize(
+    ("exited", "main", "is_shown"),
+    [
+        (True, SimpleNamespace(__file__="train.py", __spec__=None), True),
+        (True, SimpleNamespace(__file__="bin/train", __spec__=None), True),
+        (False, SimpleNamespace(__file__="train.py", __spec__=None), False),
+        (True, SimpleNamespace(__file__="bin/fl-lightning", __spec__=None), False),
+        (True, SimpleNamespace(__file__="__main__.py", __spec__=find_spec("fl_lightning.__main__")), False),
+        (True, SimpleNamespace(), False),
+    ],
+)
+def test_workers_that_never_begin_end_the_run(exited, main, is_shown, tmp_path, monkeypatch):
+    """The main guard is named only to users whose script may need one."""
+    monkeypatch.setitem(sys.modules, "__main__", main)
     engine = LocalPool(2, lost_at_start=3)
+    engine.exited = exited
     run = experiment(tmp_path, engine=engine)
-    with pytest.raises(
-        WorkerLost, match=r"3 workers ended before they could begin, the last of them young; .*__main__"
-    ):
+    with pytest.raises(WorkerLost, match=r"3 workers ended before they could begin, the last of them young") as caught:
         run.fit()
+    assert ("__main__" in str(caught.value)) == is_shown
     assert engine.started == engine.ended
 
 

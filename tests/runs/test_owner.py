@@ -1,6 +1,8 @@
 """A run folder has one owner at a time; a second one is refused and changes nothing."""
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +22,8 @@ from killed_runs import results_of
 
 from fl_lightning.cli.main import main
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs import folder
+from fl_lightning.runs.folder import lock_run_dir
 
 ROUNDS = 8
 LONG = TINY.replace("rounds: 3", f"rounds: {ROUNDS}")
@@ -44,9 +48,9 @@ def here(tmp_path, monkeypatch):
         Command.begun.pop().process.kill()
 
 
-def assert_undisturbed(whole, folder="run"):
-    assert results_of(Path(folder)) == results_of(whole)
-    assert untimed_rows(Path(folder)) == untimed_rows(whole)
+def assert_undisturbed(whole, run_dir="run"):
+    assert results_of(Path(run_dir)) == results_of(whole)
+    assert untimed_rows(Path(run_dir)) == untimed_rows(whole)
 
 
 def assert_refused(code, err, pid):
@@ -236,3 +240,37 @@ def test_damaged_lock_files_of_a_killed_owner_do_not_matter(here):
     Path("run/.owner").write_bytes(b"\xff\xfe")
     Path("run/.lock").write_text("1")
     assert run(*RESUME).code == 0
+
+
+# --- Folders that cannot be read or written ---
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_folder_whose_owner_cannot_be_written_is_refused(number, tmp_path, monkeypatch):
+    def write(path, content):
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "write_atomically", write)
+        with pytest.raises(ConfigError, match=r"run cannot be written to: .*\.owner"), lock_run_dir(tmp_path / "run"):
+            pass
+    with lock_run_dir(tmp_path / "run"):  # it was unlocked
+        pass
+
+
+def test_an_unreadable_run_is_not_called_missing(here, whole, monkeypatch):
+    shutil.copytree(whole, "run")
+    real = os.open
+
+    def refusing(path, *given, **options):
+        if str(path).startswith("run/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *given, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    for words in (["test", "run"], ["fit", "--resume", "run"], ["export", "run", "-o", "model.pt"]):
+        outcome = run(*words)
+        assert outcome.code == 2
+        assert "run: config.yaml cannot be read: Permission denied" in outcome.err
+    outcome = run("compare", "run")
+    assert "run: config.yaml cannot be read: Permission denied; left out" in outcome.err

@@ -125,7 +125,7 @@ class Adjacency(Graph):
 
 def read_matrix(path: Path) -> np.ndarray | list[list[float]]:
     """Read a matrix from a `.npy` file, or from a text file with one row per line."""
-    content = read_file(path, 2**30)
+    content = read_file(path, 2**30, links=True)
     if path.suffix == ".npy":
         return np.load(BytesIO(content), allow_pickle=False)
     return [[float(word) for word in line.split()] for line in content.decode().replace(",", " ").splitlines()]

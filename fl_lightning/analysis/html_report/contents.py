@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.analysis.comparison import compare
-from fl_lightning.analysis.html_report.run_files import last_images, own_file, read_or_skip
+from fl_lightning.analysis.html_report.run_files import last_images, read_or_skip
 from fl_lightning.analysis.run_groups import group_labels
 from fl_lightning.analysis.run_settings import format_setting
 from fl_lightning.analysis.statistics import spread
@@ -114,7 +114,7 @@ def clients(run: Run, rounds: Sequence[int]) -> dict[str, Any]:
         FileNotFoundError: `clients.csv` does not exist.
         ValueError: The file is not a valid `clients.csv`.
     """
-    columns = {name: np.asarray(column) for name, column in read_columns(own_file(run, "clients.csv")).items()}
+    columns = {name: np.asarray(column) for name, column in read_columns(run.run_dir / "clients.csv").items()}
     if not {"round", "client"} <= columns.keys():
         raise ValueError("the columns round and client are missing")
     round, client = columns.pop("round"), columns.pop("client")
@@ -234,7 +234,7 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
     cells = 0
     for i, run in enumerate(runs):
         path = f"{names[i]}/partition.csv"
-        partition = read_or_skip(left_out, path, lambda run: read_counts(own_file(run, "partition.csv")), run)
+        partition = read_or_skip(left_out, path, lambda run: read_counts(run.run_dir / "partition.csv"), run)
         if partition is None:
             continue
         counts, names_of = partition

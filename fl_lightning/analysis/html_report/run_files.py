@@ -8,43 +8,23 @@ from __future__ import annotations
 import base64
 import io
 import re
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from fl_lightning.core.errors import one_line
+from fl_lightning.core.errors import one_line, reason_of
+from fl_lightning.core.files import path_below, read_file
 from fl_lightning.runs.reader import Run
 
-MOST_FILE_BYTES = {".csv": 2**30, ".png": 20_000_000}
+MOST_IMAGE_BYTES = 20_000_000
 MOST_PIXELS = 25_000_000
-"""Limits above which a file or an image is not opened."""
+"""Limits above which an image is not opened."""
 IMAGE_BYTES, IMAGES_BYTES = 150_000, 2_000_000
 """Maximum size of one image and of all images. Larger images are reduced."""
 SIDES = (1400, 1000, 700)
 """Lengths in pixels of the longer side, tried in turn to reduce a large image."""
-
-
-def own_file(run: Run, *parts: str) -> Path:
-    """Return the path of a file in a run's folder. Raise an error for symbolic links and too large files.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: It is a link, not a regular file, or too large.
-    """
-    path = run.run_dir
-    for part in parts:
-        path = path / part
-        about = path.lstat()
-        if stat.S_ISLNK(about.st_mode):
-            raise ValueError("it is a link")
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError("it is not a regular file")
-    if about.st_size > MOST_FILE_BYTES[path.suffix]:
-        raise ValueError("it is too large")
-    return path
 
 
 def read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arguments: Any) -> Any:
@@ -57,7 +37,7 @@ def read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *argu
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        left_out.append(f"{name}: {one_line(error)}")
+        left_out.append(f"{name}: {reason_of(error)}")
         return None
 
 
@@ -93,9 +73,10 @@ def embed_image(run: Run, name: str, file: str) -> dict[str, Any]:
     """Return an image of a run as a data URL (`source`), and whether the image had to be made smaller (`reduced`).
 
     Raises:
-        ValueError: The file is not a PNG image, or too large.
+        OSError: The file cannot be read, or is too large.
+        ValueError: The file is not a PNG image, or has too many pixels.
     """
-    content = own_file(run, "figures", name, file).read_bytes()
+    content = read_file(path_below(run.run_dir, Path("figures", name, file)), MOST_IMAGE_BYTES)
     try:
         image = Image.open(io.BytesIO(content), formats=["PNG"])
         if image.width * image.height > MOST_PIXELS:

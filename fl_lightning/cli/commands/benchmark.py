@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -26,7 +25,7 @@ from fl_lightning.analysis.benchmark import (
     read_results,
     tune,
 )
-from fl_lightning.analysis.benchmark_file import Entry, benchmark_path, parse_overrides, read_benchmark
+from fl_lightning.analysis.benchmark_file import Benchmark, Entry, benchmark_path, parse_overrides, read_benchmark
 from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
 from fl_lightning.analysis.executor import Job, folder_name, run_jobs
 from fl_lightning.analysis.sweep_results import TrialResult
@@ -34,8 +33,11 @@ from fl_lightning.cli.jobs import FIT, Environment, Words, in_job_processes, ope
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.files import write_atomically
+from fl_lightning.core.terminal import echo
 from fl_lightning.runs.folder import lock_run_dir
 from fl_lightning.runs.reader import Run
+
+RESULTS = ("results.md", "results.csv", "report.html")
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -51,14 +53,20 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     entries = list(benchmark.entries())
     defaults = read_defaults(entries, given.workers)
     check_entries([entry for entry in entries if not (out / TUNING / entry.folder).exists()], defaults)
-    with lock_run_dir(out):
+    with lock_run_dir(out, files_of(benchmark)):
         tuned = [tune_entry(entry, defaults[entry.table.name, entry.method], out, given) for entry in entries]
         failed = run_all(tuned, out, given)
         result = read_results(benchmark, tuned, out)
         write_results(result, out, given.percent)
     print_results(result, given.format, given.percent)
-    print(f"benchmark: {out}", file=sys.stderr)
+    echo(f"benchmark: {out}", to_stderr=True)
     return 1 if failed or any(one.best is None for one in tuned) else 0
+
+
+def files_of(benchmark: Benchmark) -> list[str]:
+    """Return the names of the files and folders in the folder of a benchmark."""
+    figures = [f"ranks-{folder_name(table.name)}.{kind}" for table in benchmark.tables for kind in ("pdf", "svg")]
+    return [TUNING, RUNS, UNTUNED, *RESULTS, *figures]
 
 
 # --- Before the first trial ---
@@ -125,7 +133,7 @@ def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) ->
     def show(result: TrialResult, most: int) -> None:
         values = " ".join(f"{key}={value}" for key, value in result.settings.items())
         text = f"{entry.name}: trial {result.number + 1} {of} {most}, {values}: {result.describe()}"
-        print(text, file=sys.stderr, flush=True)
+        echo(text, to_stderr=True)
 
     run = partial(run_jobs, program=FIT, workers=given.workers, threads=given.threads)
     return tune(entry, defaults, out, run, is_allowed, show)
@@ -161,8 +169,9 @@ def write_results(result: BenchmarkResult, out: Path, percent: bool) -> None:
     from fl_lightning.analysis.html_report.report import Section, write_report
     from fl_lightning.analysis.rank_figure import rank_figure  # imports matplotlib
 
-    write_atomically(out / "results.md", as_markdown(result, percent))
-    write_atomically(out / "results.csv", as_csv(result))
+    markdown, csv, report = (out / name for name in RESULTS)
+    write_atomically(markdown, as_markdown(result, percent))
+    write_atomically(csv, as_csv(result))
     sections = []
     for (title, parts), table in zip(tables(result, percent), result.benchmark.tables, strict=True):
         before = result.ranks(table.name, untuned=True) if result.benchmark.untuned else None
@@ -171,16 +180,16 @@ def write_results(result: BenchmarkResult, out: Path, percent: bool) -> None:
         figure.savefig(path.with_suffix(".svg"))
         sections.append(Section(title, parts, [path.with_suffix(".svg").read_bytes()]))
     if runs := result.runs:
-        write_report(runs, out / "report.html", sections)
+        write_report(runs, report, sections)
 
 
 def print_results(result: BenchmarkResult, form: str, percent: bool) -> None:
     """Print the tables of a benchmark in a format: `table`, `csv`, `latex` or `markdown`."""
     if form == "csv":
-        print(as_csv(result), end="")
+        echo(as_csv(result), end="")
         return
     for title, parts in tables(result, percent):
-        print(f"% {title}" if form == "latex" else title, end="\n\n")
+        echo(f"% {title}" if form == "latex" else title, end="\n\n")
         for part in parts:
             writers = {"table": part.plain, "latex": part.latex, "markdown": part.markdown}
-            print(writers[form](), end="\n\n")
+            echo(writers[form](), end="\n\n")

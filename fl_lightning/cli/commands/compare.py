@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from fl_lightning.analysis.comparison import Comparison, across_values, comparab
 from fl_lightning.analysis.result_table import ResultTable, mean_and_std
 from fl_lightning.analysis.run_groups import Group, Reach
 from fl_lightning.analysis.statistics import LEVELS, Difference, Spread
+from fl_lightning.core.terminal import echo
 from fl_lightning.evaluation.summary import human_bytes
 from fl_lightning.runs.search import conditions, open_runs
 
@@ -48,9 +48,9 @@ def print_comparison(found: Comparison, form: str, percent: bool = False) -> Non
     csv = form == "csv"
     result = pivot_table(found) if found.across else data_table(found) if csv else group_table(found)
     writers = {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}
-    print(writers[form]())
+    echo(writers[form]())
     if csv:
-        print(*result.notes, sep="\n", end="\n" if result.notes else "", file=sys.stderr)
+        echo("".join(f"{note}\n" for note in result.notes), end="", to_stderr=True)
 
 
 def group_table(found: Comparison) -> ResultTable:

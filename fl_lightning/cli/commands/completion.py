@@ -19,6 +19,7 @@ from fl_lightning.cli.options import options_of
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import config_path
 from fl_lightning.core.errors import ConfigError, FLError
+from fl_lightning.core.terminal import echo
 
 KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition")
 """Keys that take a class of this package. The options of the chosen class are completed, too."""
@@ -26,7 +27,7 @@ KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition"
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print the script that enables completion in a shell."""
-    print(argcomplete().shellcode(["fl-lightning"], shell=given.shell))
+    echo(argcomplete().shellcode(["fl-lightning"], shell=given.shell))
     return 0
 
 

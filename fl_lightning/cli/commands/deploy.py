@@ -12,6 +12,7 @@ from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import instantiate, plain_config
 from fl_lightning.cli.new_folder import write_new_folder
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.terminal import echo
 from fl_lightning.data import Table, TableSchema
 from fl_lightning.flower.server_run import APP_FILES
 
@@ -50,7 +51,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         files[schema.name] = encoding.to_json()
     config = remote_config(config, clients, test, schema)
     write_new_folder("--out", folder, files | {"experiment.yaml": yaml.safe_dump(config, sort_keys=False)})
-    print(commands(folder, clients, config["engine"]["init_args"]["superlink"], schema))
+    echo(commands(folder, clients, config["engine"]["init_args"]["superlink"], schema))
     return 0
 
 

@@ -19,6 +19,7 @@ from fl_lightning.analysis.export import (
 from fl_lightning.cli.experiment import load_run
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import describe_inputs
+from fl_lightning.core.terminal import echo
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.reader import read_config
 
@@ -34,13 +35,13 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     network = network_of(run, described, given.client, given.prepare or has_rows)
     write_network(network, path)
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
-    print(f"wrote {path} ({about}): {describe_model(run, given.client)} after round {run.round}")
+    echo(f"wrote {path} ({about}): {describe_model(run, given.client)} after round {run.round}")
     taken = "samples as they are stored" if given.prepare else "samples as scenario.dataset prepares them"
     if network.schema:
         where = schema_path(path) if path.suffix == ".pt" else "the file"
         taken = f"{'raw rows' if has_rows else 'rows that TableSchema.encode returns'} (the schema is in {where})"
     inputs, outputs = (describe_inputs(x, batch=True) for x in (network.samples, network.outputs))
-    print(f"it takes {taken}, {inputs}, and gives {outputs}")
+    echo(f"it takes {taken}, {inputs}, and gives {outputs}")
     return 0
 
 

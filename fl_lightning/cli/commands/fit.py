@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 
 from fl_lightning.analysis.baselines import expand_baseline, option_values, warn_of_dropped_options
 from fl_lightning.analysis.summary_tables import clients_table, last_metrics, summary_table
@@ -20,8 +19,10 @@ from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
 from fl_lightning.cli.experiment_parser import config_argument
 from fl_lightning.cli.flower_app import connected_clients
 from fl_lightning.core.config import flatten, is_below, read_config
-from fl_lightning.core.config_files import config_file
+from fl_lightning.core.config_files import read_run_config
+from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.terminal import echo
 from fl_lightning.engines import EngineName
 from fl_lightning.loggers.naming import run_names
 from fl_lightning.orchestrator import FederatedOrchestrator
@@ -51,7 +52,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     config = plain_config(given, parser)
     if given.resume:
         run_dir = Path(given.resume)
-        config_file(run_dir)
+        read_run_config(run_dir)  # raises an error if it is no run
         if given.run_dir and Path(given.run_dir).resolve() != run_dir.resolve():
             raise ConfigError(f"--run_dir: a resumed run stays in its folder ({run_dir}). Leave --run_dir out")
     else:
@@ -61,20 +62,20 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if given.fast:
         started = time.monotonic()
         orchestrator.fit(fast=True)
-        print(dry_run_report(orchestrator, time.monotonic() - started))
+        echo(dry_run_report(orchestrator, time.monotonic() - started))
         return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     with connected_clients(orchestrator, config, bool(given.resume)):
         run = orchestrator.fit(bool(given.resume), config, name, group)
     print_results(orchestrator, run)
-    print(f"ended: {orchestrator.ending}")
-    print(f"run: {run_dir}")
+    echo(f"ended: {orchestrator.ending}")
+    echo(f"run: {run_dir}")
     return 0
 
 
 def print_results(orchestrator: FederatedOrchestrator, run: Run) -> None:
     """Print the results of a finished run as a table and, if its clients have names, a table of the clients."""
-    console = Console()
+    console = SafeConsole()
     validation = orchestrator.scenario.validation_share is not None
     console.print(summary_table(run.summary, orchestrator.evaluation.client_model, validation))
     if table := clients_table(orchestrator.data, last_metrics(run.rounds, read_clients(run.run_dir))):

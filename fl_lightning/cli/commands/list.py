@@ -7,6 +7,7 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.cli.catalogue import KINDS, groups
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import suggest
+from fl_lightning.core.terminal import echo
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -17,5 +18,5 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         by_heading = groups(kind)
         width = max(len(name) for lines in by_heading.values() for name in lines)
         for heading, lines in by_heading.items():
-            print(heading, *(f"  {name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
+            echo("\n".join([heading, *(f"  {name:<{width}}  {line}" for name, line in lines.items())]))
     return 0

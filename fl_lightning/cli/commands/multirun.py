@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from fl_lightning.cli.options import MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.unknown_names import check_names
 from fl_lightning.core.config_files import config_path, is_run
 from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.terminal import echo
 from fl_lightning.runs.search import open_runs
 
 CONFLICTS = {
@@ -80,7 +80,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         reference = reference_settings(given.reference)
         found = compare(comparable_runs(open_runs(finished)), reference=reference)
         print_comparison(found, given.format, given.percent)
-        print(f"compare again: fl-lightning compare {out}", file=sys.stderr)
+        echo(f"compare again: fl-lightning compare {out}", to_stderr=True)
     return 1 if failed else 0
 
 
@@ -115,7 +115,7 @@ def dry_runs(grid: Sequence[Combination]) -> int:
     """Make a dry run of each combination until one fails, and return the last exit code."""
     for each in grid:
         if each.name:
-            print(f"{each.name}:", flush=True)
+            echo(f"{each.name}:")
         if code := FIT.main(["fit", *each.words]):
             return code
     return 0

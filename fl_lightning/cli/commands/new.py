@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.new_folder import write_new_folder
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.terminal import echo
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 """Template folder of a project named `my_method`. Each kind of data has a subfolder with additional files."""
@@ -24,7 +25,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     check_name(given.name)
     folder = Path(given.name)
     write_new_folder("new", folder, project_files(given.name, given.data))
-    print(f"next: cd {folder} && fl-lightning fit --config {folder}.yaml")
+    echo(f"next: cd {folder} && fl-lightning fit --config {folder}.yaml")
     return 0
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from fl_lightning.analysis.summary_tables import partition_table
 from fl_lightning.callbacks.plots import write_png
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import instantiate
+from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import Names, labels
+from fl_lightning.core.terminal import echo
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.data.client_folders import write_client_folders
 from fl_lightning.runs.paper_figure import draw_partition
@@ -33,13 +34,13 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     scenario: Scenario = instantiate(given, parser).scenario
     data = scenario.build(given.seed)
     if schema := data.data.schema:
-        print(schema.summary())
+        echo(schema.summary())
     counts, test_counts = map(data.all_class_counts, ("train", "test"))
     names = names_of_everybody(data)
-    console = Console()
+    console = SafeConsole()
     if not console.is_terminal:  # do not wrap lines in a file
-        console = Console(width=1000)
-    print("training samples by client" + " and class" * data.objective.classes)
+        console = SafeConsole(width=1000)
+    echo("training samples by client" + " and class" * data.objective.classes)
     console.print(partition_table(counts, test_counts, names), no_wrap=True)
     if given.out:
         out = Path(given.out)
@@ -50,9 +51,9 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
                 write_client_folders(out, data)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
-        print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
+        echo(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
         if given.export:
-            print(f"wrote {out}/client-0 to client-{len(data.shards) - 1}, and the global test set in {out}/test")
+            echo(f"wrote {out}/client-0 to client-{len(data.shards) - 1}, and the global test set in {out}/test")
     return 0
 
 

@@ -12,6 +12,7 @@ from fl_lightning.analysis.comparison import comparable_runs
 from fl_lightning.analysis.figures import plot_runs
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import read_file, write_atomically
+from fl_lightning.core.terminal import echo
 from fl_lightning.runs.search import open_runs
 
 MARK = "fl-lightning plot"
@@ -46,7 +47,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     except OSError as error:
         raise ConfigError(f"-o: {path} cannot be written: {one_line(error)}") from error
     width, height = figure.get_size_inches()
-    print(f"wrote {path}: {width:.2f} x {height:.2f} inches", *figure.notes, sep="\n")
+    echo("\n".join([f"wrote {path}: {width:.2f} x {height:.2f} inches", *figure.notes]))
     return 0
 
 
@@ -61,7 +62,7 @@ def check_target(path: Path) -> None:
             f"-o: {str(path)!r} does not end with {', '.join(METADATA)}. Name a file, such as figure.pdf."
         )
     try:
-        ours = not path.exists() or MARK.encode() in read_file(path, MOST_BYTES)
+        ours = not path.exists() or MARK.encode() in read_file(path, MOST_BYTES, links=True)
     except OSError as error:
         raise ConfigError(f"-o: {path} cannot be replaced: {one_line(error)}") from error
     if not ours:

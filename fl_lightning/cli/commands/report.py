@@ -8,6 +8,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.html_report.report import write_report
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.terminal import echo
 from fl_lightning.runs.search import open_runs
 
 
@@ -19,6 +20,6 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     out = Path(given.out)
     left_out = write_report(runs, out)
     for line in left_out:
-        print(f"left out: {line}")
-    print(f"wrote {out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {out.stat().st_size / 1e6:.1f} MB")
+        echo(f"left out: {line}")
+    echo(f"wrote {out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {out.stat().st_size / 1e6:.1f} MB")
     return 0

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 
 from fl_lightning.analysis.executor import Job, earlier_result, is_finished
 from fl_lightning.analysis.paper_table import Scale, read_table, table_jobs
@@ -17,8 +16,10 @@ from fl_lightning.cli.command_line import normalize_words
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import run_missing
 from fl_lightning.cli.options import command_parser
+from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.lazy_import import load
+from fl_lightning.core.terminal import echo
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -35,10 +36,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     failures = {ended.job.folder: ended.reason for ended in results if ended and ended.code}
     reproduction = Reproduction(table, jobs, failures)
     if given.format == "table":
-        console = Console(width=None if sys.stdout.isatty() else 1000)  # do not wrap lines in a file
+        console = SafeConsole(width=None if sys.stdout.isatty() else 1000)  # do not wrap lines in a file
         console.print(as_text(reproduction, scale, overrides))
     else:
-        print(as_csv(reproduction) if given.format == "csv" else as_markdown(reproduction, scale, overrides))
+        echo(as_csv(reproduction) if given.format == "csv" else as_markdown(reproduction, scale, overrides))
     return 1 if failures and not given.show else 0
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optuna
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 
 from fl_lightning.analysis.executor import run_jobs
 from fl_lightning.analysis.sweep import Budget, run_sweep
 from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
-from fl_lightning.analysis.sweep_folder import TRIALS, describe_sweep
+from fl_lightning.analysis.sweep_folder import SWEEP_FILES, TRIALS, describe_sweep
 from fl_lightning.analysis.sweep_results import TrialResult, sweep_table, write_best, write_trials
-from fl_lightning.cli.jobs import FIT
+from fl_lightning.cli.jobs import FIT, Words, in_job_processes, resolve_config
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.config import read_config
+from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import check_number, check_positive
+from fl_lightning.core.terminal import echo
 from fl_lightning.runs.folder import lock_run_dir
 
 
@@ -32,19 +34,25 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
     def show(result: TrialResult, count: int) -> None:
         settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
-        print(f"trial {result.number + 1} of {count}, {settings}: {result.describe()}", flush=True)
+        echo(f"trial {result.number + 1} of {count}, {settings}: {result.describe()}")
 
     if not (folder / TRIALS).exists():
         check_metric(sweep)
-    with lock_run_dir(folder):
+    with lock_run_dir(folder, SWEEP_FILES):
         describe_sweep(folder, sweep, given.seed)
         run = partial(run_jobs, program=FIT, workers=given.workers, threads=given.threads)
         results = run_sweep(sweep, folder, run, given.seed, Budget(given.count), show)
         write_trials(folder / "trials.csv", sweep, results)
-        best = write_best(folder / "best.yaml", sweep, results)
-    Console().print(sweep_table(sweep, results))
-    print(f"sweep: {folder}")
+        SafeConsole().print(sweep_table(sweep, results))
+        echo(f"sweep: {folder}")
+        best = write_best(folder / "best.yaml", sweep, results, config_of)
     if not best:
         return 1
-    print(f"best: fl-lightning fit --config {folder / 'best.yaml'}")
+    echo(f"best: fl-lightning fit --config {folder / 'best.yaml'}")
     return 0
+
+
+def config_of(words: Words) -> dict[str, Any]:
+    """Return the resolved config of a trial's command line. It is resolved in a job process, which imports torch."""
+    (config,) = in_job_processes(resolve_config, [words])
+    return config

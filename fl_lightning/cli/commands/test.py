@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 
 from fl_lightning.analysis.summary_tables import clients_table, test_table
 from fl_lightning.cli.experiment import load_run
+from fl_lightning.core.console import SafeConsole
 from fl_lightning.evaluation.summary import split_series
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Evaluate a checkpoint of a finished or unfinished run, and print tables of its metrics and of its clients."""
-    run, console = load_run(Path(given.run), given.checkpoint, given.trust), Console()
+    run, console = load_run(Path(given.run), given.checkpoint, given.trust), SafeConsole()
     validation = run.scenario.validation_share is not None
     if validation and given.test_set:
         run.use_test_set()

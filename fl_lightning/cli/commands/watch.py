@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 from rich.live import Live
 
 from fl_lightning.analysis.run_screen import RunScreen
 from fl_lightning.analysis.run_status import RunMonitor
+from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.runs.reader import DamagedRun
 from fl_lightning.runs.search import find
@@ -27,7 +27,7 @@ from fl_lightning.runs.search import find
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Show a running experiment until it ends or the user presses `q` or Ctrl-C. Always return exit code 0."""
     check_number("--every", given.every, "[0, 86400]")
-    monitor, console = RunMonitor(find_run(Path(given.run))), Console()
+    monitor, console = RunMonitor(find_run(Path(given.run))), SafeConsole()
     if not given.once and sys.stdout.isatty() and not console.is_dumb_terminal:
         follow(monitor, console, given.every)
     console.print(RunScreen(monitor.poll()))
@@ -61,7 +61,7 @@ def last_write_time(folder: Path) -> float:
     return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
 
 
-def follow(monitor: RunMonitor, console: Console, every: float) -> None:
+def follow(monitor: RunMonitor, console: SafeConsole, every: float) -> None:
     """Show a run on a full screen until it ends or the user presses `q`."""
     with stopped_by_signals(), Live(console=console, screen=True, auto_refresh=False) as live, read_keys() as pressed:
         while True:
