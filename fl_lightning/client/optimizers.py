@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fl_lightning.core.errors import ConfigError, blame, check_number
+from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
 from fl_lightning.core.message import Tensors
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -109,8 +109,15 @@ def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: Schedu
     Raises:
         ConfigError: The scheduler cannot be built, ends, or does not yield learning rates.
     """
-    with blame(key):
+    fix = "Give a function that takes an optimizer and returns a scheduler, such as partial(StepLR, step_size=10)"
+    try:
         schedule = scheduler(optimizer)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {one_line(error)}. {fix}") from error
+    except Exception as error:
+        raise ConfigError(f"{key}: {one_line(error)}") from error
+    if not hasattr(schedule, "step"):
+        raise ConfigError(f"{key}: it returned {type(schedule).__name__}, not a scheduler. {fix}")
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(f"{key}: {type(schedule).__name__} needs a metric to watch, and there is none; take another")
     while True:

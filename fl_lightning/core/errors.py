@@ -186,6 +186,19 @@ def check_positive(prefix: str = "", **numbers: int | None) -> None:
             raise ConfigError(f"{prefix}{name}: {number} is above {MOST}")
 
 
+def check_instance(key: str, value: object, kind: type, fix: str) -> None:
+    """Raise an error if a value from Python is not an object of a class.
+
+    Raises:
+        ConfigError: Names the key, what was given and the class.
+    """
+    if not isinstance(value, kind):
+        given = (
+            f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+        )
+        raise ConfigError(f"{key}: got {given}, expected an object of type {kind.__name__}. {fix}")
+
+
 @contextmanager
 def blame(key: str) -> Iterator[None]:
     """Context in which any exception becomes a `ConfigError` that names the config key."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
-from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs
+from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs, untrained_classes
 from fl_lightning.data.files import BadFile, check_exists, npz_names, read_mapped, read_npz, whole_numbers
 from fl_lightning.data.transforms import Normalize
 
@@ -55,6 +55,12 @@ class Arrays(Dataset):
         clients: dict[str, Any] = {name: arrays.get(name) for name in CLIENTS}
         return LoadedData(x_train, y_train, x_test, y_test, self._outputs(y_train, y_test), Normalize(), **clients)
 
+    def check_test_classes(self, data: LoadedData) -> None:
+        """Raise a `ConfigError` if `num_classes` is not set and a class has only test samples."""
+        if self.num_classes is None and (classes := untrained_classes(data)):
+            fix = "Correct the labels, or set scenario.dataset.num_classes if this is intended"
+            raise self._error(f"y_test has the class {classes[0]}, but y_train has no sample of it. {fix}")
+
     @property
     def error_prefix(self) -> str:
         """Return the beginning of error messages about the data: the config key and the file."""
@@ -72,6 +78,8 @@ class Arrays(Dataset):
             if check_exists(path):
                 return read_npz(path, required_names(npz_names(path)), CLIENTS)
         except BadFile as error:
+            if "bject" in str(error):  # NumPy refuses to load Python objects
+                fix = "Convert its arrays of the dtype object before you save them, with astype(str) or astype(int)"
             raise ConfigError(f"scenario.dataset.path: {error}. {fix}") from error
         raise self._error("no such file")
 
@@ -86,8 +94,11 @@ class Arrays(Dataset):
         if np.issubdtype(values.dtype, np.floating):
             with np.errstate(over="ignore"):
                 return torch.from_numpy(np.array(values, np.float32))
-        if values.ndim == 2 and values.dtype == np.bool_:
-            return torch.from_numpy(np.array(values, np.uint8))
+        if values.dtype == np.bool_:
+            return torch.from_numpy(np.array(values, np.uint8 if values.ndim == 2 else np.int64))
+        if values.dtype.kind == "U":
+            fix = "Save numbers, such as those of numpy.unique(labels, return_inverse=True)"
+            raise self._error(f"{name} holds text. {fix}")
         try:
             return whole_numbers(values, name)
         except ValueError as error:

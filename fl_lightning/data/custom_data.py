@@ -5,21 +5,26 @@ The functions raise a `ConfigError` that names the option, the column and the ro
 
 from __future__ import annotations
 
+import re
+import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
-from fl_lightning.core.objectives import objective_of
+from fl_lightning.core.names import join_names
+from fl_lightning.core.objectives import Regression, objective_of
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, check_exists
+from fl_lightning.data.number_text import NumberFormat, is_number, written_numbers
 from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.schema import TableSchema, finite_in_float32, is_numeric
 from fl_lightning.data.subsampling import stratified_sample
@@ -31,6 +36,30 @@ if TYPE_CHECKING:
 KEY = "scenario.dataset"
 FEW = 20
 """Maximum number of different integers that always count as classes, and of columns that a message names."""
+
+NO_HEADER = "If the first line is a sample, add a line with the names of the columns above it"
+"""Hint for files in which names of columns are numbers."""
+
+SPLIT_NAMES = {
+    "train": "train(?:ing)?|trn",
+    "test": "test(?:ing)?|tst",
+    "val": "val(?:id|idation)?|dev|eval(?:uation)?",
+}
+"""Patterns of the names that folders and columns use for the training, test and validation samples."""
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a name stands for: `train`, `test` or `val`; None for any other name.
+
+    Example:
+        >>> split_of("Training"), split_of("test_set"), split_of("validation"), split_of("testimony")
+        ('train', 'test', 'val', None)
+    """
+    ending = r"(?:[\s_-]*(?:set|data|images|split))?"
+    matching = (
+        split for split, names in SPLIT_NAMES.items() if re.fullmatch(f"(?:{names}){ending}", name, re.IGNORECASE)
+    )
+    return next(matching, None)
 
 
 def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
@@ -62,6 +91,8 @@ def find_column(name: str, columns: Sequence[str], key: str) -> str:
     nearest = get_close_matches(name, columns, 1)
     first = f"{', '.join(columns[:FEW])}{', ...' if len(columns) > FEW else ''}"
     hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Columns: {first}"
+    if not nearest and any(map(is_number, columns)):
+        hint += f". {NO_HEADER}"
     raise ConfigError(f"{KEY}.{key}: column {one_line(repr(name))} not found. {one_line(hint)}")
 
 
@@ -125,17 +156,54 @@ class Labels(NamedTuple):
     classes: Sequence[Any] | None
 
 
-def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> Labels:
+def refuse_written_numbers(
+    column: pd.Series, key: str, otherwise: str, number_format: NumberFormat | None = None
+) -> None:
+    """Raise a `ConfigError` if most values of a table column are numbers or dates that are written as text.
+
+    Args:
+        column: The column.
+        key: The option that names it.
+        otherwise: What to do if they are meant as categories or classes, for the message.
+        number_format: How numbers are written in the table; None if no option sets it.
+    """
+    import pandas as pd
+
+    texts = pd.Series(column.to_numpy(object)).astype(str)
+    if found := written_numbers(texts):
+        what, mask = found
+        fix = "Convert them to numbers, such as days since the first date"
+        if what == "numbers":
+            fix = (number_format or NumberFormat()).fix(texts[mask], options=number_format is not None)
+        row = int(mask.argmax())
+        where = f"{one_line(repr(texts[row]))} in {row_location(column, row)}"
+        raise column_error(column, key, f"holds {what} written as text, such as {where}. {fix}, {otherwise}")
+
+
+def read_labels(
+    columns: Sequence[pd.Series], regression: bool | None, number_format: NumberFormat | None = None
+) -> Labels:
     """Convert a table's label columns to a tensor; return the tensor, the number of outputs and the classes.
 
     One column holds classes; several columns of 0 and 1 are multi-label targets. Labels are numbers to predict if
-    `regression` is true, or if it is None and a column is floating-point.
+    `regression` is true, or if it is None and a column is floating-point with other values than 0 and 1.
+
+    Args:
+        columns: The label columns.
+        regression: Whether labels are numbers to predict; None to decide by their values.
+        number_format: How numbers are written in the table; None if no option sets it.
     """
     for column in columns:
         refuse_missing(column, "label")
+        if regression is not False and not is_numeric(column):
+            refuse_written_numbers(column, "label", "or set scenario.dataset.regression to false", number_format)
     is_given = regression is not None
+    if not regression:
+        columns = [_as_integers(column) if is_given or column.isin([0, 1]).all() else column for column in columns]
     if not is_given:
         regression = any(column.dtype.kind == "f" for column in columns)
+        if regression and len(columns) == 1:
+            _refuse_few_whole_numbers(columns[0])
     if regression:
         values = torch.from_numpy(np.stack([_numbers(column) for column in columns], axis=1))
         return Labels(values if len(columns) > 1 else values[:, 0].clone(), len(columns), None)
@@ -173,6 +241,45 @@ def _classes(column: pd.Series) -> Labels:
     return Labels(torch.from_numpy(codes.astype(np.int64)), len(values), values.tolist())
 
 
+def refuse_untrained_classes(column: pd.Series, labels: Labels, test: np.ndarray) -> None:
+    """Raise a `ConfigError` if test samples have a class that no training sample has.
+
+    Args:
+        column: The label of each sample, as it is in the data.
+        labels: The labels of all samples, which are classes.
+        test: Boolean mask of the test samples.
+    """
+    y = labels.y.numpy()
+    assert labels.classes is not None
+    trained = np.unique(y[~test])
+    untrained = test & ~np.isin(y, trained)
+    if len(trained) and untrained.any():
+        names = one_line(join_names(repr(labels.classes[label]) for label in trained.tolist()))
+        what = (
+            f", and no training sample has this label. Write it like the training labels ({names}), or remove the row"
+        )
+        raise column_error(column, "label", what, int(untrained.argmax()))
+
+
+def warn_of_similar_names(names: Iterable[Any], key: str, what: str) -> None:
+    """Warn if names, such as those of classes, differ only in case, in spaces or in punctuation at their ends.
+
+    Args:
+        names: The names. Others than texts are ignored.
+        key: The option that they belong to.
+        what: What they name, in the plural.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if isinstance(name, str):
+            spaced = re.sub(r"(?<=\w)[\s_-]+(?=\w)", " ", normalize("NFKC", name).casefold())
+            groups.setdefault(spaced.strip(" .,;:'\""), []).append(name)
+    if similar := [group for group in groups.values() if len(group) > 1]:
+        shown = one_line("; ".join(" and ".join(map(repr, group)) for group in similar[:FEW]))
+        fix = "If they are the same, write them in one way"
+        warnings.warn(f"{KEY}.{key}: {what} differ only in their writing: {shown}. {fix}", stacklevel=2)
+
+
 def read_known_classes(column: pd.Series, classes: Sequence[Any], place: str = "a class of the schema") -> Labels:
     """Return the index of each row's label in the list `classes`. The error says that a label is not at this place."""
     import pandas as pd
@@ -192,6 +299,18 @@ def _refuse_many_classes(column: pd.Series) -> None:
         fix = "Set it to true if they are numbers to predict, to false if they are classes"
         what = f"holds {count:,} different integers in {len(column):,} rows. {fix}"
         raise column_error(column, "regression", what)
+
+
+def _as_integers(column: pd.Series) -> pd.Series:
+    """Return a column with its floating-point numbers converted to integers, if all of them are whole numbers."""
+    return column.astype(np.int64) if column.dtype.kind == "f" and (column % 1 == 0).all() else column
+
+
+def _refuse_few_whole_numbers(column: pd.Series) -> None:
+    count = column.nunique()
+    if count <= FEW and (column % 1 == 0).all():
+        fix = "Set it to true if they are numbers to predict, to false if they are classes"
+        raise column_error(column, "regression", f"holds {count:,} different whole numbers with a fraction of 0. {fix}")
 
 
 def client_ids(column: pd.Series) -> np.ndarray:
@@ -263,9 +382,14 @@ class CustomDataset(Dataset):
 
     Args:
         test_share: Share to test on if the data have no test samples: of each class, or of each client's samples.
+
+    Attributes:
+        label_key: The option that the names of the classes come from.
+        client_key: The option that the names of the clients come from.
     """
 
     has_statistics = True
+    label_key, client_key = "label", "client"
 
     def __init__(self, test_share: float) -> None:
         check_number(f"{KEY}.test_share", test_share, "(0, 1)")
@@ -291,10 +415,15 @@ class CustomDataset(Dataset):
             test = hold_out(y, self.test_share, client)
         order = np.argsort(test, kind="stable")  # the training samples first
         train = len(order) - int(test.sum())
+        warn_of_similar_names(classes or (), self.label_key, "classes")
+        if client is not None:
+            warn_of_similar_names(np.unique(client).tolist(), self.client_key, "clients")
         x, fields = self._inputs(samples.source, order, self.fitted_rows(train))
         y = y[order]
         if client is not None:
             fields |= {"client_train": client[order[:train]], "client_test": client[order[train:]]}
-        if classes is not None:
+        if classes is None:
+            self.objective = Regression()  # decided by the labels' reader
+        else:
             fields["class_names"] = [str(name) for name in classes]
         return LoadedData(x[:train], y[:train], x[train:], y[train:], outputs, **fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,9 @@ from fl_lightning.data.transforms import BatchTransform
 
 MOST_CLASSES = 10_000_000
 """Maximum number of classes: with more, a network's last layer would fill the memory."""
+
+MOST_WHOLE_NUMBERS = 20
+"""Maximum number of different whole numbers in floating point that may be meant as classes."""
 
 
 @dataclass
@@ -70,6 +74,12 @@ class LoadedData:
     schema: TableSchema | None = None
     class_names: Sequence[str] | None = None
 
+    def __post_init__(self) -> None:
+        """Convert client ids from any sequence, such as a column of pandas, to arrays of integers or texts."""
+        for name in ("client_train", "client_test"):
+            if (ids := getattr(self, name)) is not None:
+                setattr(self, name, as_client_ids(ids))
+
     @property
     def in_shape(self) -> tuple[int, ...] | Shapes:
         """Return the shape of a sample's input, such as `(3, 32, 32)`; a dict or tuple of shapes for several inputs."""
@@ -111,11 +121,12 @@ class Dataset(ArgumentsMixin, ABC):
             ConfigError: Files are missing or damaged; the message says which files go where.
         """
 
-    def checked(self, objective: Objective | None = None) -> LoadedData:
+    def checked(self, objective: Objective | None = None, trains: bool = True) -> LoadedData:
         """Load the data, check the shapes, dtypes and values of the tensors, and return the data.
 
         Args:
             objective: The learning task; the dataset's own, or inferred from the labels, if None.
+            trains: Whether the training samples are used. If not, their labels are not compared with the test labels.
 
         Raises:
             ConfigError: The data cannot be loaded, or do not match `LoadedData`.
@@ -128,7 +139,17 @@ class Dataset(ArgumentsMixin, ABC):
             check(data, objective or self.objective)
         except ValueError as error:
             raise ConfigError(f"{self.error_prefix}: {error}") from error
+        if trains:
+            self.check_test_classes(data)
+            if objective is None and self.objective is None:
+                warn_of_whole_numbers(self.error_prefix, data.y_train)
         return data
+
+    def check_test_classes(self, data: LoadedData) -> None:
+        """Raise a `ConfigError` if test samples have a class that no training sample has.
+
+        The base class accepts such classes, because some datasets have them on purpose.
+        """
 
     @property
     def error_prefix(self) -> str:
@@ -162,6 +183,20 @@ def refuse_unknown_classes(names: Iterable[str], classes: Sequence[str]) -> None
     """Raise a `ConfigError` if the data have a class that is not in the list of all classes."""
     if unknown := [name for name in names if name not in classes]:
         raise ConfigError(f"classes: the data have the class {one_line(repr(unknown[0]))}, which is not listed. Add it")
+
+
+def as_client_ids(ids: Any) -> np.ndarray:
+    """Convert client ids to an array. The dtype `object`, as pandas has it, is replaced by text or integers."""
+    ids = (
+        ids
+        if isinstance(ids, np.ndarray)
+        else np.array(ids.tolist() if hasattr(ids, "tolist") else list(ids), dtype=object)
+    )
+    if ids.dtype == object or ids.dtype.kind == "T":
+        for kind, dtype in ((str, np.str_), (int | np.integer, np.int64)):
+            if len(ids) and all(isinstance(each, kind) for each in ids.flat):
+                return ids.astype(dtype)
+    return ids
 
 
 @contextmanager
@@ -264,19 +299,22 @@ def _check_alike(train: dict[str, Tensor], test: dict[str, Tensor]) -> None:
 
 
 def _check_transforms(data: LoadedData) -> None:
-    """For samples with several inputs, check that the data's `prepare` and `augment` accept and return `Inputs`."""
-    if not isinstance(data.x_train, Inputs):
-        return
+    """Check that the data's `prepare` and `augment` take the inputs of a batch and return as many inputs."""
+    kind: type = Inputs if isinstance(data.x_train, Inputs) else Tensor
+    batch = data.x_train[:2]
     for name in ("prepare", "augment"):
         if transform := getattr(data, name):
+            fix = f"Give a function that takes a batch of inputs ({kind.__name__}) and returns it changed"
+            if name == "augment":
+                fix += ". To change the labels too, as MixUp does, use a LightningModule with its own training_step"
             try:
                 with isolate_rng():
-                    result = transform(data.x_train[:2])
+                    batch, size = transform(batch), len(batch)
             except Exception as error:
-                fix = "Give a function that takes and returns Inputs"
-                raise ValueError(f"{name} cannot take several inputs ({one_line(error)}). {fix}") from error
-            if not isinstance(result, Inputs):
-                raise ValueError(f"{name} returned {type(result).__name__}. Return Inputs")
+                raise ValueError(f"{name} failed on a batch of inputs ({one_line(error)}). {fix}") from error
+            if not isinstance(batch, kind) or len(batch) != size:
+                returned = f"{len(batch)} inputs" if isinstance(batch, kind) else type(batch).__name__
+                raise ValueError(f"{name} returned {returned} for a batch of {size} inputs. {fix}")
 
 
 def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
@@ -300,6 +338,29 @@ def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
         raise ValueError(f"{name} holds NaN or Inf, or numbers too large for float32")
     if x.dtype == torch.int64 and low < 0:
         raise ValueError(f"{name} holds {low}; token ids count from 0, which is padding")
+
+
+def untrained_classes(data: LoadedData) -> list[int]:
+    """Return the classes of test samples that no training sample has; none if the labels are not classes."""
+    if data.y_train.is_floating_point() or data.y_train.ndim > 1:
+        return []
+    return sorted(set(data.y_test.unique().tolist()) - set(data.y_train.unique().tolist()))
+
+
+def warn_of_whole_numbers(who: str, y: Tensor) -> None:
+    """Warn if floating-point labels are few different whole numbers, which are probably classes or 0/1 labels.
+
+    Args:
+        who: Beginning of the message: the config key and the class.
+        y: The training labels.
+    """
+    if not y.is_floating_point():
+        return
+    values = y.unique()
+    if len(values) <= MOST_WHOLE_NUMBERS and (values % 1 == 0).all():
+        what = f"the labels are {len(values)} different whole numbers in floating point, so they are numbers to predict"
+        fix = "If they are classes or 0/1 labels, convert them to integers; if not, set scenario.objective Regression"
+        warnings.warn(f"{who}: {what}. {fix}", stacklevel=2)
 
 
 def count_outputs(*labels: Tensor) -> int:

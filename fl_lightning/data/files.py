@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import one_line
+from fl_lightning.core.errors import FLError, one_line
 
 KINDS = {
     stat.S_IFREG: "a file",
@@ -27,6 +27,12 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+LEFT_BEHIND = {
+    *("__macosx", "icon\r", "thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
+    *("lost+found", "@eadir", "__pycache__"),
+}
+"""Names, in lower case, of files and folders that operating systems and archive programs create."""
 
 
 class BadFile(Exception):
@@ -56,12 +62,18 @@ def check_exists(path: Path, folder: bool = False) -> bool:
     return True
 
 
+def is_left_behind(name: str) -> bool:
+    """Return whether a path has a hidden file or folder, or one that archive programs leave behind."""
+    parts = [part.casefold() for part in name.split("/") if part not in ("", ".")]
+    return any(part.startswith((".", "~$")) or part in LEFT_BEHIND for part in parts)
+
+
 @contextmanager
 def naming_file(path: Path, what: str) -> Iterator[None]:
     """Context manager: convert exceptions to `BadFile` errors that name the file and its expected type, `what`."""
     try:
         yield
-    except BadFile:
+    except (BadFile, FLError):
         raise
     except OSError as error:
         culprit = Path(error.filename) if isinstance(error.filename, str) else path  # for example a file of a folder
@@ -178,11 +190,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the paths of the files in a folder, sorted by name, without hidden files."""
+    """Return the paths of the files in a folder, sorted by name, without hidden ones and what archives leave behind."""
     if not check_exists(folder, folder=True):
         raise BadFile(folder, "no such folder")
     with naming_file(folder, "folder"), os.scandir(folder) as entries:
-        visible = (entry for entry in entries if not entry.name.startswith("."))  # .DS_Store and the like
+        visible = (entry for entry in entries if not is_left_behind(entry.name))
         is_file = {Path(entry.path): entry.is_file(follow_symlinks=False) for entry in visible}
     for path in is_file:
         if not is_file[path] and not check_exists(path):  # slower: follows links

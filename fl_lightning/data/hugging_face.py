@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.names import join_names
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.custom_data import (
     KEY,
@@ -24,6 +25,8 @@ from fl_lightning.data.custom_data import (
     find_column,
     read_labels,
     refuse_missing,
+    refuse_untrained_classes,
+    split_of,
     token_ids,
 )
 from fl_lightning.data.files import BadFile, naming_file
@@ -108,11 +111,16 @@ class HuggingFace(CustomDataset):
         features = next(iter(splits.values())).features
         image, text, label = self._columns(features)
         columns = [*label, *(name for name in (text, self.client) if name is not None)]
-        frame = self._frame(splits, columns)
+        frame = self._frame(splits, features, columns)
         labels = self._labels(frame, features, label)
         client = None if self.client is None else client_ids(frame[self.client])
         train, *test = (len(split) for split in splits.values())
         mask = np.arange(len(frame)) >= train if test else None
+        if mask is not None and len(label) == 1 and labels.classes is not None and labels.y.ndim == 1:
+            column = frame[label[0]]
+            if isinstance(features[label[0]], _library().ClassLabel):
+                column = column.map(dict(enumerate(labels.classes)))
+            refuse_untrained_classes(column, labels, mask)
         return Samples(frame[text] if image is None else (splits, image), labels, client, mask)
 
     def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
@@ -138,7 +146,9 @@ class HuggingFace(CustomDataset):
         for key, name in options:
             if name is not None and name not in splits:
                 raise ConfigError(f"{KEY}.{key}: split {name!r} not found. Splits: {', '.join(splits)}")
-        test = self.test or next((name for name in ("test", "validation") if name in splits), None)
+        others = [name for name in splits if name != self.train]
+        by_kind = (name for kind in ("test", "val") for name in others if split_of(name) == kind)
+        test = self.test or next(by_kind, None)
         if test == self.train:
             raise ConfigError(f"{KEY}.test: {test!r} is the training split. Name another one, or leave it out")
         chosen = [self.train, *([test] if test else [])]
@@ -201,7 +211,7 @@ class HuggingFace(CustomDataset):
             )
         return None, self.text or _only_column("text", texts), label
 
-    def _frame(self, splits: dict[str, Any], columns: list[str]) -> pd.DataFrame:
+    def _frame(self, splits: dict[str, Any], features: Any, columns: list[str]) -> pd.DataFrame:
         """Return some columns of all splits as one data frame, indexed by split name and row number."""
         import pandas as pd
 
@@ -210,6 +220,9 @@ class HuggingFace(CustomDataset):
             for column in columns:
                 if column not in split.column_names:
                     raise ConfigError(f"{KEY}.test: the split {name!r} has no column {column!r}")
+                if (own := _class_names(split.features[column])) != (names := _class_names(features[column])):
+                    differ = one_line(f"{join_names(own)} instead of {join_names(names)}")
+                    raise ConfigError(f"{KEY}.test: the split {name!r} has other classes: {differ}. Save both alike")
             try:
                 with naming_file(Path(self.path), "dataset"):
                     chosen = split.select_columns(columns)
@@ -278,6 +291,11 @@ def _library() -> Any:
             f"{KEY}: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning[huggingface]'"
         ) from error
     return datasets
+
+
+def _class_names(feature: Any) -> Sequence[str]:
+    """Return the names of the classes of a column of `ClassLabel`, or of lists of them; none for other columns."""
+    return getattr(getattr(feature, "feature", feature), "names", None) or ()
 
 
 def _holds_classes(feature: Any) -> bool:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
+from fl_lightning.core.names import join_names
+from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path, split_of
 from fl_lightning.data.datasets import refuse_unknown_classes
-from fl_lightning.data.files import BadFile, files_in, naming_file
+from fl_lightning.data.files import BadFile, files_in, is_left_behind, naming_file
 from fl_lightning.data.image_files import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
 
@@ -59,6 +60,8 @@ class ImageFolder(CustomDataset):
         ConfigError: A number is out of range.
     """
 
+    label_key = client_key = "path"
+
     def __init__(
         self,
         path: str,
@@ -82,23 +85,47 @@ class ImageFolder(CustomDataset):
         with self._naming_path():
             if self.pattern:
                 return self._matching_samples(self.pattern, root)
-            train_folder = root / "train"
-            if not train_folder.is_dir() or not subfolders(train_folder):
+            splits = self._split_folders(root)
+            if "train" not in splits:
                 classes = self._classes(root)
                 files, y = labelled_files(root, classes)
                 return Samples(files, Labels(y, len(classes), classes))
+            train_folder, second = splits["train"], splits.get("test", splits.get("val"))
             hint = f"or set it to {one_line(str(train_folder))} to hold out a share of it"
-            second = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
             if second is None:
-                raise ConfigError(f"{KEY}.path: {one_line(self.path)}: has a folder train but no test. Add it, {hint}")
+                what = f"has a folder {train_folder.name} but no test"
+                raise ConfigError(f"{KEY}.path: {one_line(self.path)}: {what}. Add it, {hint}")
+            if unused := sorted(set(subfolders(root)) - {train_folder.name, second.name}):
+                used = f"only those of {train_folder.name} and {second.name} are"
+                what = f"{one_line(self.path)}: the images of {one_line(join_names(unused))} are not used; {used}"
+                warnings.warn(f"{KEY}.path: {what}", stacklevel=2)
             prefix, classes = f"{KEY}.path: {one_line(str(second))}", self._classes(train_folder)
             if unknown := sorted(set(subfolders(second)) - set(classes)):
-                raise ConfigError(f"{prefix}/{one_line(unknown[0])}: train has no class of that name")
+                what = f"{train_folder.name} has no class of that name"
+                raise ConfigError(f"{prefix}/{one_line(unknown[0])}: {what}. Rename the folder, or remove it")
             (train, y_train), (test, y_test) = (labelled_files(folder, classes) for folder in (train_folder, second))
             if not test:
                 raise ConfigError(f"{prefix}: has no class folders. Add one per class, {hint}")
             mask = np.arange(len(train) + len(test)) >= len(train)
             return Samples(train + test, Labels(torch.cat([y_train, y_test]), len(classes), classes), test=mask)
+
+    def _split_folders(self, root: Path) -> dict[str, Path]:
+        """Return the folders of the splits `train`, `test` and `val` by split; none if `root` has the class folders."""
+        named = [(split, root / name) for name in subfolders(root) if (split := split_of(name))]
+        if not any(subfolders(folder) for _, folder in named):
+            return {}
+        splits: dict[str, Path] = {}
+        for split, folder in named:
+            if split in splits:
+                what = (
+                    f"{one_line(self.path)}: has the folders {splits[split].name} and {folder.name}. Keep one of them"
+                )
+                raise ConfigError(f"{KEY}.path: {what}")
+            splits[split] = folder
+        if "train" not in splits:
+            found = one_line(next(iter(splits.values())).name)
+            raise ConfigError(f"{KEY}.path: {one_line(self.path)}: has a folder {found} but no train. Add it")
+        return splits
 
     def _matching_samples(self, pattern: PathPattern, root: Path) -> Samples:
         """Return the images that match the pattern, with the class, client and split in their paths."""
@@ -134,7 +161,9 @@ class ImageFolder(CustomDataset):
             return list(self.known_classes)
         if len(classes) < 2:
             what = f"has {len(classes)} folder(s). It needs one per class"
-            raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: {what}")
+            inner = [name for name in classes if subfolders(folder / name)]
+            fix = f". Did you mean {one_line(str(folder / inner[0]))}?" if inner else ""
+            raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: {what}{fix}")
         return classes
 
 
@@ -193,6 +222,7 @@ class PathPattern:
             ConfigError: A split is not one of these, there are no training or test images, or a class has only test
                 images.
         """
+        frame = frame.assign(split=[split_of(name) or name for name in frame["split"]])
         for path, split in zip(frame["path"], frame["split"], strict=True):
             if split not in SPLITS:
                 fix = f"It needs to be {', '.join(SPLITS[:-1])} or {SPLITS[-1]}"
@@ -201,6 +231,10 @@ class PathPattern:
         second = "val" if "val" in present and "test" not in present else "test"
         if missing := [name for name in ("train", second) if name not in present]:
             raise self.error(f"finds no image of the split {missing[0]}. Add some, or use a pattern without {{split}}")
+        if unused := int((~frame["split"].isin(["train", second])).sum()):
+            warnings.warn(
+                str(self.error(f"finds {unused:,} images of the split val, which are not used")), stacklevel=2
+            )
         frame = frame[frame["split"].isin(["train", second])]
         test = (frame["split"] == second).to_numpy()
         known = frame["class"].isin(frame["class"][~test])
@@ -216,7 +250,7 @@ def paths_below(folder: Path, depth: int, prefix: str = "") -> Iterator[str]:
     Deeper than `depth`, subfolders are not entered; they are yielded with a slash at the end.
     """
     with naming_file(folder, "folder"), os.scandir(folder) as entries:
-        visible = sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
+        visible = sorted((entry.name, entry.is_dir()) for entry in entries if not is_left_behind(entry.name))
     for name, is_folder in visible:
         if is_folder and depth:
             yield from paths_below(folder / name, depth - 1, f"{prefix}{name}/")
@@ -239,7 +273,7 @@ def warn_of_missing_classes(client: np.ndarray, classes: np.ndarray) -> None:
 def subfolders(folder: Path) -> list[str]:
     """Return the names of a folder's subfolders in alphabetical order, without hidden subfolders."""
     with naming_file(folder, "folder"), os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if entry.is_dir() and not is_left_behind(entry.name))
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
@@ -250,9 +284,15 @@ def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Te
     return [path for paths in files for path in paths], torch.tensor(labels, dtype=torch.int64)
 
 
+def _nested_pattern(folder: Path, inner: str) -> str:
+    """Return the pattern for a folder that was taken for a class but has folders, such as `inner`."""
+    if split_of(inner):
+        return "{client}/{split}/{class}/*" if subfolders(folder / inner) else "{class}/{split}/*"
+    return "{split}/{client}/{class}/*" if split_of(folder.parent.name) else "{client}/{class}/*"
+
+
 def _class_files(folder: Path) -> list[Path]:
     if inner := subfolders(folder):
-        split = "{split}/" if folder.parent.name in ("train", "test", "val") else ""
-        fix = f"If they are the classes of a client, set scenario.dataset.pattern '{split}{{client}}/{{class}}/*'"
+        fix = f"If they are the classes of a client, set scenario.dataset.pattern '{_nested_pattern(folder, inner[0])}'"
         raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: has folders, such as {one_line(inner[0])}. {fix}")
     return files_in(folder)

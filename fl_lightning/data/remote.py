@@ -134,7 +134,7 @@ class RemoteClients(Dataset):
             common = {"schema": self.schema, "class_names": names}
         if self.test is None:
             return LoadedData(x, y, x[:1], y[:1], first.outputs, Normalize(), **common)
-        data = self.test.checked()
+        data = self.test.checked(trains=False)
         form = describe(data, Shard(torch.empty(0), torch.empty(0)), digest="").form
         if differences := describe_differences(form | {"schema": first.schema}, first.form):
             raise ConfigError(f"scenario.dataset.test: its samples are unlike the clients': {differences}")
@@ -143,7 +143,7 @@ class RemoteClients(Dataset):
 
     def federated(self, objective: Objective | None) -> FederatedData:
         """Return a run's data on the server: placeholders of all clients' samples, and the global test set, if any."""
-        data = self.checked(objective)
+        data = self.checked(objective, trains=False)
         assert self.described
         parts: dict[str, list[np.ndarray]] = {"train": [], "test": []}
         start = 0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.errors import ConfigError, check_instance, check_number, one_line
 from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
@@ -69,6 +69,9 @@ class Scenario:
     held_out_clients: int | float | None = None
 
     def __post_init__(self) -> None:
+        fix = "Use TorchDataset(train, test) for torch datasets, Arrays for arrays, and Table for data frames"
+        check_instance("scenario.dataset", self.dataset, Dataset, fix)
+        check_instance("scenario.partition", self.partition, Partition, "Give a partition, such as IID()")
         if isinstance(self.dataset, RemoteClients):
             self._refuse_splitting(self.dataset.clients)
         check_number("scenario.clients", self.clients, "[1, inf)")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import gzip
+import lzma
 import os
 import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence, Set
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from zipfile import ZipFile
 
 import numpy as np
 
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.names import join_names
 from fl_lightning.data.custom_data import (
     KEY,
+    NO_HEADER,
     CustomDataset,
     Labels,
     Samples,
@@ -26,12 +33,39 @@ from fl_lightning.data.custom_data import (
     read_known_classes,
     read_labels,
     refuse_missing,
+    refuse_untrained_classes,
+    split_of,
 )
-from fl_lightning.data.files import BadFile, open_file
+from fl_lightning.data.files import BadFile, is_left_behind, naming_file, open_file
+from fl_lightning.data.number_text import NumberFormat, is_number
 from fl_lightning.data.schema import is_numeric
 
 if TYPE_CHECKING:
     import pandas as pd
+
+SNIFFED_BYTES = 1 << 12
+"""Number of bytes at the start of a file from which its encoding and its format are recognized."""
+
+ENCODINGS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""Encodings of text by the byte order mark at its start."""
+
+OTHER_FILES = {
+    b"ustar": "a tar archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"Rar!": "a RAR archive",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook",
+    b"SQLite format 3": "a database",
+    b"version https://git-lfs": "a pointer of Git LFS, without the content",
+    b"<!DOCTYPE": "a web page",
+    b"<html": "a web page",
+}
+"""Files that are no tables, by the bytes at their start or, for tar archives, at byte 257."""
 
 SEPARATOR = re.compile(r"[^\w\n\r\0\"'()\[\]{}.+-]")
 """Characters that may separate columns: not part of names or numbers, no quotes, brackets, NUL or line breaks."""
@@ -41,6 +75,7 @@ class FileTable(CustomDataset):
     """Base class of datasets with one sample per row of a CSV or Parquet file. `Table` describes the arguments."""
 
     categorical: Set[str] = frozenset()
+    schema: str | None = None
 
     def __init__(
         self,
@@ -52,6 +87,8 @@ class FileTable(CustomDataset):
         test_path: str | None,
         test_share: float,
         separator: str,
+        decimal: str,
+        thousands: str | None,
     ) -> None:
         super().__init__(test_share)
         if split is not None and test_path is not None:
@@ -61,7 +98,16 @@ class FileTable(CustomDataset):
                 f"{KEY}.separator: {one_line(repr(separator))} cannot separate columns. Give one character, such as "
                 "',', ';', '|' or a tab (\"\\t\" in YAML, $'\\t' in a shell)"
             )
+        if thousands is not None and not re.fullmatch(r"[^\w+-]|_", thousands):
+            what = f"{one_line(repr(thousands))} is not one character between digits, such as ',' or ' '"
+            raise ConfigError(f"{KEY}.thousands: {what}. Leave it out if there is none")
+        if decimal not in (".", ","):
+            raise ConfigError(f"{KEY}.decimal: {one_line(repr(decimal))} is neither '.' nor ','. Set one of them")
+        for name, other in (("separator", separator), ("thousands", thousands)):
+            if decimal == other:
+                raise ConfigError(f"{KEY}.decimal: {name} is the same character ({decimal!r}). Set {KEY}.{name}, too")
         self.path, self.test_path, self.separator = path, test_path, separator
+        self.number_format = NumberFormat(decimal, thousands)
         self.label = [label] if isinstance(label, str) else list(label)
         if not self.label:
             raise ConfigError(f"{KEY}.label: names no column. Name the label column")
@@ -75,8 +121,9 @@ class FileTable(CustomDataset):
         import pandas as pd
 
         text = self._text_columns()
-        frame, test = read_table("path", self.path, self.separator, text), None
+        frame, test = self._read("path", self.path, text), None
         self._check_columns(list(frame.columns))
+        self._refuse_missing_header(frame)
         if self.test_path is None:
             frame = pd.concat([frame], keys=[self.path])
         else:
@@ -84,27 +131,32 @@ class FileTable(CustomDataset):
             categorical = self.categorical & set(frame.columns)
             # `read_csv` reads the code 01 as a number, but as text if the file also has A1.
             if mixed := [name for name in categorical if is_numeric(frame[name]) != is_numeric(rest[name])]:
-                frame = read_table("path", self.path, self.separator, mixed)
-                rest = read_table("test_path", self.test_path, self.separator, mixed).reindex(columns=frame.columns)
+                frame = self._read("path", self.path, mixed)
+                rest = self._read("test_path", self.test_path, mixed).reindex(columns=frame.columns)
             test = np.arange(len(frame) + len(rest)) >= len(frame)
             frame = pd.concat([frame, rest], keys=[self.path, self.test_path])
         labels = self._read_labels([frame[name] for name in self.label])
         client = None if self.client is None else client_ids(frame[self.client])
         test = test if self.split is None else self._test_rows(frame[self.split])
         classes = labels.classes if len(self.label) == 1 else None
+        if test is not None and classes is not None and self.schema is None:
+            refuse_untrained_classes(frame[self.label[0]], labels, test)
         return Samples((frame, classes), labels, client, test)
 
     def _read_labels(self, columns: Sequence[pd.Series]) -> Labels:
         if self.known_classes is not None and len(columns) == 1:
             return read_known_classes(columns[0], self.known_classes, "listed under classes")
-        return read_labels(columns, self.regression)
+        return read_labels(columns, self.regression, self.number_format)
+
+    def _read(self, key: str, path: str, text: Collection[str]) -> pd.DataFrame:
+        return read_table(key, path, self.separator, self.number_format, text)
 
     def _text_columns(self) -> Collection[str]:
         """Return the names of columns to read as text, also if they look like numbers."""
         return ()
 
     def _read_test(self, path: str, text: Collection[str]) -> pd.DataFrame:
-        test = read_table("test_path", path, self.separator, text)
+        test = self._read("test_path", path, text)
         for name in chain(*self._columns().values()):
             find_column(name, list(test.columns), "test_path")
         if os.path.samefile(self.path, path):
@@ -130,62 +182,137 @@ class FileTable(CustomDataset):
                     raise ConfigError(f"{KEY}.{key}: column {one_line(repr(name))}: {also}. Use it once")
                 used[name] = key
 
+    def _refuse_missing_header(self, frame: pd.DataFrame) -> None:
+        """Raise an error, or warn, if the names of the columns are probably the values of a sample."""
+        for name in self.label:
+            if not is_numeric(frame[name]) and (frame[name] == name).any():
+                what = f"{one_line(repr(name))} is also one of its values. {NO_HEADER}"
+                raise ConfigError(f"{KEY}.label: column {what}")
+        numbers = [float(name) for name in frame.columns if is_number(name)]
+        if any(one >= next_one for one, next_one in pairwise(numbers)):  # names such as years ascend
+            shown = one_line(join_names(frame.columns))
+            warnings.warn(
+                f"{KEY}.path: the columns of {one_line(self.path)} are named {shown}. {NO_HEADER}", stacklevel=2
+            )
+
     @staticmethod
     def _test_rows(column: pd.Series) -> np.ndarray:
         refuse_missing(column, "split")
-        if not (valid := column.isin(["train", "test"])).all():
+        splits = column.astype(str).map(split_of)
+        if not (valid := splits.isin(["train", "test"])).all():
             other = one_line(repr(column[~valid].iloc[0]))
             raise column_error(column, "split", f"holds {other}. Its values must be train and test")
-        return (column == "test").to_numpy(dtype=bool)
+        return (splits == "test").to_numpy(dtype=bool)
 
 
-def read_table(key: str, path: str, separator: str, text: Collection[str] = ()) -> pd.DataFrame:
+def read_table(
+    key: str, path: str, separator: str, number_format: NumberFormat, text: Collection[str] = ()
+) -> pd.DataFrame:
     """Read a CSV or Parquet file as a data frame, with row numbers from 1 as the index.
 
     The columns `text` of a CSV file are read as text, so that the code 01 does not become the number 1.
     """
     import pandas as pd
 
-    if parquet := path.endswith((".parquet", ".pq")):
-        _check_pyarrow(key)
-    kind = "Parquet file" if parquet else "CSV file"
     try:
-        with open_file(existing_path(path, key=key), kind) as file, warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row of more cells than the header has
-            names = Counter(_header(file, separator, parquet))
-            if twice := [name for name, times in names.items() if times > 1]:
-                name = one_line(repr(twice[0]))
-                raise BadFile(Path(path), f"two columns have the name {name}. Rename one of them")
+        with open_file(existing_path(path, key=key), "table") as file:
+            parquet = path.endswith((".parquet", ".pq")) or file.read(4) == b"PAR1"
             file.seek(0)
-            options = {"sep": separator, "index_col": False, "low_memory": False, "dtype": dict.fromkeys(text, str)}
-            frame = pd.read_parquet(file) if parquet else pd.read_csv(file, **options)
+            if parquet:
+                _check_pyarrow(key)
+            with naming_file(Path(path), "Parquet file" if parquet else "CSV file"):
+                frame = _read_parquet(path, file) if parquet else _read_csv(path, file, separator, number_format, text)
     except BadFile as error:
         raise ConfigError(f"{KEY}.{key}: {error}") from error
     frame.columns = [str(name) for name in frame.columns]
     if not len(frame):
         raise ConfigError(f"{KEY}.{key}: {one_line(path)}: has no rows")
-    other = [sign for sign in ",;\t|" if sign != separator and sign in frame.columns[0]]
-    if len(frame.columns) == 1 and other:
-        raise ConfigError(
-            f"{KEY}.separator: {one_line(path)} has only one column with this separator. Did you mean {other[0]!r}?"
-        )
     frame.index = pd.RangeIndex(1, len(frame) + 1)
+    if number_format != NumberFormat():
+        for name in frame.columns:
+            if name not in text and not is_numeric(frame[name]):
+                frame[name] = _as_numbers(frame[name], number_format)
     return frame
 
 
-def _header(file: BinaryIO, separator: str, parquet: bool) -> list[str]:
-    """Return the column names of a table file as they stand in the file, including duplicates.
+def _as_numbers(column: pd.Series, number_format: NumberFormat) -> pd.Series:
+    """Return a column converted to numbers, if all of its values are numbers in this format or missing."""
+    present = column.dropna()
+    if not all(isinstance(value, str) for value in present):
+        return column
+    numbers = number_format.parse(present)
+    return numbers.reindex(column.index) if numbers.notna().all() else column
 
-    `pandas.read_csv` would rename a second `a` to `a.1`.
-    """
+
+def _read_parquet(path: str, file: BinaryIO) -> pd.DataFrame:
+    import pandas as pd
+    from pyarrow.parquet import read_schema
+
+    _refuse_duplicates(path, read_schema(file).names)
+    file.seek(0)
+    return pd.read_parquet(file)
+
+
+def _read_csv(
+    path: str, file: BinaryIO, separator: str, number_format: NumberFormat, text: Collection[str]
+) -> pd.DataFrame:
     import pandas as pd
 
-    if parquet:
-        from pyarrow.parquet import read_schema
+    file = decompress(path, file)
+    start = file.read(SNIFFED_BYTES)
+    encoding = next((name for mark, name in ENCODINGS.items() if start.startswith(mark)), "utf-8")
+    kind = next((kind for mark, kind in OTHER_FILES.items() if mark in (start[: len(mark)], start[257:262])), None)
+    if encoding == "utf-8" and b"\0" in start:
+        kind = kind or "a binary file (or text in UTF-16, which you can save as UTF-8)"
+    if kind:
+        raise BadFile(Path(path), f"is {kind}, it needs to be a CSV or Parquet file")
+    options: dict[str, Any] = {"sep": separator, "encoding": encoding}
+    try:
+        file.seek(0)
+        # `read_csv` would rename a second column `a` to `a.1`.
+        first = pd.read_csv(file, **options, header=None, nrows=1, dtype=str, keep_default_na=False)
+        names = [name for name in first.iloc[0] if name]
+        _refuse_duplicates(path, names)
+        other = [sign for sign in ",;\t| " if sign != separator and sign in "".join(names)]
+        if len(first.columns) == 1 and other:
+            raise ConfigError(
+                f"{KEY}.separator: {one_line(path)} has only one column with this separator. Did you mean {other[0]!r}?"
+            )
+        file.seek(0)
+        options |= {"decimal": number_format.decimal, "dtype": dict.fromkeys(text, str)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row of more cells than the header has
+            return pd.read_csv(file, **options, index_col=False, low_memory=False)
+    except UnicodeError as error:
+        fix = "Save it as UTF-8, for example with iconv -f latin1 -t utf-8"
+        raise BadFile(Path(path), f"not a readable CSV file (its text is not {encoding}: {error}). {fix}") from error
 
-        return list(read_schema(file).names)
-    first = pd.read_csv(file, sep=separator, header=None, nrows=1, dtype=str, keep_default_na=False)
-    return [name for name in first.iloc[0] if name]
+
+def _refuse_duplicates(path: str, names: Sequence[str]) -> None:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        hint = f" {NO_HEADER}" if is_number(twice[0]) else ""
+        name = one_line(repr(twice[0]))
+        raise BadFile(Path(path), f"two columns have the name {name}. Rename one of them{hint and '.'}{hint}")
+
+
+def decompress(path: str, file: BinaryIO) -> BinaryIO:
+    """Return the content of a file that is compressed with gzip, bzip2 or xz, or is the only file of a zip archive.
+
+    Any other file is returned unchanged, from its beginning.
+    """
+    start = file.read(6)
+    file.seek(0)
+    for mark, open_compressed in ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open)):
+        if start.startswith(mark):
+            return cast(BinaryIO, open_compressed(file))
+    if not start.startswith(b"PK\3\4"):
+        return file
+    archive = ZipFile(file)
+    names = [name for name in archive.namelist() if not name.endswith("/") and not is_left_behind(name)]
+    if len(names) != 1:
+        kind = "an Excel workbook" if "[Content_Types].xml" in names else f"a zip archive of {len(names)} files"
+        raise BadFile(Path(path), f"is {kind}, it needs to be a CSV or Parquet file")
+    return cast(BinaryIO, archive.open(names[0]))
 
 
 def _check_pyarrow(key: str) -> None:

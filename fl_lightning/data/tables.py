@@ -30,12 +30,15 @@ from fl_lightning.data.custom_data import (
     refuse_missing,
     refuse_not_finite,
     refuse_nul,
+    refuse_written_numbers,
     row_location,
     token_ids,
+    warn_of_similar_names,
 )
 from fl_lightning.data.files import BadFile
 from fl_lightning.data.image_files import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
+from fl_lightning.data.number_text import NumberFormat
 from fl_lightning.data.schema import Column, TableSchema, is_numeric
 from fl_lightning.data.table_files import FileTable
 from fl_lightning.data.text import check_lengths
@@ -49,6 +52,12 @@ MOST_CATEGORIES = 1_000
 
 FEWEST_IDS = 100
 """Minimum number of rows of a table in which a column can count as ids. In smaller tables, values often differ."""
+
+SIMILAR = "Write categories like those of the training rows: {}"
+"""Fix if the test rows are given. `{}` stands for the training rows' categories."""
+
+RARE = "Leave the column out of the features, or join its categories, such as {}, to fewer ones"
+"""Fix if the test rows are drawn at random: most categories are those of a few rows."""
 
 ID_NAME = re.compile(r"(^|[\W_])(?i:id|uuid|guid)$|[a-z]I[Dd]$")
 """Matches names of columns that usually hold ids, such as `id` and `patient_id`."""
@@ -77,6 +86,8 @@ class Table(FileTable):
         exclude: Columns to leave out of the default `features`, such as ids.
         schema: A `schema.json` that a run on another table has written. Features and classes are encoded as there, so
             that tables in several places have one encoding.
+        decimal: Character before the fraction of a number, `.` or `,`.
+        thousands: Character between the groups of digits of a number, such as `,` in `1,234`; by default none.
 
     Raises:
         ConfigError: An option is out of range, or two options exclude each other.
@@ -98,8 +109,10 @@ class Table(FileTable):
         separator: str = ",",
         exclude: list[str] | None = None,
         schema: str | None = None,
+        decimal: Literal[".", ","] = ".",
+        thousands: str | None = None,
     ) -> None:
-        super().__init__(path, label, regression, client, split, test_path, test_share, separator)
+        super().__init__(path, label, regression, client, split, test_path, test_share, separator, decimal, thousands)
         if schema is not None:
             given: dict[str, Any] = {"features": features, "categorical": categorical, "exclude": exclude}
             given |= {"encoding": encoding != "one_hot", "standardize": not standardize}
@@ -119,19 +132,18 @@ class Table(FileTable):
             for each in known.columns:
                 find_column(each.name, list(frame.columns), "schema")
             rows = known.rows(frame)
-            warn_of_unknown_categories(known, rows.numpy())
+            warn_of_unknown_categories(known, rows.numpy(), SIMILAR)
             return known.encode(rows), {"prepare": Normalize(), "schema": known}
         features = self._features(list(frame.columns))
         for name in self.categorical - set(features):
             column = find_column(name, list(frame.columns), "categorical")
             raise ConfigError(f"{KEY}.categorical: {column!r} is not a feature. Name a feature column")
         columns = [self._describe(frame[name], fitted) for name in features]
-        if self.features is None:
-            self._warn_of_ids(frame[features])
+        ids = self._warn_of_ids(frame[features]) if self.features is None else []
         schema = TableSchema(columns, self.encoding, self.label, classes, self.client)
         rows = schema.rows(frame)
-        if self.test_path is not None:
-            warn_of_unknown_categories(schema, np.delete(rows.numpy(), fitted, axis=0))
+        fix = RARE if self.draws_test_set else SIMILAR
+        warn_of_unknown_categories(schema, np.delete(rows.numpy(), fitted, axis=0), fix, ids)
         return schema.encode(rows), {"prepare": Normalize(), "schema": schema}
 
     @cached_property
@@ -166,13 +178,14 @@ class Table(FileTable):
             raise ConfigError(f"{KEY}.features: {one_line(self.path)} has no columns left to learn from. Name some")
         return features
 
-    def _warn_of_ids(self, frame: pd.DataFrame) -> None:
-        """Warn about feature columns that look like ids. The warning names the option that leaves them out."""
+    def _warn_of_ids(self, frame: pd.DataFrame) -> list[str]:
+        """Warn about feature columns that look like ids, naming the option that excludes them. Return their names."""
         if ids := [name for name in frame.columns if name not in self.categorical and looks_like_id(frame[name])]:
             shown = one_line(", ".join(ids[:FEW])) + (", ..." if len(ids) > FEW else "")
             fix = one_line(shlex.quote(json.dumps([*self.exclude, *ids], ensure_ascii=False)))
             what = f"almost all values differ, as in a column of ids ({shown})"
             warnings.warn(f"{KEY}.features: {what}. To leave it out, add --{KEY}.exclude {fix}", stacklevel=2)
+        return ids
 
     def _describe(self, column: pd.Series, fitted: np.ndarray) -> Column:
         """Return the description of a feature column, with categories or scale computed from the `fitted` rows."""
@@ -182,12 +195,13 @@ class Table(FileTable):
             refuse_not_finite(column, "features")
             return self._standardize(described, column, fitted)
         if column.name not in self.categorical:
-            check_categories(column)
+            check_categories(column, self.number_format)
         refuse_nul(column, "features")
         import pandas as pd
 
         known = pd.Series(column.to_numpy(object if is_numeric(column) else str)[fitted]).unique().tolist()
         described = replace(described, categories=sorted(known))
+        warn_of_similar_names(known, "features", f"categories of column {column.name!r}")
         if self.encoding == "codes":
             return self._standardize(described, column, fitted)
         if len(known) > MOST_CATEGORIES:
@@ -222,6 +236,8 @@ class TextTable(FileTable):
         test_path: A second file with the test rows.
         test_share: Share of the rows to test on if there is neither: of each class, or of each client's rows.
         separator: Character between the columns of a text file.
+        decimal: Character before the fraction of a number, `.` or `,`.
+        thousands: Character between the groups of digits of a number, such as `,` in `1,234`; by default none.
 
     Raises:
         ConfigError: An option is out of range, or two options exclude each other.
@@ -240,8 +256,10 @@ class TextTable(FileTable):
         test_path: str | None = None,
         test_share: float = 0.2,
         separator: str = ",",
+        decimal: Literal[".", ","] = ".",
+        thousands: str | None = None,
     ) -> None:
-        super().__init__(path, label, regression, client, split, test_path, test_share, separator)
+        super().__init__(path, label, regression, client, split, test_path, test_share, separator, decimal, thousands)
         check_lengths(length, vocab_size)
         self.text, self.length, self.vocab_size = text, length, vocab_size
 
@@ -278,6 +296,8 @@ class ImageTable(FileTable):
         std: Standard deviation of each channel; by default that of the training images.
         augment: Random crop (4 pixels of padding) and horizontal flip of training batches: `none`, drawn
             `per_sample`, or drawn once `per_batch`.
+        decimal: Character before the fraction of a number, `.` or `,`.
+        thousands: Character between the groups of digits of a number, such as `,` in `1,234`; by default none.
 
     Raises:
         ConfigError: An option is out of range, or two options exclude each other.
@@ -301,8 +321,10 @@ class ImageTable(FileTable):
         mean: list[float] | None = None,
         std: list[float] | None = None,
         augment: Augment = "none",
+        decimal: Literal[".", ","] = ".",
+        thousands: str | None = None,
     ) -> None:
-        super().__init__(path, label, regression, client, split, test_path, test_share, separator)
+        super().__init__(path, label, regression, client, split, test_path, test_share, separator, decimal, thousands)
         self.image, self.folder = image, folder
         self.options = ImageOptions(size, channels, mean, std, augment, cache)
 
@@ -342,24 +364,30 @@ def looks_like_id(column: pd.Series) -> bool:
     return share == 1 or (share > 0.5 and ID_NAME.search(str(column.name)) is not None)
 
 
-def warn_of_unknown_categories(schema: TableSchema, rows: np.ndarray) -> None:
+def warn_of_unknown_categories(schema: TableSchema, rows: np.ndarray, fix: str, ignored: Collection[str] = ()) -> None:
     """Warn about columns in which most rows have an unknown category.
 
     Args:
         schema: The columns and their known categories.
         rows: The rows as numbers, as `TableSchema.rows` returns them.
+        fix: How to fix it, with `{}` for the known categories.
+        ignored: Names of columns that are not checked.
     """
     for column, values in zip(schema.columns, rows.T, strict=True):
         unknown = int((values < 0).sum())
-        if column.categories and 2 * unknown > len(values):
+        if column.categories and column.name not in ignored and 2 * unknown > len(values):
             known = one_line(join_names(column.categories))
             what = f"column {column.name!r}: {unknown:,} of {len(values):,} rows have a category that is not known"
-            fix = f"Write categories like those of the training rows: {known}"
-            warnings.warn(f"{KEY}.features: {what}. {fix}", stacklevel=2)
+            warnings.warn(f"{KEY}.features: {what}. {fix.format(known)}", stacklevel=2)
 
 
-def check_categories(column: pd.Series) -> None:
-    """Raise a `ConfigError` if a column has values that cannot be categories, such as dates or huge integers."""
+def check_categories(column: pd.Series, number_format: NumberFormat) -> None:
+    """Raise a `ConfigError` if a column has values that are probably no categories, such as numbers written as text.
+
+    Args:
+        column: The column.
+        number_format: How numbers are written in the table.
+    """
     import pandas as pd
 
     values = pd.Series(column.to_numpy(object))
@@ -371,7 +399,8 @@ def check_categories(column: pd.Series) -> None:
     text = numbers.isna().to_numpy()
     if text.any() and not text.all():
         row = int(text.argmax())
-        what = f"{row_location(column, row)}, {one_line(repr(values[row]))}. Correct the value, {fix}"
+        how = number_format.fix(values[row : row + 1])
+        what = f"{row_location(column, row)}, {one_line(repr(values[row]))}. {how}, {fix}"
         raise column_error(column, "features", f"holds numbers and, in {what}")
     large = (numbers.abs() >= 2.0**64).to_numpy()  # read_csv returns these as text
     if large.any():
@@ -380,3 +409,4 @@ def check_categories(column: pd.Series) -> None:
         raise column_error(
             column, "features", f"holds {what}, which is too large for a 64-bit integer. Make it smaller, {fix}"
         )
+    refuse_written_numbers(column, "features", fix, number_format)

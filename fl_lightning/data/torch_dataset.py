@@ -17,10 +17,11 @@ from torch.utils.data import Dataset as MapStyle
 from fl_lightning import HOMES
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.inputs import Inputs
+from fl_lightning.core.names import join_names
 from fl_lightning.core.objectives import describe_tensor
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data.custom_data import KEY
-from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs, naming_class
+from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs, naming_class, untrained_classes
 from fl_lightning.data.transforms import Normalize
 
 
@@ -44,10 +45,20 @@ class TorchDataset(Dataset):
     def load(self) -> LoadedData:
         """Load all items of the training and test datasets into memory."""
         x_train, y_train, names = read_items("train", self.train)
-        x_test, y_test, _ = read_items("test", self.test)
+        x_test, y_test, test_names = read_items("test", self.test)
+        if None not in (names, test_names) and names != test_names:
+            shown = one_line(f"{join_names(test_names or ())} instead of {join_names(names or ())}")
+            raise ConfigError(f"{KEY}.test: its classes are unlike those of train: {shown}. Give both the same classes")
         outputs = count_outputs(y_train, y_test)
         names = names if names is not None and len(names) == outputs else None
         return LoadedData(x_train, y_train, x_test, y_test, outputs, Normalize(), class_names=names)
+
+    def check_test_classes(self, data: LoadedData) -> None:
+        """Raise a `ConfigError` if test samples have a class that no training sample has."""
+        if classes := untrained_classes(data):
+            label = data.class_names[classes[0]] if data.class_names else classes[0]
+            fix = "Correct the labels, or leave these samples out"
+            raise ConfigError(f"{KEY}.test: it has the class {label}, but train has no sample of it. {fix}")
 
 
 def suggest_torch_dataset(path: str) -> str | None:

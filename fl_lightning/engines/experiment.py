@@ -13,7 +13,7 @@ from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.client.weights import buffer_names
-from fl_lightning.core.errors import ConfigError, blame, check_number, check_positive
+from fl_lightning.core.errors import ConfigError, blame, check_instance, check_number, check_positive
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Task
@@ -52,6 +52,9 @@ class Experiment:
         evaluation: Evaluation,
         min_clients: int,
     ) -> None:
+        fix = "Give Scenario(dataset, partition). For one dataset per client, join them and use the partition ByClient"
+        check_instance("scenario", scenario, Scenario, fix)
+        check_instance("algorithm", algorithm, Algorithm, "Give a method, such as FedAvg()")
         check_positive(rounds=rounds, min_clients=min_clients)
         check_number("seed", seed, "[0, inf)")
         self.scenario, self.algorithm, self.rounds, self.seed = scenario, algorithm, rounds, seed

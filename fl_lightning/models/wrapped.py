@@ -22,6 +22,12 @@ from fl_lightning.models.base import Backbone, tapped
 WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}
 """Arguments of torchvision's functions that download weights."""
 
+HUGGING_FACE = (
+    "is a model of Hugging Face, which takes a config and returns an object. Build it in the constructor of your own "
+    "nn.Module, and return its `.logits` from forward (an example is in docs/your-model.md)"
+)
+"""Why such a model cannot be used directly, and what to do."""
+
 OURS = "fl_lightning.models."
 """Package of the networks that take one tensor."""
 
@@ -242,12 +248,19 @@ def build_network(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes:
     if isinstance(factory, nn.Module):
         fix = "Give its class, or a function that builds it, so that the initial weights come from the run's seed."
         raise ConfigError(f"model: got an object of the class {type(factory).__name__}. {fix}")
+    if not callable(factory):
+        fix = "Give a class, a function that builds the network, or partial(FromModule, module=..., head=...)"
+        raise ConfigError(f"model: got an object of type {type(factory).__name__}, which cannot be called. {fix}.")
     called = constructor_of(factory)
     called = called.func if isinstance(called, partial) else called
     if has_several_inputs(in_shape) and called is not FromModule and called.__module__.startswith(OURS):
         what = f"{called.__name__} takes one tensor, and a sample of this dataset has {len(in_shape)} inputs"
         raise ConfigError(f"model: {what}. Name a network of your own whose forward takes them.")
-    network = cast(nn.Module, factory(**arguments_from_data(factory, in_shape, num_classes)))
+    if is_hugging_face(called):
+        raise ConfigError(f"model: {called.__qualname__} {HUGGING_FACE}")
+    network = factory(**arguments_from_data(factory, in_shape, num_classes))
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"model: it builds an object of type {type(network).__name__}. Return an nn.Module.")
     if not isinstance(network, FromModule):
         accept_inputs(network.encoder if isinstance(network, Backbone) else network, in_shape)
     return network
@@ -266,6 +279,11 @@ def initialise_lazy_layers(network: nn.Module, x: Tensor | Inputs) -> None:
             network.eval()(x)
         for layer, training in modes:
             layer.training = training
+
+
+def is_hugging_face(builder: Any) -> bool:
+    """Return whether a class or function is a model class of Hugging Face's `transformers`, or a method of one."""
+    return str(getattr(getattr(builder, "__self__", builder), "__module__", "")).partition(".")[0] == "transformers"
 
 
 def arguments_from_data(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes: int) -> dict[str, Any]:

@@ -468,7 +468,10 @@ WRONG = {
     "float num_classes": ({"num_classes": 10.0}, "num_classes is 10.0, not an integer"),
     "boolean num_classes": ({"num_classes": True}, "num_classes is True, not an integer"),
     "no prepare": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
-    "client list": ({"client_train": [0] * 20}, "client_train is of type list, not a numpy array"),
+    "mixed clients": (
+        {"client_train": [0, "0"] * 10},
+        "client_train needs one id per sample, integers or text, got object",
+    ),
     "client column": (
         {"client_train": np.zeros((20, 1), np.int64)},
         "client_train needs one id per sample, integers or text, got int64 of shape (20, 1)",

@@ -59,7 +59,8 @@ def test_a_pattern_can_have_no_client_and_val_replaces_a_missing_test(tmp_path: 
     assert data.client_train is None
     assert np.array_equal(data.x_train, plain.x_train)
     write_image(tmp_path / "val" / "cat" / "x.png", 99)
-    assert 99 not in ImageFolder(str(tmp_path), pattern=pattern).checked().x_train
+    with pytest.warns(UserWarning, match="finds 1 images of the split val, which are not used"):
+        assert 99 not in ImageFolder(str(tmp_path), pattern=pattern).checked().x_train
     shutil.rmtree(tmp_path / "test")
     assert ImageFolder(str(tmp_path), pattern=pattern).checked().x_test.unique().tolist() == [99]
 
@@ -125,8 +126,8 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "other split": (
         SPLIT,
-        rename_folders("test", "valid"),
-        "finds the split 'valid' in mine/valid/east/cat/012.png. It needs to be train, test or val",
+        rename_folders("test", "second"),
+        "finds the split 'second' in mine/second/east/cat/012.png. It needs to be train, test or val",
     ),
     "no test": (
         SPLIT,
@@ -160,3 +161,106 @@ def test_folders_of_clients_without_a_pattern_are_refused_with_the_pattern(split
     assert "east: has folders, such as cat. If they are the classes of a client, set" in message
     pattern = message.split("'")[1]
     assert ImageFolder(str(tmp_path), pattern=pattern).checked().class_names == ["cat", "dog"]
+
+
+NAMES = {
+    "Kaggle": ("Training", "Testing"),
+    "short": ("trn", "tst"),
+    "sets": ("train_set", "Test-Set"),
+    "validation": ("TRAIN", "validation"),
+    "dev": ("training", "dev"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("pattern", [None, "{split}/{class}/*"])
+def test_folders_of_the_splits_have_several_names(case: str, pattern: str | None, tmp_path: Path) -> None:
+    write_sites(tmp_path / "plain", "{split}/{kind}/{i:03}.png", split=True)
+    plain = ImageFolder(str(tmp_path / "plain")).checked()
+    shutil.copytree(tmp_path / "plain", tmp_path / "mine")
+    for old, new in zip(("train", "test"), NAMES[case], strict=True):
+        (tmp_path / "mine" / old).rename(tmp_path / "mine" / new)
+    data = ImageFolder(str(tmp_path / "mine"), pattern=pattern).checked()
+    assert np.array_equal(data.x_train, plain.x_train)
+    assert np.array_equal(data.x_test, plain.x_test)
+    assert data.class_names == ["cat", "dog"]
+
+
+LEFT_BEHIND = (
+    *("__MACOSX/train/cat/._000.png", ".DS_Store", "train/.DS_Store", "train/cat/Thumbs.db", "test/dog/desktop.ini"),
+    *(
+        "train/dog/._006.png",
+        "test/cat/@eaDir/000.png",
+        "$RECYCLE.BIN/x",
+        "train/.ipynb_checkpoints/a",
+        "train/cat/~$a",
+    ),
+)
+
+
+@pytest.mark.parametrize("pattern", [None, "{split}/{class}/*"])
+def test_what_archives_and_file_managers_leave_behind_is_ignored(pattern: str | None, tmp_path: Path) -> None:
+    write_sites(tmp_path, "{split}/{kind}/{i:03}.png", split=True)
+    plain = ImageFolder(str(tmp_path), pattern=pattern).checked()
+    for name in LEFT_BEHIND:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    data = ImageFolder(str(tmp_path), pattern=pattern).checked()
+    assert np.array_equal(data.x_train, plain.x_train)
+    assert data.class_names == ["cat", "dog"]
+
+
+def test_an_archive_with_one_folder_names_this_folder(tmp_path: Path) -> None:
+    write_sites(tmp_path / "photos", "{split}/{kind}/{i:03}.png", split=True)
+    (tmp_path / "__MACOSX").mkdir()
+    message = refusal(lambda: ImageFolder(str(tmp_path)))
+    assert message.endswith(f"has 1 folder(s). It needs one per class. Did you mean {tmp_path}/photos?")
+
+
+def test_folders_that_are_not_used_are_warned_of(tmp_path: Path) -> None:
+    write_sites(tmp_path, "{split}/{kind}/{i:03}.png", split=True)
+    for name in ("val", "unlabelled"):
+        write_image(tmp_path / name / "cat" / "x.png", 99)
+    with pytest.warns(UserWarning, match=r"path: .*: the images of unlabelled, val are not used; only those of train"):
+        data = ImageFolder(str(tmp_path)).checked()
+    assert 99 not in data.x_train
+    assert 99 not in data.x_test
+
+
+SPLITS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "two names": (
+        lambda root: write_image(root / "Training" / "cat" / "x.png", 0),
+        "has the folders Training and train",
+    ),
+    "no train": (lambda root: shutil.rmtree(root / "train"), "has a folder test but no train. Add it"),
+    "no test": (
+        lambda root: [shutil.rmtree(root / "test"), (root / "train").rename(root / "Training")],
+        "has a folder Training but no test. Add it, or set it to mine/Training to hold out a share of it",
+    ),
+    "new class": (lambda root: write_image(root / "test" / "cow" / "x.png", 0), "test/cow: train has no class of that"),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_folders_of_splits_that_do_not_fit_are_refused(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+    change, expected = SPLITS[case]
+    monkeypatch.chdir(tmp_path)
+    write_sites(tmp_path / "mine", "{split}/{kind}/{i:03}.png", split=True)
+    change(tmp_path / "mine")
+    message = refusal(lambda: ImageFolder("mine"))
+    assert message.startswith("scenario.dataset.path: mine")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    "form", ["{site}/{split}/{kind}/{i:03}.png", "{kind}/{split}/{i:03}.png", "{split}/{site}/{kind}/{i:03}.png"]
+)
+@pytest.mark.parametrize("names", [("train", "test"), ("Training", "Testing")])
+def test_the_pattern_in_the_message_knows_names_of_splits(form: str, names: tuple[str, str], tmp_path: Path) -> None:
+    write_sites(tmp_path, form, split=True)
+    for old, new in zip(("train", "test"), names, strict=True):
+        rename_folders(old, new)(tmp_path)
+    pattern = refusal(lambda: ImageFolder(str(tmp_path))).split("'")[1]
+    data = ImageFolder(str(tmp_path), pattern=pattern).checked()
+    assert data.class_names == ["cat", "dog"]
+    assert sorted(data.x_test[:, 0, 0, 0].tolist()) == [i for i in range(60) if i // 6 % 3 == 2]

@@ -1,0 +1,144 @@
+"""Numbers and dates that a table holds as text, such as `1,5`, `$12.50` or `31.12.2026`: recognize and convert them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+from unicodedata import normalize
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CURRENCY = r"$¢£¥\u20a0-\u20cf"
+AROUND = rf"[\s'\"\u2019()+\-\u2010-\u2015\u2212%‰°{CURRENCY}]*"
+"""Matches what may stand before and after a number: signs, quotes, percent signs, currencies."""
+
+NUMBER = re.compile(
+    rf"(?P<before>{AROUND}(?P<currency>[^\W\d_]{{1,3}}\.?(?=[\s{CURRENCY}]))?{AROUND})"
+    r"(?P<whole>\d{1,3}(?P<mark>[\s.,'\u2019_])(?:\d{2,3}(?P=mark))*\d{3}|\d+|(?=[.,]\d))(?:[.,](?P<fraction>\d*))?"
+    rf"(?P<exponent>[eE][+-]?\d+)?{AROUND}(?P<unit>[^\W\d_]\D{{0,15}})?"
+)
+"""Matches a text that holds one number, possibly with separators of thousands, a sign, a currency and a unit."""
+
+DATE = re.compile(
+    r"(?:\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2(?:\d{2}){1,2})(?:[T\s].*)?"
+    r"|\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?:\s?[AaPp]\.?[Mm]\.?)?"
+)
+"""Matches a date or a time of day that is written in digits."""
+
+LONGEST = 40
+"""Number of characters above which a text is neither compared with `NUMBER` nor with `DATE`."""
+
+FEW_WITH_LETTERS = 20
+"""Maximum number of different texts with letters, such as `4 years`, that count as categories, not as numbers."""
+
+
+OTHERS = (".", ","), (",", None), (",", "."), (".", "'"), (".", " "), (",", " ")
+"""Common formats of numbers: the characters before the fraction and between thousands."""
+
+
+class NumberFormat(NamedTuple):
+    """How numbers are written in a table.
+
+    Attributes:
+        decimal: The character before the fraction.
+        thousands: The character between groups of digits; None if there is none.
+    """
+
+    decimal: str = "."
+    thousands: str | None = None
+
+    def parse(self, texts: pd.Series) -> pd.Series:
+        """Convert texts to numbers. A text that is not a number in this format becomes NaN.
+
+        Example:
+            >>> import pandas as pd
+            >>> NumberFormat(",", ".").parse(pd.Series(["1.234,5", "-7", "1.2"])).tolist()
+            [1234.5, -7.0, nan]
+        """
+        import pandas as pd
+
+        texts = texts.astype(str).str.strip()
+        if self.thousands:
+            mark = {" ": r"\s", "'": "['\u2019]"}.get(self.thousands, re.escape(self.thousands))
+            grouped = texts.str.match(rf"[+-]?[1-9]\d{{0,2}}(?:{mark}\d{{2,3}})*?{mark}\d{{3}}(?!\d|{mark})")
+            texts = texts.where(~grouped, texts.str.replace(mark, "", regex=True))
+        if self.decimal != ".":
+            texts = texts.where(~texts.str.contains(".", regex=False), "")  # "1.5" is no number in this format
+            texts = texts.str.replace(self.decimal, ".", regex=False)
+        return pd.to_numeric(texts, errors="coerce")
+
+    def fix(self, texts: pd.Series, options: bool = True) -> str:
+        """Return how to fix numbers that are written as text, for an error message.
+
+        Args:
+            texts: The texts.
+            options: Whether the options `decimal` and `thousands` can be set.
+        """
+        texts = texts[[NUMBER.fullmatch(text) is not None for text in texts]]
+        if not len(texts):
+            return "Correct the value"
+        others = texts[self.parse(texts).isna()]
+        settings = self._fitting_options(texts) if options and len(others) else []
+        if settings:  # "1,234" fits both a decimal comma and a comma between thousands
+            single = [each for each in settings if " and " not in each]
+            return "Set " + ", or ".join(single or settings[:1])
+        text = (others if len(others) else texts).iloc[0]
+        plain = plain_number(text)
+        return "Store them as numbers" if text == plain else f"Write plain numbers, such as {plain}"
+
+    def _fitting_options(self, texts: pd.Series) -> list[str]:
+        """Return the settings of the options `decimal` and `thousands` with which all texts are numbers."""
+        fitting = [other for other in map(NumberFormat._make, OTHERS) if other.parse(texts).notna().all()]
+        options = [[name for name in self._fields if getattr(other, name) != getattr(self, name)] for other in fitting]
+        return [
+            " and ".join(f"scenario.dataset.{name} to {getattr(other, name)!r}" for name in names)
+            for other, names in zip(fitting, options, strict=True)
+        ]
+
+
+def is_number(text: str) -> bool:
+    """Return whether `float` can read a text."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def plain_number(text: str) -> str:
+    """Return the number in a text that `NUMBER` matches, as `float` reads it.
+
+    Example:
+        >>> plain_number("$1,234.50"), plain_number("−7 %")
+        ('1234.50', '-7')
+    """
+    found = NUMBER.fullmatch(text)
+    assert found
+    sign = "-" if re.search(r"[(\-\u2010-\u2015\u2212]", found["before"]) else ""
+    fraction = f".{found['fraction']}" if found["fraction"] else ""
+    plain = sign + (re.sub(r"\D", "", found["whole"]) or "0") + fraction + (found["exponent"] or "")
+    return normalize("NFKC", plain)  # other digits, such as full-width ones
+
+
+def written_numbers(texts: pd.Series) -> tuple[str, np.ndarray] | None:
+    """Return what most texts of a column hold, `numbers` or `dates`, and a mask of these texts; None for other texts.
+
+    Numbers with letters count only if there are many different ones: `2 years` and `4 years` can be categories.
+    """
+    counts = texts.value_counts()
+    many = len(counts) > FEW_WITH_LETTERS
+
+    def is_number(text: str) -> bool:
+        found = NUMBER.fullmatch(text)
+        if found is None or re.match(r"0\d", found["whole"]):  # 01 is a code
+            return False
+        return many or not (found["currency"] or found["unit"])
+
+    for what, matches in (("numbers", is_number), ("dates", DATE.fullmatch)):
+        found = [text for text in counts.index if len(text) <= LONGEST and matches(text)]
+        if 2 * counts[found].sum() > len(texts):
+            return what, texts.isin(found).to_numpy()
+    return None

@@ -1,0 +1,189 @@
+"""Numbers and dates that a table holds as text: refused with the fix, or read with `decimal` and `thousands`."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from layouts import write_csv, write_hugging_face
+from refusals import refusal
+
+from fl_lightning.data import HuggingFace, ImageTable, Table, TextTable
+
+INCOMES = np.random.default_rng(0).normal(30_000, 5_000, 40).round(2).tolist()
+LABELS = ["no", "yes"] * 20
+KEY = "scenario.dataset."
+
+
+def write_incomes(path: Path, form: Callable[[float], str], separator: str = ";", label: Any = LABELS) -> str:
+    write_csv(path, {"income": [form(income) for income in INCOMES], "label": label}, separator)
+    return str(path)
+
+
+def european(value: float) -> str:
+    return f"{value:,.2f}".translate(str.maketrans(",.", ".,"))
+
+
+WRITTEN: dict[str, tuple[Callable[[float], str], str]] = {
+    "decimal comma": (lambda x: f"{x:.2f}".replace(".", ","), f"Set {KEY}decimal to ','"),
+    "thousands": (lambda x: f"{x:,.2f}", f"Set {KEY}thousands to ','"),
+    "European": (european, f"Set {KEY}decimal to ',' and {KEY}thousands to '.'"),
+    "Swiss": (lambda x: f"{x:,.2f}".replace(",", "\N{RIGHT SINGLE QUOTATION MARK}"), f'Set {KEY}thousands to "\'"'),
+    "thin spaces": (lambda x: f"{x:,.2f}".replace(",", "\N{NARROW NO-BREAK SPACE}"), f"Set {KEY}thousands to ' '"),
+    "Indian": (lambda x: f"1,{int(x) // 1000:02},{int(x) % 1000:03}", f"Set {KEY}thousands to ','"),
+    "comma of both kinds": (lambda x: f"{x / 1000:.3f}".replace(".", ","), f"thousands to ',', or {KEY}decimal to ','"),
+    "dollars": (lambda x: f"${x:.2f}", "Write plain numbers, such as 30628.65"),
+    "Euros": (lambda x: f"{x:.2f} €", "Write plain numbers, such as 30628.65"),
+    "currency code": (lambda x: f"CHF {x:.2f}", "Write plain numbers, such as 30628.65"),
+    "unit": (lambda x: f"{x:.2f} kg", "Write plain numbers, such as 30628.65"),
+    "percent": (lambda x: f"{x:.2f}%", "Write plain numbers, such as 30628.65"),
+    "no-break space": (lambda x: f"{x:.2f}\N{NO-BREAK SPACE}", "Write plain numbers, such as 30628.65"),
+    "accounting": (lambda x: f"({x:.2f})", "Write plain numbers, such as -30628.65"),
+    "minus sign": (lambda x: f"\N{MINUS SIGN}{x:.2f}", "Write plain numbers, such as -30628.65"),
+    "full width": (lambda x: "".join(chr(ord(d) + 0xFEE0) for d in str(int(x))), "Write plain numbers, such as 30628"),
+    "dates": (lambda x: f"{int(x) % 28 + 1:02}.11.2026", "Convert them to numbers, such as days"),
+    "times": (lambda x: f"{int(x) % 24:02}:{int(x) % 60:02}", "Convert them to numbers, such as days"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*a category that is not known")
+@pytest.mark.parametrize("case", WRITTEN)
+def test_numbers_and_dates_written_as_text_are_refused_with_the_fix(case: str, tmp_path: Path) -> None:
+    form, fix = WRITTEN[case]
+    make = partial(Table, write_incomes(tmp_path / "t.csv", form), "label", separator=";")
+    message = refusal(make)
+    what = "dates" if case in ("dates", "times") else "numbers"
+    assert message.startswith(f"scenario.dataset.features: column 'income' holds {what} written as text, such as ")
+    assert f" in row 1 of {tmp_path}/t.csv. " in message
+    assert fix in message
+    assert message.endswith(", or name the column in scenario.dataset.categorical")
+    assert make(categorical=["income"]).checked().schema.columns[0].categories
+
+
+FORMATS = {
+    "decimal comma": {"decimal": ","},
+    "thousands": {"thousands": ","},
+    "European": {"decimal": ",", "thousands": "."},
+    "Swiss": {"thousands": "'"},
+    "thin spaces": {"thousands": " "},
+}
+
+
+@pytest.mark.parametrize("case", FORMATS)
+@pytest.mark.parametrize("parquet", [False, True])
+def test_with_decimal_and_thousands_numbers_are_read_as_plain_ones(case: str, parquet: bool, tmp_path: Path) -> None:
+    paths = [write_incomes(tmp_path / name, form) for name, form in (("a.csv", str), ("b.csv", WRITTEN[case][0]))]
+    if parquet:
+        pytest.importorskip("pyarrow")
+        pd.read_csv(paths[1], sep=";", dtype=str).to_parquet(tmp_path / "b.parquet")
+        paths[1] = str(tmp_path / "b.parquet")
+    plain, written = (
+        Table(path, "label", separator=";", **options).checked()
+        for path, options in zip(paths, ({}, FORMATS[case]), strict=True)
+    )
+    assert torch.equal(plain.x_train, written.x_train)
+    assert written.schema.columns[0].categories is None
+
+
+def test_a_decimal_comma_does_not_change_other_texts_dates_and_codes(tmp_path: Path) -> None:
+    codes = {"version": ["1.2", "1.10", "2.0", "2.1"] * 10, "code": ["1.234.5", "a", "b", "c"] * 10, "label": LABELS}
+    write_csv(tmp_path / "t.csv", codes, ";")
+    read = partial(Table, str(tmp_path / "t.csv"), "label", separator=";", decimal=",", thousands=".")
+    schema = read(categorical=["version", "code"]).checked().schema
+    assert [column.categories for column in schema.columns] == [
+        ["1.10", "1.2", "2.0", "2.1"],
+        ["1.234.5", "a", "b", "c"],
+    ]
+
+
+CATEGORIES = {
+    "few with a unit": ["36 months", "60 months", "12 months", "24 months"],
+    "ranges": ["[0-10)", "[10-20)", "[20-30)", "[30-40)"],
+    "comparisons": ["<30", ">30", "<=50K", ">50K"],
+    "quarters": ["Q1", "Q2", "Q3", "Q4"],
+    "ordinals": ["1st", "2nd", "3rd", "4th"],
+    "codes with zeros": ["01-A", "02-B", "03-C", "04-D"],
+    "half of them numbers": ["$1", "$2", "few", "many"],
+    "versions": ["1.2.3", "1.2.4", "2.0.0", "2.0.1"],
+}
+
+
+@pytest.mark.parametrize("case", CATEGORIES)
+def test_categories_with_digits_stay_categories(case: str, tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", {"kind": CATEGORIES[case] * 10, "label": LABELS})
+    (column,) = Table(str(tmp_path / "t.csv"), "label").checked().schema.columns
+    assert column.categories == sorted(CATEGORIES[case])
+
+
+def test_a_number_in_another_form_among_numbers_is_refused_with_the_fix(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", {"size": ["12,5", *range(39)], "label": LABELS}, ";")
+    expected = (
+        f"scenario.dataset.features: column 'size' holds numbers and, in row 1 of {tmp_path}/t.csv, '12,5'. "
+        "Set scenario.dataset.decimal to ',', or name the column in scenario.dataset.categorical"
+    )
+    assert refusal(lambda: Table(str(tmp_path / "t.csv"), "label", separator=";")) == expected
+
+
+def test_numbers_in_a_text_column_of_parquet_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    pd.DataFrame({"size": [str(income) for income in INCOMES], "label": LABELS}).to_parquet(tmp_path / "t.parquet")
+    message = refusal(lambda: Table(str(tmp_path / "t.parquet"), "label"))
+    assert "features: column 'size' holds numbers written as text, such as '30628.65' in row 1" in message
+    assert "Store them as numbers, or name" in message
+
+
+@pytest.mark.parametrize("kind", [Table, TextTable, ImageTable])
+def test_labels_written_as_text_are_refused_and_the_options_read_them(kind: Any, tmp_path: Path) -> None:
+    columns = {"text": ["a b"] * 40, "path": ["a.png"] * 40, "label": [european(income) for income in INCOMES]}
+    write_csv(tmp_path / "t.csv", columns, ";")
+    make = partial(kind, str(tmp_path / "t.csv"), label="label", separator=";")
+    message = refusal(make)
+    assert message.startswith(
+        "scenario.dataset.label: column 'label' holds numbers written as text, such as '30.628,65'"
+    )
+    assert "Set scenario.dataset.decimal to ',' and scenario.dataset.thousands to '.', or set" in message
+    assert refusal(make(regression=True)) == message
+    labels = make(decimal=",", thousands=".")._samples().labels
+    assert labels.y.tolist() == torch.tensor(INCOMES).tolist()
+    assert make(regression=False)._samples().labels.outputs == 40
+
+
+def test_labels_of_hugging_face_written_as_text_are_refused(tmp_path: Path, library: Any) -> None:
+    rows = {"text": ["a b"] * 20, "label": [f"${i}.5" for i in range(20)]}
+    library.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "s"))
+    message = refusal(lambda: HuggingFace(str(tmp_path / "s")))
+    assert message.startswith("scenario.dataset.label: column 'label' holds numbers written as text, such as '$0.5'")
+    assert "Write plain numbers, such as 0.5, or set scenario.dataset.regression to false" in message
+    write_hugging_face(tmp_path / "other")
+    assert HuggingFace(str(tmp_path / "other")).checked().num_classes == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"decimal": ";"}, "decimal"),
+        ({"decimal": ",", "separator": ","}, "decimal"),
+        ({"decimal": ",", "separator": ";", "thousands": ","}, "decimal"),
+        ({"thousands": ", "}, "thousands"),
+        ({"thousands": "1"}, "thousands"),
+        ({"thousands": ""}, "thousands"),
+        ({"thousands": "-"}, "thousands"),
+    ],
+)
+def test_impossible_number_formats_are_refused_by_their_key(options: dict, key: str, tmp_path: Path) -> None:
+    assert refusal(lambda: Table("t.csv", "label", **options)).startswith(f"scenario.dataset.{key}: ")
+
+
+@pytest.mark.parametrize("how", ["drawn", "split"])
+def test_unknown_categories_of_any_test_rows_are_warned_of(how: str, tmp_path: Path) -> None:
+    columns = {"street": [f"street {'abcdefghij'[i // 4]}{'klmn'[i % 4]}" for i in range(40)], "label": LABELS}
+    split = {"split": "part"} if how == "split" else {}
+    write_csv(tmp_path / "t.csv", columns | {"part": ["train", "train", "train", "test"] * 10})
+    exclude = None if split else ["part"]
+    with pytest.warns(UserWarning, match="column 'street': .* have a category that is not known") as caught:
+        Table(str(tmp_path / "t.csv"), "label", exclude=exclude, **split).checked()
+    assert ("Leave the column out" in str(caught[0].message)) == (how == "drawn")
