@@ -277,7 +277,7 @@ def heat_map(
     """
     signed = bool((matrix < 0).any())
     end = np.abs(matrix).max() if signed else largest
-    limits = {} if end is None else {"vmin": -end if signed else 0, "vmax": end}
+    limits: Any = {} if end is None else {"vmin": -end if signed else 0, "vmax": end}
     image = axes.imshow(matrix, aspect="auto", cmap="RdBu_r" if signed else "Blues", **limits)
     axes.set_title(title, fontsize=9)
     axes.grid(visible=False)
