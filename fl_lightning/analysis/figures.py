@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -14,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fl_lightning.analysis.comparison import Comparison, across_values, compare
 from fl_lightning.analysis.run_groups import Group, group_labels, group_styles
+from fl_lightning.analysis.run_settings import compared_settings, varied_settings
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.names import join_names, shorten_name
 from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve, scale
@@ -39,7 +41,7 @@ UNUSED: dict[Kind, set[str]] = {"curves": set(), "bars": {"x"}, "clients": {"x"}
 
 MOST_POINTS = 1000
 """Maximum number of clients of a group that are drawn as points."""
-LARGEST_BUBBLE = 25
+LARGEST_BUBBLE = 22
 """Maximum diameter of the bubbles of a partition in points, so that they fit in the legend."""
 CLUSTER = 0.8
 """Width of a cluster of bars, as a share of the distance between the centres of two clusters."""
@@ -281,17 +283,32 @@ def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
 
 
 def _partition(runs: Sequence[Run]) -> PartitionCounts:
-    found = {}
+    found: dict[Any, PartitionCounts] = {}
+    partitions = {}
     for run in runs:
         try:
             partition = read_counts(run.run_dir / "partition.csv")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{run.run_dir}: partition.csv cannot be read: {one_line(error)}") from error
-        found[partition.counts.shape, partition.counts.tobytes()] = partition
+        partitions[run] = partition.counts.shape, partition.counts.tobytes()
+        found[partitions[run]] = partition
     if len(found) > 1:
-        fix = "Select one with --where seed=0, or draw one for each value of a setting with --across"
-        raise ConfigError(f"kind: the runs have {len(found)} different partitions. {fix}.")
+        raise ConfigError(f"kind: the runs have {len(found)} different partitions. {_one_partition(partitions)}")
     return next(iter(found.values()))
+
+
+def _one_partition(partitions: Mapping[Run, Any]) -> str:
+    """Return the options that select runs with one partition, given the partition of each run, as a sentence."""
+    left, chosen = dict(partitions), {}
+    for key in ("seed", *varied_settings({run: compared_settings(run) for run in partitions})):
+        value = next(iter(left)).settings.get(key)
+        same = {run: each for run, each in left.items() if run.settings.get(key) == value}
+        if len({*same.values()}) < len({*left.values()}) and isinstance(value, int | float | str):
+            left, chosen[key] = same, value
+    if len({*left.values()}) > 1:
+        return "Give runs that have the same partition."
+    texts = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items())
+    return f"Add --where {' '.join(texts)}."
 
 
 # --- Parts of figures ---

@@ -58,7 +58,8 @@ def config_file(run_dir: Path) -> str:
         raise ConfigError(f"{run_dir}: folder not found")
     if not os.path.isfile(path):
         raise ConfigError(f"{run_dir} is no run: config.yaml not found")
-    return config_path(str(path))
+    read_config(path)
+    return str(path)
 
 
 def is_run(path: str) -> bool:

@@ -252,7 +252,13 @@ def add_bubble_legend(figure: Figure, largest: int, area: float) -> None:
     texts = [f"{count:,}" for count in counts]
     texts[-1] += " samples"
     height = side / SMALL_SIZE + 0.7  # of the largest bubble and its margin, in font sizes
-    size: Any = {"handleheight": height, "handlelength": height, "ncols": len(texts)}
+    size: Any = {
+        "handleheight": height,
+        "handlelength": height,
+        "ncols": len(texts),
+        "columnspacing": 1,
+        "handletextpad": 0.4,
+    }
     figure.legend(bubbles, texts, loc="outside upper center", **size)
     figure.set_figheight(figure.get_figheight() + side / 72 + LEGEND_ROW / 2)
 

@@ -224,6 +224,30 @@ def test_partition_of_many_clients_is_a_heat_map(tmp_path):
     assert figure.axes[0].get_title() == "mean samples of 201 clients"
 
 
+@pytest.mark.parametrize("words", [[], ["--across", "alpha"], ["--where", "algorithm=FedAvg"]])
+def test_the_fix_for_several_partitions_works(study, words, monkeypatch):
+    monkeypatch.chdir(study)
+    command = ["plot", ".", "--kind", "partition", "-o", "a.pdf", *words]
+    code, _, err = run(*command)
+    assert code == 2
+    assert "kind: the runs have " in err
+    fix = re.search(r"Add --where (.*)\.$", err.strip())[1].split()
+    before = command.index("--where") + 1 if "--where" in command else len(command)
+    command[before:before] = fix if "--where" in command else ["--where", *fix]
+    assert run(*command).code == 0
+
+
+def test_the_fix_for_by_and_across_of_one_key_works(study):
+    found = open_runs(study)
+    with pytest.raises(ConfigError, match=r"Use --by algorithm\.$"):
+        plot_runs(found, by=["alpha"], across="alpha")
+    assert legend_of(plot_runs(found, by=["algorithm"], across="alpha")) == RANKED
+    one_method = open_runs(study, {"algorithm": "FedAvg"})
+    with pytest.raises(ConfigError, match=r"Leave out --by\.$"):
+        plot_runs(one_method, by=["alpha"], across="alpha")
+    assert len(plot_runs(one_method, across="alpha").axes) == 2
+
+
 # --- Colours ---
 
 
@@ -307,7 +331,9 @@ def test_unfinished_runs_are_drawn_on_request(tmp_path):
         (["--kind", "partition", "--percent"], "percent: a figure of kind partition does not use it. Leave it out."),
         (["--kind", "partition", "--y", "acc"], "y: a figure of kind partition does not use it. Leave it out."),
         (["--y", "comm/total_bytes", "--percent"], "percent: comm/total_bytes is no fraction: one value is 1e+06."),
-        (["--kind", "partition"], "kind: the runs have 4 different partitions. Select one with --where seed=0, or"),
+        (["--by", "alpha", "--across", "alpha"], "--across: scenario.partition.alpha is the only key of --by"),
+        (["--across", ""], "--across: the name of the setting is empty"),
+        (["--by", "algorithm", "--across", ""], "--across: the name of the setting is empty"),
         (["--across", "seed"], "--across: seed is no key in which these groups differ. Available: algorithm"),
         (["--by", "algoritm"], "--by: no run has a setting 'algoritm'. Did you mean algorithm?"),
     ],

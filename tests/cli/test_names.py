@@ -430,6 +430,17 @@ def test_invalid_file_names_are_refused_in_one_line(name, here):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["rounds: [", "- 1", "a: 1\na: 2"])
+def test_a_damaged_config_of_a_run_is_named_without_an_option_that_was_not_given(text, here):
+    """Commands such as `test RUN` have no option `--config`."""
+    (here / "run").mkdir()
+    (here / "run" / "config.yaml").write_text(text)
+    for words in (["test", "run"], ["export", "run", "-o", "a.pt"], ["fit", "--resume", "run"]):
+        code, _, err = run(*words)
+        assert code == 2
+        assert err.startswith("fl-lightning: error: run/config.yaml")
+
+
 def test_nothing_is_suggested_for_a_name_unlike_any_other():
     assert nearest("xyzzy", ["FedAvg", "FedSKC"]) is None
     assert nearest("x", []) is None
