@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class ClassRelations(RoundFigure):
-    """Draw the soft-label (SL) and the class-relation (CR) matrix of the shared model (FedDW, Fig. 8).
+    """Draw the soft-label (SL) and the class-relation (CR) matrix of the global model (FedDW, Fig. 8).
 
-    SL is computed on the global test set for every method, so that runs can be compared. CR is shown after a softmax
-    over rows. Logs `class_relations/distance`, the mean square of Eq. 11.
+    The global model is the one that is evaluated, after a calibration such as that of CCVR. SL is computed on the
+    global test set for every method, so that runs can be compared. CR is shown after a softmax over rows. Logs
+    `class_relations/distance`, the mean square of Eq. 11.
 
     Args:
         every: Rounds between measurements. By default only the last round.
@@ -37,6 +38,7 @@ class ClassRelations(RoundFigure):
 
     name = "class_relations"
     needs_classes = True
+    needs_test_classes = True
 
     def check(self, run: FederatedRun) -> None:
         """Check that the method has a shared model, and that its last layer has one row of weights per class."""
@@ -56,7 +58,7 @@ class ClassRelations(RoundFigure):
 
     def measure(self, run: FederatedRun) -> Arrays:
         """Return the shared model's soft-label matrix and class-relation matrix, `(C, C)`, and their distance."""
-        module = run.worker.modules.build_shared(run.state["model"])
+        module = run.evaluator.global_module(run.round)
         with inference(module, run.worker.idle_trainer):
             batches, classes = run.worker.client_data.test_batches(), run.data.data.num_classes
             sl = soft_label_matrix(*class_sums_over(batches, lambda x: module(x).float().softmax(dim=1), classes))
@@ -71,5 +73,6 @@ class ClassRelations(RoundFigure):
 
     def draw(self, arrays: Arrays) -> Figure:
         """Draw the soft-label matrix and the class-relation matrix as heat maps."""
-        matrices, names = {"SL matrix": arrays["sl"], "softmax of the CR matrix": arrays["cr"]}, self.names.classes
+        titles = "global model: SL matrix", "global model: softmax of CR matrix"
+        matrices, names = dict(zip(titles, (arrays["sl"], arrays["cr"]), strict=True)), self.names.classes
         return heat_maps(matrices, rows="class", row_names=names, column_names=names)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, received_module, scored_module
 from fl_lightning.callbacks.plots import panels
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -20,6 +20,9 @@ from fl_lightning.runs.paper_figure import set_ticks
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
+    from fl_lightning.client.module import ClientModule
+    from fl_lightning.engines import Result
+
 MOST_COUNTS = 12
 """Largest number of classes for which counts are written into the cells."""
 
@@ -27,50 +30,77 @@ MOST_COUNTS = 12
 class ConfusionMatrix(RoundFigure):
     """Draw the confusion matrices of the global model and of the client with the lowest accuracy.
 
-    The global model is scored on the global test set, a client's model on the client's test split. The client's model
-    is the one that `fl-lightning test` evaluates: the model with which the client would start the next round or,
-    without a server, the model that it trained last. The worst client is the first one with the lowest accuracy.
-    Methods without a global model have only the matrix of the worst client.
+    Both have the accuracies of the round's metrics. The global model is scored on the global test set. A client's model
+    is scored on the client's own test split, and is the one that `evaluation.client_model` selects: the model that a
+    participant of the round has trained, or the one that each client receives after the aggregation. It is
+    personalised, if the method does so. The worst client is the first one with the lowest accuracy. Methods without a
+    global model have only the matrix of the worst client.
 
     Args:
         every: Rounds between measurements. By default only the last round.
 
     Raises:
-        ConfigError: The targets are not classes, or there are no test samples.
+        ConfigError: The targets are not classes, there are no test samples, or the method does not reveal the clients'
+            trained models.
     """
 
     name = "confusion_matrix"
     needs_classes = True
 
+    def __init__(self, every: int | None = None) -> None:
+        super().__init__(every)
+        self._worst: Arrays = {}
+
     def check(self, run: FederatedRun) -> None:
-        """Check that the dataset has class labels, and that there are test samples."""
+        """Check that the dataset has class labels, that there are test samples, and that the models are known."""
         super().check(run)
-        if not self._tests_globally(run) and not any(
-            len(run.data.shards[client].test) for client in run.evaluator.scored
-        ):
+        if self._shows_trained(run) and run.algorithm.server and not run.algorithm.whole:
+            method = type(run.algorithm).__name__
+            fix = "Set evaluation.client_model to received, or leave it out."
+            raise ConfigError(
+                f"callbacks: ConfusionMatrix: {method} does not reveal the clients' trained models. {fix}"
+            )
+        clients = range(run.clients) if self._shows_trained(run) else run.evaluator.scored
+        if not self._tests_globally(run) and not any(len(run.data.shards[client].test) for client in clients):
             raise ConfigError("callbacks: ConfusionMatrix: no client has test samples. Increase scenario.local_test.")
 
-    def measure(self, run: FederatedRun) -> Arrays:
-        """Return the confusion matrices `(C, C)` of the global model and the worst client, and the worst client's id.
+    def observe(self, run: FederatedRun, result: Result) -> None:
+        """Count the predictions of a client's trained model, if `evaluation.client_model` is `trained`."""
+        if self._shows_trained(run) and len(run.data.shards[result.client].test):
+            self._add(run, result.client, scored_module(run, result))
 
-        Rows are true classes.
+    def measure(self, run: FederatedRun) -> Arrays:
+        """Return the confusion matrices `(C, C)` of the global model and the worst client.
+
+        Rows are true classes. `client` is the worst client's id, and `model` says which of its models is shown:
+        `trained` or `received`.
         """
         arrays: Arrays = {}
-        worker, classes = run.worker, run.data.data.num_classes
         if self._tests_globally(run):
             module = run.evaluator.global_module(run.round)
-            with inference(module, worker.idle_trainer):
-                arrays["global"] = confusion(module, worker.client_data.test_batches(), classes)
-        lowest = float("inf")
-        for client in run.evaluator.scored:
-            if not len(run.data.shards[client].test):
-                continue
-            module = run.client_module(client)
-            with inference(module, worker.idle_trainer):
-                matrix = confusion(module, worker.client_data.own_test_batches(client), classes)
-            if (acc := accuracy(matrix)) < lowest:
-                lowest, arrays["worst"], arrays["client"] = acc, matrix, np.array(client)
+            with inference(module, run.worker.idle_trainer):
+                batches = run.worker.client_data.test_batches()
+                arrays["global"] = confusion(module, batches, run.data.data.num_classes)
+        if not self._shows_trained(run):
+            for client in run.evaluator.scored:
+                if len(run.data.shards[client].test):
+                    self._add(run, client, received_module(run, client))
+        arrays |= self._worst
+        self._worst = {}
         return arrays
+
+    def _add(self, run: FederatedRun, client: int, module: ClientModule) -> None:
+        """Keep the confusion matrix of a client's model if it is the worst so far in this round."""
+        with inference(module, run.worker.idle_trainer):
+            batches = run.worker.client_data.own_test_batches(client)
+            matrix = confusion(module, batches, run.data.data.num_classes)
+        if not self._worst or accuracy(matrix) < accuracy(self._worst["worst"]):
+            model = np.array(run.evaluation.client_model)
+            self._worst = {"worst": matrix, "client": np.array(client), "model": model}
+
+    @staticmethod
+    def _shows_trained(run: FederatedRun) -> bool:
+        return run.evaluation.client_model == "trained"
 
     @staticmethod
     def _tests_globally(run: FederatedRun) -> bool:
@@ -84,7 +114,8 @@ class ConfusionMatrix(RoundFigure):
         """
         titles = {"global": "global model on the global test set"}
         if "client" in arrays:
-            titles["worst"] = f"{self.names.client(int(arrays['client']))}, the worst on its own test split"
+            client = self.names.client(int(arrays["client"]))
+            titles["worst"] = f"{client}, the worst: {arrays['model']} model\non its own test split"
         drawn = {title: arrays[name] for name, title in titles.items() if name in arrays}
         figure, places = panels(len(drawn))
         classes = len(next(iter(drawn.values())))

@@ -108,7 +108,7 @@ class UnitDivergence(RoundFigure):
         """Draw this round's divergences as a heat map, and all divergences logged so far as lines over rounds."""
         figure, (left, right) = panels(2)
         clients = labels(self.names.clients, arrays["clients"])
-        heat_map(left, arrays["divergence"], "divergence", clients, clients)
+        heat_map(left, arrays["divergence"], "divergence of the trained models", clients, clients)
         names = [str(name).removeprefix("divergence/") for name in arrays["names"]]
         series = {name: (arrays["rounds"], row) for name, row in zip(names, arrays["values"], strict=True)}
         lines(right, series, "divergence")

@@ -91,5 +91,10 @@ class ClientDrift(RoundFigure):
         """Draw bar charts of the distance and cosine similarity of each client's update to the aggregated one."""
         figure, places = panels(2)
         for axes, what in zip(places, ("distance", "cosine"), strict=True):
-            bars(axes, labels(self.names.clients, arrays["clients"]), arrays[what], f"{what} to the aggregate's update")
+            bars(
+                axes,
+                labels(self.names.clients, arrays["clients"]),
+                arrays[what],
+                f"{what} of updates to the aggregate's",
+            )
         return figure

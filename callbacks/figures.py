@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -14,13 +15,18 @@ from fl_lightning.callbacks.plots import to_png
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.base import OWN
+from fl_lightning.client.weights import load_weights
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.files import write_atomically
+from fl_lightning.core.message import Message
 from fl_lightning.core.names import Names
+from fl_lightning.core.task import Task
+from fl_lightning.engines.trainer import inference
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
+    from fl_lightning.client.module import ClientModule
     from fl_lightning.core.message import Tensors
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.summary import Row
@@ -46,6 +52,7 @@ class RoundFigure(RoundCallback):
         name: Name of the figure and its folder. A second figure with this name is called `<name>-2`.
         looks_at_clients: Whether it needs the clients' trained models, by `trained_model`.
         needs_classes: Whether it needs targets that are classes.
+        needs_test_classes: Whether it needs a global test set with the classes of the training samples.
         names: The names of the clients and classes, for `draw`. Set before `measure`.
 
     Raises:
@@ -58,6 +65,7 @@ class RoundFigure(RoundCallback):
     _written: str = ""
     looks_at_clients: bool = False
     needs_classes: bool = False
+    needs_test_classes: bool = False
     names: Names = Names()
 
     def __init__(self, every: int | None = None) -> None:
@@ -78,6 +86,9 @@ class RoundFigure(RoundCallback):
             raise ConfigError(f"{owner}: {method} does not reveal the clients' trained models. Leave it out.")
         if self.needs_classes and not run.data.objective.classes:
             raise ConfigError(f"{owner}: it needs classes, but {run.data.objective.no_classes}. Leave it out.")
+        if self.needs_test_classes and run.data.data.evaluate is not None:
+            dataset = type(run.scenario.dataset).__name__
+            raise ConfigError(f"{owner}: the global test set of {dataset} has other classes. Leave it out.")
         before = [one for one in run.callbacks[: run.callbacks.index(self)] if isinstance(one, RoundFigure)]
         for other in before:
             if shared := {*self.metrics(run)}.intersection(other.metrics(run)):
@@ -103,7 +114,7 @@ class RoundFigure(RoundCallback):
     def measure(self, run: FederatedRun) -> Arrays:
         """Return this round's data as named arrays. They are written to disk and passed to `numbers` and `draw`.
 
-        Called after the round's aggregation.
+        Called after the round's aggregation. Without arrays, nothing is drawn.
         """
         raise NotImplementedError
 
@@ -119,12 +130,12 @@ class RoundFigure(RoundCallback):
         """If a figure is due in this round, call `measure`, and add the result of `numbers` to the round's metrics."""
         self.names = run.data.names
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
-        if self._arrays is not None:
+        if self._arrays:
             metrics |= self.numbers(self._arrays)
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
         """Write the measured arrays and the figure to the run folder, and log the figure."""
-        if self._arrays is None:
+        if not self._arrays:
             return
         name = self._place(run)
         folder, stem = run.run_dir / "figures" / name, f"round-{run.round:06d}"
@@ -176,6 +187,33 @@ def trained_model(run: FederatedRun, result: Result) -> Tensors:
     if run.worker.template.backbone.state_dict().keys() <= known.keys():
         return known
     return run.starting_module(result.client).backbone.state_dict() | known
+
+
+def scored_module(run: FederatedRun, result: Result) -> ClientModule:
+    """Return the personalised module of a client that has just finished its fit.
+
+    It is the module whose metrics the client reports with `evaluation.client_model: trained`.
+    """
+    server, modules, round = run.evaluator.server, run.worker.modules, run.round + 1
+    if not run.algorithm.server:  # the model that a client offers to its peers is the one that it has trained
+        scale = server.lr_scales.of(round)
+        return modules.personalize(Task(round, result.client, Message(), result.memory, scale))
+    task = server.task(round, result.client, server.download(round, result.client))
+    module = modules.receive(replace(task, memory=result.memory))
+    load_weights(module.backbone, trained_model(run, result))
+    with inference(module, run.worker.idle_trainer):
+        run.algorithm.personalize(module, run.worker.client_data.training_batches(result.client))
+    return module
+
+
+def received_module(run: FederatedRun, client: int) -> ClientModule:
+    """Return a client's personalised module after the round's aggregation, as the client receives it next.
+
+    It is the module whose metrics are reported with `evaluation.client_model: received`.
+    """
+    server, round = run.evaluator.server, run.round
+    download, scale = server.download(round + 1, client), server.lr_scales.of(round)
+    return run.worker.modules.personalize(Task(round, client, download, server.memory.get(client, {}), scale))
 
 
 def _is_unchanged(path: Path, digest: str) -> bool:

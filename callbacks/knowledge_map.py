@@ -55,6 +55,7 @@ class KnowledgeMap(RoundFigure):
 
     name = "knowledge_map"
     needs_classes = True
+    needs_test_classes = True
     looks_at_clients = True
 
     def __init__(self, every: int | None = None, client: int = 0, samples: int = 500) -> None:
@@ -117,8 +118,10 @@ class KnowledgeMap(RoundFigure):
         shown = axes.scatter(x, y, c=targets, s=8, **scale)
         axes.scatter(at_x, at_y, c=held, s=DIAMOND**2, marker="D", edgecolors="black", zorder=4, **scale)
         axes.set(xticks=[], yticks=[])
-        axes.set_title("logits of test samples, and structural knowledge", fontsize=9)
-        owner = f"knowledge of {self.names.client(int(arrays['client']))}, by class"
+        client = self.names.client(int(arrays["client"]))
+        title = f"trained model of {client}:\nlogits of test samples, and structural knowledge"
+        axes.set_title(title, fontsize=9, parse_math=False)
+        owner = f"knowledge of {client}, by class"
         kinds = [
             Line2D([], [], color="grey", marker=".", linestyle="", label="test sample"),
             Line2D([], [], color="grey", marker="D", markeredgecolor="black", linestyle="", label=owner),

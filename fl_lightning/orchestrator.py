@@ -32,6 +32,7 @@ from fl_lightning.evaluation.evaluation import Evaluation, train_metrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
+from fl_lightning.loggers.naming import run_names, setting_of
 from fl_lightning.models import ModelFactory, NetworkFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
@@ -151,9 +152,10 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         Args:
             resume: Resume the run in `run_dir`.
             config: The resolved config. It is written to `config.yaml`, passed to the loggers and compared on resume.
-                By default, the file describes this run's objects by class and arguments, so that runs can be compared.
-            name: Name of the run in the loggers.
-            group: Name of the group in the loggers; runs that differ only in the seed share it.
+                By default, the file and the loggers get the class and the arguments of each of this run's objects.
+            name: Name of the run in the loggers. By default the name of the method and the seed.
+            group: Name of the group in the loggers, which runs that differ only in the seed share. By default the name
+                of the method and a digest of the settings.
             fast: Make a dry run in a temporary folder, without loggers: two rounds of two clients with two batches
                 each, and a resume in between. Build a new orchestrator for the real run.
 
@@ -320,7 +322,10 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]
-        self.record.begin(config, Labels(name, group, kinds), {} if config or self.is_dry_run else self._description())
+        described = config or ({} if self.is_dry_run else self._description())
+        setting = setting_of(described)
+        default_name, default_group = run_names(kinds[0], self.seed, setting, setting)
+        self.record.begin(config, Labels(name or default_name, group or default_group, kinds), described)
 
     def _description(self) -> dict[str, Any]:
         """Return the arguments of this orchestrator as a config, without `run_dir` and `logger`."""

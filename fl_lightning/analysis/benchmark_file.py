@@ -295,9 +295,11 @@ def _table(name: str, content: Any) -> BenchmarkTable:
     metric, methods = content["metric"], content["methods"]
     if not isinstance(metric, str):
         raise ConfigError(f"{where}: metric: {metric!r} is not the name of a metric, such as global/acc")
-    goal = content.get("goal") or better_goal(metric)
-    if goal not in ("maximize", "minimize"):
+    goal = better_goal(metric) if content.get("goal") is None else content["goal"]
+    if goal is None:
         raise ConfigError(f"{where}: goal: which values of {metric} are better is not known. Set maximize or minimize")
+    if goal not in ("maximize", "minimize"):
+        raise ConfigError(f"{where}: goal: {goal!r} is unknown. Set maximize or minimize.")
     if not isinstance(methods, list) or not methods or not all(isinstance(one, str) for one in methods):
         raise ConfigError(f"{where}: methods: {methods!r} is not a list of names, such as [FedAvg, FedProx]")
     if twice := next((one for i, one in enumerate(methods) if one in methods[:i]), None):

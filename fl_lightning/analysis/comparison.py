@@ -168,7 +168,11 @@ def compare(
     texts = {run: compared_settings(run) for run in runs}
     varied = varied_settings(texts)
     keys = list(dict.fromkeys(known_key(name, runs, "--by") for name in by)) or list(varied)
-    across = _across_key(across, keys, runs, bool(by)) if across else ""
+    across = "" if across is None else _across_key(across, keys, runs, bool(by))
+    if by and keys == [across]:
+        others = [key for key in varied if key != across and not is_below(key, [across])]
+        fix = f"Use --by {others[0]}" if others else "Leave out --by"
+        raise ConfigError(f"--across: {across} is the only key of --by, so no groups are left. {fix}.")
     keys += [across] if across and across not in keys else []
     if uncompared := [key for key in keys if is_uncompared(key)]:
         option = "--across" if uncompared[0] == across else "--by"
@@ -221,6 +225,8 @@ def _across_key(name: str, keys: Sequence[str], runs: Sequence[Run], grouped: bo
     Raises:
         ConfigError: There is no such setting, or several.
     """
+    if not name:
+        raise ConfigError("--across: the name of the setting is empty. Leave it out, or name one.")
     matching = [key for key in keys if key == name or key.endswith(f".{name}")]
     if not matching and grouped:
         return known_key(name, runs, "--across")

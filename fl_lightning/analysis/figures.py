@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -13,24 +14,25 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from fl_lightning.analysis.comparison import Comparison, across_values, compare
-from fl_lightning.analysis.run_groups import Group, group_labels
+from fl_lightning.analysis.run_groups import Group, group_labels, group_styles
+from fl_lightning.analysis.run_settings import compared_settings, varied_settings
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.names import shorten_name
+from fl_lightning.core.names import join_names, shorten_name
 from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve, scale
 from fl_lightning.runs.paper_figure import (
-    COLOURS,
-    HATCHES,
     STEPS,
     STYLE,
     PaperFigure,
+    add_bubble_legend,
     add_legend,
     draw_curves,
     draw_partition,
     paper_figure,
     pick,
 )
-from fl_lightning.runs.partition import MAX_COLUMNS, PartitionCounts, read_counts
+from fl_lightning.runs.partition import MAX_COLUMNS, PartitionCounts, group_clients, read_counts
 from fl_lightning.runs.reader import Run, known_metric, read_clients
+from fl_lightning.runs.styles import COLOURS, HATCHES, Style
 
 Kind = Literal["curves", "bars", "clients", "partition"]
 
@@ -39,6 +41,8 @@ UNUSED: dict[Kind, set[str]] = {"curves": set(), "bars": {"x"}, "clients": {"x"}
 
 MOST_POINTS = 1000
 """Maximum number of clients of a group that are drawn as points."""
+LARGEST_BUBBLE = 22
+"""Maximum diameter of the bubbles of a partition in points, so that they fit in the legend."""
 CLUSTER = 0.8
 """Width of a cluster of bars, as a share of the distance between the centres of two clusters."""
 LETTER = 0.075
@@ -51,12 +55,12 @@ class Panels(NamedTuple):
     Attributes:
         groups: The groups by label, for each panel by its title: one panel without a title, or one per value of a
             setting.
-        labels: The labels of all groups. The position of a label determines its style.
+        styles: The style of each label.
         ranked: The labels by the final value of the metric, highest first.
     """
 
     groups: dict[str, dict[str, Group]]
-    labels: list[str]
+    styles: dict[str, Style]
     ranked: list[str]
 
 
@@ -128,11 +132,14 @@ def arrange(found: Comparison) -> Panels:
     labels = group_labels(others)
     panels: dict[str, dict[str, Group]] = {title: {} for title in titles.values()}
     finals: dict[str, list[float]] = {label: [] for label in labels}
+    members: dict[str, list[Run]] = {label: [] for label in labels}
     for label, group in zip(labels, found.groups, strict=True):
         panels[titles[group.names.get(key, "")]][label] = group
         finals[label] += [group.last.mean] if group.last else []
+        members[label] += group.runs
     ranked = sorted(finals, key=lambda label: np.nan_to_num(-np.mean(finals[label] or np.nan), nan=np.inf))
-    return Panels(panels, list(finals), ranked)
+    styles = dict(zip(members, group_styles(members.items()), strict=True))
+    return Panels(panels, styles, ranked)
 
 
 # --- Kinds of figures ---
@@ -156,12 +163,12 @@ def curves_figure(found: Comparison, panels: Panels, x: XAxis, percent: bool, wi
     if not any(curves):
         raise ConfigError(f"y: {found.metric} has no value in a round that all runs of a group share. Use kind bars.")
     figure, places = paper_figure(width, len(curves))
-    lines = draw_curves(places, curves, panels.labels, x)
+    lines = draw_curves(places, curves, panels.styles, x)
     for axes, title in zip(places, panels.groups, strict=True):
         axes.set_title(shorten_name(title))
         if (place := axes.get_subplotspec()) and place.is_first_col():
             axes.set_ylabel(axis_label(found.metric, percent))
-    if len(panels.labels) > 1:
+    if len(panels.styles) > 1:
         add_legend(figure, {name: lines[name] for name in panels.ranked if name in lines})
     cut = {name: curve.rounds for each in curves for name, curve in each.items() if curve.rounds[0] < curve.rounds[1]}
     at = "" if x == "round" else f", at the mean {x} of each round"
@@ -245,7 +252,7 @@ def last_values(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
-    """Draw the partition of the runs in each panel: a bubble per client and class.
+    """Draw the partition of the runs in each panel, all on one scale: a bubble per client and class.
 
     Raises:
         ConfigError: The runs of a panel have several partitions, or a file cannot be read.
@@ -255,33 +262,53 @@ def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
     classes = max(each.shape[1] for each in counts)
     room = float(any(names.clients for _, names in found))  # inches for rotated names below the axes
     figure, places = paper_figure(width, len(counts), min(0.12 * classes + 0.6 + room, 5))
+    extent = places[0].get_window_extent()
+    height = extent.height - room * figure.dpi
+    bubbles = [each for each in counts if len(each) <= MAX_COLUMNS]
+    cells = [min(extent.width / len(each), height / each.shape[1]) * 72 / figure.dpi for each in bubbles]
+    area, most = min([*cells, LARGEST_BUBBLE]) ** 2, max((int(each.max()) for each in bubbles), default=0)
+    darkest = max((group_clients(each).max() for each in counts if len(each) > MAX_COLUMNS), default=0)
     for axes, (each, names), title in zip(places, found, panels.groups, strict=True):
-        extent = axes.get_window_extent()
-        height = extent.height - room * figure.dpi
-        cell = min(extent.width / len(each), height / each.shape[1]) * 72 / figure.dpi
-        draw_partition(axes, each, cell**2, names)
+        draw_partition(axes, each, area, names, most if len(each) <= MAX_COLUMNS else darkest)
         for axis, named in ((axes.xaxis, names.clients and len(each) <= MAX_COLUMNS), (axes.yaxis, names.classes)):
             if not named:
                 axis.set_major_locator(MaxNLocator("auto", steps=STEPS, integer=True))
         axes.set_title(", ".join(filter(None, [shorten_name(title), axes.get_title()])))
         axes.label_outer()
+    if most:
+        add_bubble_legend(figure, most, area)
     largest = ", ".join(f"{each.max():,}" for each in counts)
     figure.notes = [f"training samples by client and class; the largest count is {largest}."]
     return figure
 
 
 def _partition(runs: Sequence[Run]) -> PartitionCounts:
-    found = {}
+    found: dict[Any, PartitionCounts] = {}
+    partitions = {}
     for run in runs:
         try:
             partition = read_counts(run.run_dir / "partition.csv")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{run.run_dir}: partition.csv cannot be read: {one_line(error)}") from error
-        found[partition.counts.shape, partition.counts.tobytes()] = partition
+        partitions[run] = partition.counts.shape, partition.counts.tobytes()
+        found[partitions[run]] = partition
     if len(found) > 1:
-        fix = "Select one with --where seed=0, or draw one for each value of a setting with --across"
-        raise ConfigError(f"kind: the runs have {len(found)} different partitions. {fix}.")
+        raise ConfigError(f"kind: the runs have {len(found)} different partitions. {_one_partition(partitions)}")
     return next(iter(found.values()))
+
+
+def _one_partition(partitions: Mapping[Run, Any]) -> str:
+    """Return the options that select runs with one partition, given the partition of each run, as a sentence."""
+    left, chosen = dict(partitions), {}
+    for key in ("seed", *varied_settings({run: compared_settings(run) for run in partitions})):
+        value = next(iter(left)).settings.get(key)
+        same = {run: each for run, each in left.items() if run.settings.get(key) == value}
+        if len({*same.values()}) < len({*left.values()}) and isinstance(value, int | float | str):
+            left, chosen[key] = same, value
+    if len({*left.values()}) > 1:
+        return "Give runs that have the same partition."
+    texts = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items())
+    return f"Add --where {' '.join(texts)}."
 
 
 # --- Parts of figures ---
@@ -293,8 +320,8 @@ def clusters(axes: Axes, panels: Panels, width: float) -> Iterator[tuple[float, 
     With several panels, each is a cluster of bars; otherwise each bar has its label below it. The x axis is labelled.
     """
     if len(panels.groups) > 1:
-        ticks, size = list(panels.groups), CLUSTER / len(panels.labels)
-        shifts = {label: (i - (len(panels.labels) - 1) / 2) * size for i, label in enumerate(panels.ranked)}
+        ticks, size = list(panels.groups), CLUSTER / len(panels.styles)
+        shifts = {label: (i - (len(panels.styles) - 1) / 2) * size for i, label in enumerate(panels.ranked)}
         bars = [
             (i + shifts[label], label, panel[label])
             for i, panel in enumerate(panels.groups.values())
@@ -315,8 +342,8 @@ def clusters(axes: Axes, panels: Panels, width: float) -> Iterator[tuple[float, 
 
 def fill(panels: Panels, label: str) -> dict[str, Any]:
     """Return the colour and hatch of a group's bar or box."""
-    number = panels.labels.index(label)
-    return {"facecolor": pick(COLOURS, number), "hatch": pick(HATCHES, number), "edgecolor": "white", "linewidth": 0}
+    colour, hatch = pick(COLOURS, panels.styles[label].colour), pick(HATCHES, panels.styles[label].line)
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
 
 
 def add_cluster_legend(figure: PaperFigure, panels: Panels) -> None:
@@ -329,4 +356,6 @@ def add_cluster_legend(figure: PaperFigure, panels: Panels) -> None:
 
 
 def _remarks(found: Comparison) -> list[str]:
-    return [*found.missing_seeds, *(f"{remark}." for remark in found.remarks)]
+    unfinished = sorted(str(run.run_dir) for group in found.groups for run in group.runs if not run.finished)
+    noted = [f"not finished: {join_names(unfinished)}."] * bool(unfinished)
+    return [*found.missing_seeds, *noted, *(f"{remark}." for remark in found.remarks)]

@@ -9,7 +9,8 @@ from statistics import fmean
 from matplotlib import rc_context
 from matplotlib.ticker import MaxNLocator
 
-from fl_lightning.runs.paper_figure import COLOURS, STYLE, PaperFigure, paper_figure
+from fl_lightning.runs.paper_figure import STYLE, PaperFigure, paper_figure
+from fl_lightning.runs.styles import COLOURS
 
 ROW = 0.16
 """Height of a method's row in inches."""

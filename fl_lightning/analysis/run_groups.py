@@ -21,6 +21,7 @@ from fl_lightning.core.config import is_below
 from fl_lightning.core.names import join_names
 from fl_lightning.evaluation.summary import Row, best_and_last, rounds_to
 from fl_lightning.runs.reader import Run
+from fl_lightning.runs.styles import Style, method_styles
 
 
 class Reach(NamedTuple):
@@ -216,6 +217,16 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
         return " ".join(names) or str(group.runs[0].settings.get("algorithm", "all runs"))
 
     return [label(group) for group in groups]
+
+
+def group_styles(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[Style]:
+    """Return the style of each group of runs in figures, given their labels and runs. A method has one colour."""
+    names = []
+    for label, runs in groups:
+        methods = {str(run.settings.get("algorithm", label)).rpartition(".")[2] for run in runs}
+        method = methods.pop() if len(methods) == 1 else ""
+        names.append((method, label.removeprefix(method)))
+    return method_styles(names)
 
 
 def names_of(named: Iterable[Group], groups: Sequence[Group]) -> str:

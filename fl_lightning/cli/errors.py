@@ -61,7 +61,7 @@ def _missing_argument(message: str, program: str, is_experiment: bool) -> str | 
     if not found:
         return None
     if is_experiment:
-        return f"{found[1]} must be given, here or in a --config"
+        return f"{found[1]} must be given, in the config (--config) or as an option"
     return f"{found[1]}: not given. Write it after the command; `{program} --help` shows how"
 
 

@@ -266,14 +266,15 @@ class KeyChecker:
 
     def stray_word(self, word: str) -> str:
         """Return the error message about a command-line word that is neither an option nor an option's value."""
-        meant = f"--config {nearest(word, shipped('configs')) or word}"
+        config = nearest(word, shipped("configs")) or (word if word.endswith((".yaml", ".yml")) else None)
+        meant = f"--config {config}" if config else ""
         for key in ("algorithm", "model", "scenario.dataset", "scenario.partition"):
             meant = f"--{key} {word}" if word in names(key) else meant
         if is_run(word):
             meant = f"--resume {word}"
         elif "=" in word:
             meant = f"--{word}"
-        return f"{word} belongs to no option. Did you mean {meant}?"
+        return f"{word} belongs to no option. {f'Did you mean {meant}?' if meant else 'Leave it out.'}"
 
     def _as_typed(self, fix: str, name: str) -> str:
         """Format a suggestion as the user typed the wrong key: as a command-line option, or as a line of a config.

@@ -117,7 +117,10 @@ def shipped_text(name: str, kind: str) -> str:
     """
     algorithm = derived_configs().get(name) if kind == "configs" else None
     text = files(f"fl_lightning.{kind}").joinpath(DIGITS if algorithm else name).read_text(encoding="utf-8")
-    return text.replace("FedAvg", algorithm) if algorithm else text
+    if algorithm is None:
+        return text
+    content = text.partition("\n")[2].replace("FedAvg", algorithm)
+    return f"# No file of its own: {DIGITS} with --algorithm {algorithm}.\n{content}"
 
 
 @cache

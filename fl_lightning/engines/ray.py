@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.terminal import echo
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
 from fl_lightning.engines.serialization import SerializedValue, deserialize
@@ -122,7 +123,7 @@ class RayEngine(PoolEngine):
         needs = {"CPU": self.threads} | ({"GPU": self._gpus} if self._gpus else {})
         wanted = " and ".join(f"{count:g} {kind}" for kind, count in needs.items())
         found = " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind} free" for kind in needs)
-        print(f"engine: waiting for {wanted} to start an actor. The cluster has {found}.", file=sys.stderr, flush=True)
+        echo(f"engine: waiting for {wanted} to start an actor. The cluster has {found}.", to_stderr=True)
 
 
 class Actor(PoolWorker):

@@ -30,7 +30,7 @@ class Beginning(NamedTuple):
 
     Attributes:
         run_dir: The run folder.
-        config: The resolved config; empty if there is none.
+        config: The resolved config. For a run from Python without one, the arguments of its orchestrator.
         labels: Default names of the run.
         round: The last finished round. Later rounds that were logged already will be logged again.
         counts: Number of samples of each client and class, `(clients, C)`; None for more than 1,000 clients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,10 @@ def named_key(key: str, names: Sequence[str]) -> str:
         return key
     name = re.sub(r"[^\w.-]+", "_", names[int(match[1])])
     return f"client_{match[1]}_{name}/{match[2]}"
+
+
+def _logs_to_wandb(logger: Logger) -> bool:
+    return any(kind.__name__ == "WandbLogger" for kind in type(logger).__mro__)  # without importing W&B
 
 
 class Loggers:
@@ -81,6 +86,9 @@ class Loggers:
         for one in self._all:
             if isinstance(one, RoundLogger):
                 one.check(run_dir)
+        if os.environ.get("WANDB_SWEEP_ID") and not any(map(_logs_to_wandb, self._all)):
+            what = "this is a run of a W&B sweep, which gets no metrics without a W&B logger"
+            warnings.warn(f"logger: {what}. Use --logger WandbRoundLogger.", stacklevel=2)
 
     def begin(
         self,

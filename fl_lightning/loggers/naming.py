@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from fl_lightning.core.config import FREE_KEYS, flatten, is_below
+
 LONGEST = 128
 """Largest number of characters in a name that W&B accepts."""
 
@@ -32,10 +34,16 @@ def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mappin
     """
     # without null values: a later version may have more keys, which are null by default
     values = {key: value for key, value in setting.items() if value is not None}
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:6]
     start = "-".join(filter(None, (config, changes(setting, stated))))
     name, group = (start[: LONGEST - len(end) - 1] + f"-{end}" for end in (f"seed{seed}", digest))
     return name, group
+
+
+def setting_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that define an experiment, by dotted key. Seed and options such as `engine` are left out."""
+    apart = FREE_KEYS | {"evaluation", "seed"}
+    return {key: value for key, value in flatten(config).items() if key not in apart and not is_below(key, apart)}
 
 
 def changes(setting: Mapping[str, Any], stated: Mapping[str, Any]) -> str:

@@ -49,7 +49,7 @@ LONGEST_TAG = 64
 
 
 class WandbRoundLogger(RoundLogger, LightningWandbLogger):
-    """Log to Weights & Biases, a step per round, offline by default.
+    """Log to Weights & Biases, a step per round, offline by default except in a W&B sweep.
 
     An option that is not given takes the value of W&B's environment variable, if it is set. The files are written to
     the run folder. A resumed run continues its W&B run.
@@ -58,8 +58,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         project: W&B project, or `WANDB_PROJECT`. By default `fl-lightning`.
         name: Name of the run, or `WANDB_NAME`. By default `<config>-<changes>-seed<seed>`, where the changes are those
             that the command line made to the config.
-        offline: Keep everything on disk, to be uploaded with `wandb sync`; or `WANDB_MODE`. By default true. `false`
-            needs an account.
+        offline: Keep everything on disk, to be uploaded with `wandb sync`; or `WANDB_MODE`. By default true, but false
+            in a run of W&B's sweep agent, which reads the metrics online. `false` needs an account.
         entity: W&B user or team, or `WANDB_ENTITY`. By default that of the account.
         group: Group of the run, or `WANDB_RUN_GROUP`. By default, runs that differ only in the seed share a group.
         tags: Tags of the run, or `WANDB_TAGS`. The names of algorithm, dataset and partition are added.
@@ -91,10 +91,11 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
         super().__init__()
         self.log_model = log_model
-        self.mode = _option_or_variable({True: "offline", False: "online", None: None}[offline], "MODE") or "offline"
+        self._swept = bool(os.environ.get("WANDB_SWEEP_ID"))  # a W&B sweep sets the run's id itself
+        self._offline_option, default = offline, "online" if self._swept else "offline"
+        self.mode = _option_or_variable({True: "offline", False: "online", None: None}[offline], "MODE") or default
         if self.mode not in OFFLINE:
             require_trust("logger.offline", self.mode)
-        self._swept = bool(os.environ.get("WANDB_SWEEP_ID"))  # a W&B sweep sets the run's id itself
         default_tags = [word.strip() for word in os.environ.get("WANDB_TAGS", "").split(",")]
         self._wandb_init = {
             "id": None if self._swept else _option_or_variable(None, "RUN_ID"),
@@ -125,6 +126,9 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         """
         import wandb
 
+        if self._swept and self.mode in OFFLINE:
+            key, fix = ("logger.offline", "Set it to false") if self._offline_option else ("WANDB_MODE", "Unset it")
+            warnings.warn(f"{key}: {self.mode}, so the W&B sweep gets no metrics of this run. {fix}.", stacklevel=2)
         settings = wandb.Settings()
         for variable, value in os.environ.items():
             if variable.startswith("WANDB_"):

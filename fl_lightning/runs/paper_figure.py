@@ -12,6 +12,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fl_lightning.core.errors import ConfigError, check_number
@@ -19,20 +20,16 @@ from fl_lightning.core.names import Names, labels, shorten_name
 from fl_lightning.evaluation.summary import Row, label_of
 from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients
+from fl_lightning.runs.styles import COLOURS, LINE_STYLES, MARKERS, Style, numbered_styles
 
 WIDTHS = {"column": 3.25, "text": 6.75}
 """Widths in inches of a column and of the text of two-column papers, as in ICML and CVPR (IEEE: 3.5 and 7.16)."""
 
-# Okabe and Ito's colours without yellow and black, as in the HTML report. In greyscale, the line styles and markers of
-# curves differ, and the hatches of bars.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-LINE_STYLES = ("-", "--", "-.", ":")
-MARKERS = "os^Dv*X"
-HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "++++")
-
 FONT_SIZE, SMALL_SIZE = 8, 7
 LEGEND_ROW = 0.17
 """Height of a row of the legend in inches."""
+BUBBLE = 0.7
+"""Opacity of the bubbles of a partition."""
 MOST_MARKERS = 8
 """Maximum number of markers on a curve."""
 STEPS = (1, 2, 5, 10)
@@ -129,7 +126,8 @@ def plot_run(rows: Sequence[Row], metrics: Sequence[str], x: XAxis, percent: boo
     with rc_context(STYLE):
         figure, places = paper_figure(width)
         curves = {name: mean_curve([rows], name, x, percent) for name in metrics}
-        lines = draw_curves(places, [{name: curve for name, curve in curves.items() if curve}], list(curves), x)
+        known = {name: curve for name, curve in curves.items() if curve}
+        lines = draw_curves(places, [known], numbered_styles(metrics), x)
         if len(lines) > 1:
             add_legend(figure, {label_of(name): line for name, line in lines.items()})
         places[0].set_ylabel(_common_label(metrics, percent))
@@ -166,14 +164,14 @@ def pick(options: Sequence[str], number: int) -> str:
 
 
 def draw_curves(
-    places: Sequence[Axes], curves: Sequence[Mapping[str, Curve]], names: Sequence[str], x: XAxis
+    places: Sequence[Axes], curves: Sequence[Mapping[str, Curve]], styles: Mapping[str, Style], x: XAxis
 ) -> dict[str, Artist]:
     """Draw curves as lines with a band of ± standard deviation.
 
     Args:
         places: The axes.
         curves: The curves of each axes by name, at least one.
-        names: All names. The position of a name determines its style.
+        styles: The style of each name.
         x: The x axis of the curves.
 
     Returns:
@@ -183,14 +181,14 @@ def draw_curves(
     artists: dict[str, Artist] = {}
     for axes, each in zip(places, curves, strict=True):
         for name, curve in each.items():
-            number, points = names.index(name), len(curve.x)
-            colour, step = pick(COLOURS, number), max(1, points // MOST_MARKERS)
+            style, number = styles[name], list(styles).index(name)
+            colour, step = pick(COLOURS, style.colour), max(1, len(curve.x) // MOST_MARKERS)
             (line,) = axes.plot(
                 *(curve.x / size, curve.mean),
                 color=colour,
-                linestyle=pick(LINE_STYLES, number),
-                marker=pick(MARKERS, number),
-                markevery=(number * step // len(names), step),  # markers of overlapping curves alternate
+                linestyle=pick(LINE_STYLES, style.line),
+                marker=pick(MARKERS, style.marker),
+                markevery=(number * step // len(styles), step),  # markers of overlapping curves alternate
             )
             artists.setdefault(name, line)
             if curve.std is not None:
@@ -211,7 +209,9 @@ def _unit(x: XAxis, largest: float) -> tuple[str, float]:
     return f"{label} ({unit})", units[unit]
 
 
-def draw_partition(axes: Axes, counts: np.ndarray, area: float = 220, names: Names = Names()) -> None:
+def draw_partition(
+    axes: Axes, counts: np.ndarray, area: float = 220, names: Names = Names(), largest: float | None = None
+) -> None:
     """Draw a partition: a bubble per client and class, with an area proportional to the number of samples.
 
     More than 200 clients are drawn as a heat map: clients are sorted by their largest class and its size, and grouped
@@ -220,22 +220,57 @@ def draw_partition(axes: Axes, counts: np.ndarray, area: float = 220, names: Nam
     Args:
         axes: The axes.
         counts: `(clients, C)` samples.
-        area: Area of the largest bubble in square points.
+        area: Area of a bubble of `largest` samples, in square points.
         names: Names of the clients and classes.
+        largest: The number of samples at the end of the scale, by default the largest that is drawn.
     """
     clients, classes = counts.shape
     if clients > MAX_COLUMNS:
-        heat_map(axes, group_clients(counts), f"mean samples of {clients:,} clients", names.classes)
+        heat_map(axes, group_clients(counts), f"mean samples of {clients:,} clients", names.classes, largest=largest)
         axes.set(xlabel="clients, sorted", ylabel="class")
         return
     client, label = np.nonzero(counts)
-    axes.scatter(client, label, s=area * counts[client, label] / max(counts.max(), 1), alpha=0.7, linewidths=0)
+    areas = area * counts[client, label] / (largest or max(counts.max(), 1))
+    axes.scatter(client, label, s=areas, alpha=BUBBLE, linewidths=0)
     axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
     set_ticks(axes.xaxis, clients, names.clients)
     set_ticks(axes.yaxis, classes, names.classes)
 
 
-def heat_map(axes: Axes, matrix: np.ndarray, title: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
+def add_bubble_legend(figure: Figure, largest: int, area: float) -> None:
+    """Add a legend above the axes with bubbles of three sizes. The figure grows.
+
+    Args:
+        figure: The figure.
+        largest: The number of samples of the largest bubble.
+        area: Area of the largest bubble in square points.
+    """
+    counts = dict.fromkeys([largest, *(int(float(f"{largest / part:.0e}")) or 1 for part in (4, 16))])
+    side = area**0.5
+    style: Any = {"color": "C0", "marker": "o", "linestyle": "", "alpha": BUBBLE, "markeredgewidth": 0}
+    bubbles = [Line2D([], [], markersize=side * (count / largest) ** 0.5, **style) for count in counts]
+    texts = [f"{count:,}" for count in counts]
+    texts[-1] += " samples"
+    height = side / SMALL_SIZE + 0.7  # of the largest bubble and its margin, in font sizes
+    size: Any = {
+        "handleheight": height,
+        "handlelength": height,
+        "ncols": len(texts),
+        "columnspacing": 1,
+        "handletextpad": 0.4,
+    }
+    figure.legend(bubbles, texts, loc="outside upper center", **size)
+    figure.set_figheight(figure.get_figheight() + side / 72 + LEGEND_ROW / 2)
+
+
+def heat_map(
+    axes: Axes,
+    matrix: np.ndarray,
+    title: str,
+    rows: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    largest: float | None = None,
+) -> None:
     """Draw a matrix as a heat map; with negative entries, the colour scale is centred at zero.
 
     Args:
@@ -244,10 +279,12 @@ def heat_map(axes: Axes, matrix: np.ndarray, title: str, rows: Sequence[str] = (
         title: Title of the axes.
         rows: Names of the rows. Used if there are `n`.
         columns: Names of the columns. Used if there are `m`.
+        largest: The end of a colour scale from zero, by default that of the matrix.
     """
-    largest = np.abs(matrix).max() if (matrix < 0).any() else None
-    limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
-    image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
+    signed = bool((matrix < 0).any())
+    end = np.abs(matrix).max() if signed else largest
+    limits: Any = {} if end is None else {"vmin": -end if signed else 0, "vmax": end}
+    image = axes.imshow(matrix, aspect="auto", cmap="RdBu_r" if signed else "Blues", **limits)
     axes.set_title(title, fontsize=9)
     axes.grid(visible=False)
     set_ticks(axes.xaxis, matrix.shape[1], columns, 10)

@@ -172,7 +172,8 @@ class Record:
         Args:
             config: The resolved config, if there is one. By default that of the resumed run.
             labels: Names of the run for loggers.
-            description: Written in place of the config of a new run if there is none; may be empty.
+            description: The config for the loggers. If there is no `config`, it is also written to the folder of a new
+                run, unless it is empty.
 
         Raises:
             ConfigError: The folder is in use or cannot be written to, or a logger fails.
@@ -196,7 +197,7 @@ class Record:
             self.warned.check(round, before.rows[self.warned.path.name])
         self.csv.clients.set_names(self._data.names.clients)
         names = self._data.names._replace(clients=self.csv.clients.names)
-        self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round, names)
+        self.logger.begin(self.run_dir, description, labels, self._data.class_counts(), round, names)
         try:
             self._write_beginning(round, config, description)
         except BaseException as error:

@@ -122,7 +122,7 @@ def conditions(where: Where) -> dict[str, Any]:
         if not sign or not key:
             raise ConfigError(f"where: {word!r} is not of the form KEY=VALUE")
         if key in wanted:
-            raise ConfigError(f"where: {key} is given twice. Use {key}=[{wanted[key]}, {text}] for runs with either.")
+            raise ConfigError(f"where: {key} is given twice. Use {key}=[{wanted[key]},{text}] for runs with either.")
         wanted[key] = _parse_value(text)
     return wanted
 

@@ -255,6 +255,33 @@ def test_the_summary_has_means_and_sample_deviations(tmp_path):
     assert (second["runs"], second["global/acc_last"], second["MB"], second["seconds"]) == ("1", None, None, None)
 
 
+def test_a_run_that_did_not_finish_is_marked_and_in_no_mean(tmp_path):
+    """Its rounds are drawn as a group of their own, in the colour of its method."""
+    for seed, acc in enumerate((0.5, 0.75)):
+        write_run(tmp_path / str(seed), config(seed=seed), {"global/acc": [0.1, acc]})
+    write_run(tmp_path / "other", config("Local"), {"global/acc": [0.1, 0.2]})
+    write_run(tmp_path / "stopped", config(seed=2), {"global/acc": [0.1]}, finished=False)
+    write_run(tmp_path / "unknown", None, {"global/acc": [0.1]}, finished=False)
+    data = contents(tmp_path)
+    names = ["FedSKC", "FedSKC (not finished: stopped)", "Local", "unknown (not finished: unknown)"]
+    assert data["groups"] == names
+    table = dict(zip(names, data["summary"]["rows"], strict=True))
+    first = data["summary"]["columns"].index("global/acc_last")
+    assert [table[name][0] for name in names] == ["2", "1", "1", "1"]
+    assert table["FedSKC"][first] == f"0.625 ± {statistics.stdev([0.5, 0.75]):.2g}"
+    assert [run["name"] for run in data["runs"]] == [
+        "0",
+        "1",
+        "other",
+        "stopped (not finished)",
+        "unknown (not finished)",
+    ]
+    assert data["title"].endswith("5 runs, 3 seeds, 2 not finished")
+    colours, dashes = zip(*data["styles"], strict=True)
+    assert colours[0] == colours[1] != colours[2]
+    assert dashes[0] != dashes[1]
+
+
 def test_equal_results_have_no_deviation(tmp_path):
     """The standard deviation of three times 0.9 is 1.4e-16 in floating point."""
     for seed in range(3):

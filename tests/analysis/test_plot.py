@@ -183,21 +183,99 @@ def test_partition_bubbles(study):
     figure = plot_runs(open_runs(study, {"seed": 0}), "partition", across="alpha")
     assert [axes.get_title() for axes in figure.axes] == ["alpha=0.1", "alpha=0.5"]
     figure.draw_without_rendering()
-    for axes, alpha in zip(figure.axes, (0.1, 0.5), strict=True):
+    largest = counts_of(0.5, 0).max()
+    for axes, alpha in zip(figure.axes, (0.1, 0.5), strict=True):  # one scale
         (bubbles,) = axes.collections
         counts = counts_of(alpha, 0)
         sizes = dict(zip(map(tuple, bubbles.get_offsets().tolist()), bubbles.get_sizes(), strict=True))
-        ratios = {place: size / max(sizes.values()) for place, size in sizes.items()}
-        assert ratios == pytest.approx({(k, j): counts[k, j] / counts.max() for k in range(4) for j in range(2)})
+        area = max(figure.axes[1].collections[0].get_sizes())
+        ratios = {place: size / area for place, size in sizes.items()}
+        assert ratios == pytest.approx({(k, j): counts[k, j] / largest for k in range(4) for j in range(2)})
         cell = np.abs(axes.transData.transform([1, 1]) - axes.transData.transform([0, 0])).min() * 72 / figure.dpi
-        assert 0.7 * cell < max(sizes.values()) ** 0.5 < 1.1 * cell  # the largest bubble nearly fills its cell
+        assert 0.7 * cell < area**0.5 < 1.1 * cell  # the largest bubble nearly fills its cell
+    assert legend_of(figure) == ["12", "3", "1 samples"]
+    shown = [handle.get_markersize() ** 2 for handle in figure.legends[0].legend_handles]
+    assert shown == pytest.approx([area, area * 3 / 12, area / 12])
     assert figure.notes == ["training samples by client and class; the largest count is 8, 12."]
+
+
+@pytest.mark.parametrize("clients", [200, 3])
+def test_the_legend_of_a_partition_is_inside_the_figure(tmp_path, clients):
+    write_counts(write(tmp_path), np.full((clients, 2), 1_234_567))
+    figure = plot_runs(open_runs(tmp_path), "partition")
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+    assert figure.axes[0].bbox.y1 < box.y0 + 1
+    assert box.y1 <= figure.bbox.height
+
+
+def test_heat_maps_of_partitions_have_one_scale(tmp_path):
+    for alpha, count in ((0.1, 1), (0.5, 7)):
+        write_counts(write(tmp_path, alpha=alpha), np.full((201, 2), count))
+    figure = plot_runs(open_runs(tmp_path), "partition", across="alpha", width="text")
+    assert [axes.images[0].get_clim() for axes in figure.axes[:2]] == [(0, 7), (0, 7)]
 
 
 def test_partition_of_many_clients_is_a_heat_map(tmp_path):
     write_counts(write(tmp_path), np.ones((201, 2), int))
     figure = plot_runs(open_runs(tmp_path), "partition")
     assert figure.axes[0].get_title() == "mean samples of 201 clients"
+
+
+@pytest.mark.parametrize("words", [[], ["--across", "alpha"], ["--where", "algorithm=FedAvg"]])
+def test_the_fix_for_several_partitions_works(study, words, monkeypatch):
+    monkeypatch.chdir(study)
+    command = ["plot", ".", "--kind", "partition", "-o", "a.pdf", *words]
+    code, _, err = run(*command)
+    assert code == 2
+    assert "kind: the runs have " in err
+    fix = re.search(r"Add --where (.*)\.$", err.strip())[1].split()
+    before = command.index("--where") + 1 if "--where" in command else len(command)
+    command[before:before] = fix if "--where" in command else ["--where", *fix]
+    assert run(*command).code == 0
+
+
+def test_the_fix_for_by_and_across_of_one_key_works(study):
+    found = open_runs(study)
+    with pytest.raises(ConfigError, match=r"Use --by algorithm\.$"):
+        plot_runs(found, by=["alpha"], across="alpha")
+    assert legend_of(plot_runs(found, by=["algorithm"], across="alpha")) == RANKED
+    one_method = open_runs(study, {"algorithm": "FedAvg"})
+    with pytest.raises(ConfigError, match=r"Leave out --by\.$"):
+        plot_runs(one_method, by=["alpha"], across="alpha")
+    assert len(plot_runs(one_method, across="alpha").axes) == 2
+
+
+# --- Colours ---
+
+
+def test_the_colour_is_that_of_the_method_in_all_figures(study):
+    """Line styles and hatches are those of the second setting."""
+    figure = plot_runs(open_runs(study), width="text")
+    lines = dict(zip(legend_of(figure), figure.legends[0].legend_handles, strict=True))
+    assert lines.keys() == {f"{name} alpha={alpha}" for name in ACCS for alpha in (0.1, 0.5)}
+    colours = {label: line.get_color() for label, line in lines.items()}
+    assert all(colours[f"{name} alpha=0.1"] == colours[f"{name} alpha=0.5"] for name in ACCS)
+    assert len({*colours.values()}) == 3
+    dashes = {label.split()[1]: line.get_linestyle() for label, line in lines.items()}
+    assert all(line.get_linestyle() == dashes[label.split()[1]] for label, line in lines.items())
+    assert len({*dashes.values()}) == 2
+    for names in (["FedSKC", "FedAvg"], ["FedDW", "FedSKC"], ["FedSKC"]):
+        runs = [run for name in names for run in open_runs(study, {"algorithm": name, "alpha": 0.1})]
+        for axes in (plot_runs(runs, kind).axes[0] for kind in ("curves", "bars")):
+            drawn = [line.get_color() for line in axes.lines if line.get_label()[0] != "_" or not axes.patches]
+            found = {to_hex(bar.get_facecolor()) for bar in axes.patches} or {*map(to_hex, drawn)}
+            assert found == {to_hex(colours[f"{name} alpha=0.1"]) for name in names}
+
+
+def test_runs_that_did_not_finish_are_noted(tmp_path):
+    write(tmp_path, "FedAvg", finished=False)
+    write(tmp_path, "FedDW")
+    for kind in ("curves", "bars", "clients"):
+        notes = plot_runs(open_runs(tmp_path), kind).notes
+        assert f"not finished: {tmp_path / 'FedAvg-0.1-0'}." in notes
 
 
 # --- The command ---
@@ -253,7 +331,9 @@ def test_unfinished_runs_are_drawn_on_request(tmp_path):
         (["--kind", "partition", "--percent"], "percent: a figure of kind partition does not use it. Leave it out."),
         (["--kind", "partition", "--y", "acc"], "y: a figure of kind partition does not use it. Leave it out."),
         (["--y", "comm/total_bytes", "--percent"], "percent: comm/total_bytes is no fraction: one value is 1e+06."),
-        (["--kind", "partition"], "kind: the runs have 4 different partitions. Select one with --where seed=0, or"),
+        (["--by", "alpha", "--across", "alpha"], "--across: scenario.partition.alpha is the only key of --by"),
+        (["--across", ""], "--across: the name of the setting is empty"),
+        (["--by", "algorithm", "--across", ""], "--across: the name of the setting is empty"),
         (["--across", "seed"], "--across: seed is no key in which these groups differ. Available: algorithm"),
         (["--by", "algoritm"], "--by: no run has a setting 'algoritm'. Did you mean algorithm?"),
     ],

@@ -150,6 +150,7 @@ def test_each_trial_is_a_valid_config(sweep, agent_folder, monkeypatch):
 
 
 @pytest.mark.fast_cases(1)
+@pytest.mark.filterwarnings("ignore:.*W&B sweep")  # the run has no logger
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.slow), -1], ids=["first", "last"])
 def test_the_command_line_of_wandbs_agent_runs(sweep, which, agent_folder, monkeypatch):
     chosen = list(trials(sweep))[which]
@@ -186,6 +187,7 @@ def test_a_file_in_the_working_folder_is_preferred_to_a_shipped_sweep(tmp_path, 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:unclosed file.*config-run1:ResourceWarning")  # W&B leaves its own file open
+@pytest.mark.filterwarnings("ignore:.*W&B sweep")  # the run is offline
 def test_a_trial_is_logged_as_a_run_of_the_wandb_sweep(agent_folder, monkeypatch):
     """The run has the agent's id, and the metric and parameters under the sweep's names."""
     sweep = ROOT / "sweeps" / "heterogeneity.yaml"

@@ -5,13 +5,27 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from experiments import ONE_EPOCH, experiment, untested
+from experiments import ONE_EPOCH, client_series, experiment, untested
 from fl_lightning.callbacks import ConfusionMatrix
 from fl_lightning.callbacks.confusion_matrix import MOST_COUNTS, accuracy, confusion
 from matplotlib.image import imread
 from sklearn.metrics import confusion_matrix
 
-from fl_lightning.algorithms import Ditto, FedAvg, FedPer, PeerFedPer, PerFedAvg
+from fl_lightning.algorithms import (
+    APFL,
+    APPLE,
+    CCVR,
+    IFCA,
+    UAPDFL,
+    DisPFL,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedPer,
+    FedProto,
+    PeerFedPer,
+    PerFedAvg,
+)
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Regression
 from fl_lightning.data import Shard
@@ -41,16 +55,61 @@ def test_matrices_equal_those_of_scikit_learn(tmp_path, algorithm):
         np.testing.assert_array_equal(arrays["global"], expected(run, module, data.x_test, data.y_test))
         assert accuracy(arrays["global"]) == pytest.approx(run.csv.rows[-1]["global/acc"])
     assert ("global" in arrays) == run.algorithm.one_model
+    module_of = run.client_module if run.algorithm.server else run.starting_module
     own = [
-        expected(run, run.client_module(client), data.x_train[shard.test], data.y_train[shard.test])
+        expected(run, module_of(client), data.x_train[shard.test], data.y_train[shard.test])
         for client, shard in enumerate(run.data.shards)
     ]
     accs = [matrix.trace() / matrix.sum() for matrix in own]
     worst = int(np.argmin(accs))
     assert arrays["client"] == worst
     np.testing.assert_array_equal(arrays["worst"], own[worst])
-    tested = run.test()
-    assert accuracy(arrays["worst"]) == pytest.approx(min(tested[f"client_{client}/acc"] for client in range(6)))
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("model", ["trained", "received"])
+@pytest.mark.parametrize(
+    "algorithm", [Ditto, DisPFL, FedAvg, CCVR, APFL, FedALA, FedPer, FedProto, IFCA, PeerFedPer, PerFedAvg, UAPDFL]
+)
+def test_accuracies_in_the_figure_are_those_of_the_tables(tmp_path, algorithm, model):
+    """The worst client and its accuracy are those of `clients.csv`, whichever model `client_model` selects."""
+    options = {"rounds": 2, "trainer": ONE_EPOCH, "evaluation": Evaluation(client_model=model)}
+    run = experiment(tmp_path, algorithm(), callbacks=[figure := ConfusionMatrix()], **options)
+    run.fit()
+    with np.load(tmp_path / "figures" / "confusion_matrix" / "round-000002.npz", allow_pickle=False) as stored:
+        arrays = dict(stored)
+    table = {int(name[7:-4]): value for name, value in client_series(tmp_path, 2).items() if name.endswith("/acc")}
+    assert len(table) == {"trained": 4, "received": 6}[model]
+    assert arrays["client"] == min(table, key=table.get)
+    assert accuracy(arrays["worst"]) == pytest.approx(min(table.values()))
+    if "global/acc" in run.csv.rows[-1]:
+        assert accuracy(arrays["global"]) == pytest.approx(run.csv.rows[-1]["global/acc"])
+    title = figure.draw(arrays).axes[-2].get_title()
+    assert f"client {arrays['client']}" in title
+    assert f"{model} model" in title
+    assert f"accuracy {min(table.values()):.4f}" in title
+
+
+def test_methods_that_hide_the_trained_models_show_the_received_ones(tmp_path):
+    for model in ("trained", "received"):
+        run = experiment(tmp_path, APPLE(), callbacks=[figure := ConfusionMatrix()])
+        run.evaluation = Evaluation(client_model=model)
+        run._build()
+        if model == "trained":
+            with pytest.raises(ConfigError, match=r"callbacks: ConfusionMatrix: .* evaluation\.client_model"):
+                figure.check(run)
+        else:
+            figure.check(run)
+            assert figure.measure(run)["model"] == "received"
+
+
+def test_a_round_without_tested_clients_has_no_figure(tmp_path):
+    run = experiment(tmp_path, PeerFedPer(), callbacks=[figure := ConfusionMatrix()])
+    run._build()
+    run.round = run.rounds
+    figure.on_round_metrics(run, {})
+    figure.on_round_end(run, {})
+    assert not (tmp_path / "figures").exists()
 
 
 def test_counts_do_not_depend_on_the_batch_size():
@@ -77,7 +136,7 @@ def test_missing_test_samples_and_missing_classes_are_refused(tmp_path):
 
 def test_worst_client_is_the_first_of_equal_clients_with_test_samples(tmp_path):
     figure = ConfusionMatrix()
-    run = experiment(tmp_path, callbacks=[figure], evaluation=Evaluation(max_clients=3))
+    run = experiment(tmp_path, callbacks=[figure], evaluation=Evaluation(client_model="received", max_clients=3))
     run._build()
     shards, scored = run.data.shards, run.evaluator.scored
     measured = figure.measure(run)
@@ -88,7 +147,7 @@ def test_worst_client_is_the_first_of_equal_clients_with_test_samples(tmp_path):
     run.data.shards = [Shard(shard.train, shards[0].test) for shard in shards]
     assert figure.measure(run)["client"] == scored[0]
     run.data.data.evaluate = lambda module, batches: None  # few-shot: the global test set has other classes
-    assert {*figure.measure(run)} == {"worst", "client"}
+    assert {*figure.measure(run)} == {"worst", "client", "model"}
 
 
 # --- The figure ---
@@ -99,7 +158,7 @@ def matrices(classes, seed=0):
     matrix = rng.integers(0, 3, (classes, classes)) + np.diag(rng.integers(5, 30, classes))
     own = matrix.copy()
     own[classes // 2 :] = 0
-    return {"global": matrix, "worst": own, "client": np.array(7)}
+    return {"global": matrix, "worst": own, "client": np.array(7), "model": np.array("received")}
 
 
 @pytest.mark.fast_cases(1)
@@ -128,9 +187,10 @@ def test_titles_name_the_models():
     arrays = matrices(10)
     figure = ConfusionMatrix().draw(arrays)
     titles = [axes.get_title() for axes in figure.axes[:2]]
+    accs = [np.trace(arrays[name]) / arrays[name].sum() for name in ("global", "worst")]
     assert titles == [
-        f"global model on the global test set\naccuracy {np.trace(arrays['global']) / arrays['global'].sum():.4f}",
-        f"client 7, the worst on its own test split\naccuracy {np.trace(arrays['worst']) / arrays['worst'].sum():.4f}",
+        f"global model on the global test set\naccuracy {accs[0]:.4f}",
+        f"client 7, the worst: received model\non its own test split\naccuracy {accs[1]:.4f}",
     ]
     assert figure.axes[0].get_ylabel() == "true class"
     shares = figure.axes[1].images[0].get_array()

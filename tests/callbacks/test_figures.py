@@ -19,7 +19,7 @@ from fl_lightning.callbacks import (
 )
 from matplotlib.image import imread
 
-from fl_lightning.algorithms import UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
+from fl_lightning.algorithms import CCVR, UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
 from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon
 from fl_lightning.algorithms.personalized.cwfedavg import class_models
 from fl_lightning.core.errors import ConfigError
@@ -61,12 +61,17 @@ def vector(model):
     return torch.cat([value.flatten() for value in model.values() if value.is_floating_point()])
 
 
-def test_class_relations_equal_a_loop_over_the_shared_model(tmp_path):
-    run, arrays, _ = run_and_load(tmp_path, ClassRelations())
-    module = run.worker.modules.build_shared(run.state["model"]).eval()
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("algorithm", [CCVR, FedAvg])
+def test_class_relations_equal_a_loop_over_the_evaluated_model(tmp_path, algorithm):
+    """The model is the one whose accuracy is `global/acc`: with CCVR, the calibrated one."""
+    run, arrays, _ = run_and_load(tmp_path, ClassRelations(), algorithm())
+    module = run.evaluator.global_module(run.round).eval()
     x, y = run.data.data.prepare(run.data.data.x_test), run.data.data.y_test
     with torch.no_grad():
         outputs = module(x).softmax(dim=1)
+        accuracy = (outputs.argmax(dim=1) == y).double().mean()
+        assert run.csv.rows[-1]["global/acc"] == pytest.approx(float(accuracy))
         sl = torch.stack([outputs[y == j].mean(dim=0) for j in range(10)])
         weight = module.backbone.head.weight
         cr = torch.stack([torch.stack([weight[i] @ weight[j] for j in range(10)]).softmax(dim=0) for i in range(10)])
@@ -171,6 +176,23 @@ def test_aggregation_weights_reproduce_the_shared_model(tmp_path, algorithm):
     if weights.ndim == 1:
         made = sum(w * vector(seen.models[1, client]).double() for w, client in zip(weights, clients, strict=True))
         torch.testing.assert_close(made, vector(run.state["model"]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("figure", [ClassRelations, KnowledgeMap])
+def test_figures_of_test_samples_refuse_a_test_set_of_other_classes(tmp_path, figure):
+    """Labels of few-shot test samples count other classes, and would be drawn as those of the training samples."""
+    run = experiment(tmp_path, callbacks=[one := figure()])
+    run._build()
+    one.check(run)
+    run.data.data.evaluate = lambda module, batches: None
+    with pytest.raises(ConfigError, match=rf"callbacks: {figure.__name__}: .*other classes"):
+        one.check(run)
+
+
+def test_knowledge_map_names_the_client_whose_model_it_shows(tmp_path):
+    figure = KnowledgeMap(samples=20)
+    _, arrays, _ = run_and_load(tmp_path, figure, rounds=1)
+    assert f"trained model of client {arrays['client']}" in figure.draw(arrays).axes[0].get_title()
 
 
 def test_bytes_by_round_equal_the_communication_meter(tmp_path):

@@ -67,7 +67,7 @@ LINES = {
     f"{FIT} --optimizer.momentun 1": ["optimizer: SGD", "Did you mean momentum?"],
     "fit --config beside.yaml": ["scenario.partition", "belong under init_args"],
     f"{FIT} --scenario.dataset Arrays": ["scenario.dataset: path must be given"],
-    f"{FIT} --model torch.nn.Linear": ["model: in_features, out_features must be given, here or in a --config"],
+    f"{FIT} --model torch.nn.Linear": ["model: in_features, out_features must be given, in the config (--config)"],
     # Types
     f"{FIT} --rounds many": ["rounds: got 'many', expected int"],
     "fit --config type.yaml": ["batch_size: got 'large', expected int"],

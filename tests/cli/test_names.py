@@ -430,6 +430,33 @@ def test_invalid_file_names_are_refused_in_one_line(name, here):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["fit", "digits_fedsck.yaml"], "Did you mean --config digits_fedskc.yaml?"),
+        (
+            ["partition", "--config", "digits_fedavg.yaml", "--export", "true"],
+            "true belongs to no option. Leave it out.",
+        ),
+    ],
+)
+def test_a_suggestion_is_a_word_that_exists(words, fix, here):
+    code, _, err = run(*words)
+    assert code == 2
+    assert fix in err
+
+
+@pytest.mark.parametrize("text", ["rounds: [", "- 1", "a: 1\na: 2"])
+def test_a_damaged_config_of_a_run_is_named_without_an_option_that_was_not_given(text, here):
+    """Commands such as `test RUN` have no option `--config`."""
+    (here / "run").mkdir()
+    (here / "run" / "config.yaml").write_text(text)
+    for words in (["test", "run"], ["export", "run", "-o", "a.pt"], ["fit", "--resume", "run"]):
+        code, _, err = run(*words)
+        assert code == 2
+        assert err.startswith("fl-lightning: error: run/config.yaml")
+
+
 def test_nothing_is_suggested_for_a_name_unlike_any_other():
     assert nearest("xyzzy", ["FedAvg", "FedSKC"]) is None
     assert nearest("x", []) is None

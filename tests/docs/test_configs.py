@@ -11,8 +11,9 @@ import yaml
 from fl_lightning.cli.experiment import experiment_parser, plain_config, use_recorded_paths
 from fl_lightning.cli.main import main
 from fl_lightning.core.config import flatten
-from fl_lightning.core.config_files import config_path, shipped
+from fl_lightning.core.config_files import config_path, derived_configs, shipped
 
+ROOT = Path(__file__).parents[2]
 CONFIGS = [Path(config_path(name)) for name in shipped("configs")]
 
 # The settings that a paper has in all of its experiments, by keys of the resolved config.
@@ -160,6 +161,29 @@ def leaves(value, path=()):
 @pytest.mark.parametrize(("method", "datasets"), EXPERIMENTS.items(), ids=EXPERIMENTS)
 def test_each_dataset_of_a_paper_has_a_config(method, datasets):
     assert {f"{dataset}_{method}.yaml" for dataset in datasets} <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md", "docs/running.md"])
+def test_a_config_that_a_page_runs_is_a_file(page):
+    named = {*re.findall(r"--config[ =]([a-z0-9_]+)(?:\.yaml)?(?=\s)", (ROOT / page).read_text())}
+    assert named
+    assert not {f"{name}.yaml" for name in named} & derived_configs().keys()
+
+
+def test_digits_with_fedskc_is_digits_with_fedavg_and_another_method():
+    """The README runs this file. Before it was a file, it was derived in this way."""
+    derived = (ROOT / "configs" / "digits_fedavg.yaml").read_text().replace("FedAvg", "FedSKC")
+    assert yaml.safe_load((ROOT / "configs" / "digits_fedskc.yaml").read_text()) == yaml.safe_load(derived)
+
+
+def test_the_list_says_which_configs_are_no_files(capsys):
+    assert main(["list", "configs"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    derived = {name for name, line in lines.items() if "No file of its own: digits_fedavg.yaml" in line}
+    assert (
+        derived == derived_configs().keys() == lines.keys() - {path.name for path in (ROOT / "configs").glob("*.yaml")}
+    )
+    assert lines["digits_ccvr.yaml"].endswith("digits_fedavg.yaml with --algorithm CCVR.")
 
 
 def test_each_method_has_a_config_on_digits():

@@ -21,6 +21,7 @@ from fl_lightning.loggers import files as file_loggers
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
 from fl_lightning.loggers.files import CSVLogger, MLFlowLogger
+from fl_lightning.loggers.wandb import WandbRoundLogger
 from fl_lightning.runs.folder import WRITTEN_NAMES
 
 LABELS = Labels("digits-seed0", "digits-123456", ["FedAvg", "Digits", "Dirichlet"])
@@ -135,6 +136,29 @@ def test_loggers_are_called_at_each_stage_of_a_run(tmp_path):
     rounds = [[row, 1, "save", ("summary", n)] for n in (1, 2)]
     assert calls == ["check", begin, *rounds[0], *rounds[1], "files", "success"]
     assert (2, {"beside": 7.0}) in of_rounds.calls
+
+
+def test_a_run_from_python_gives_its_hyperparameters_to_all_loggers(tmp_path):
+    """Without a config, loggers get the arguments of the orchestrator, as `config.yaml` has them."""
+    recording, lightning_csv = Recording(), lightnings.CSVLogger(str(tmp_path / "own"))
+    given = [recording, lightning_csv, CSVLogger()]
+    experiment(tmp_path / "run", logger=given, rounds=1, trainer={"accelerator": "cpu", "max_epochs": 1}).fit()
+    assert recording.calls[0] == "config"
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (written["rounds"], written["algorithm"]["class_path"]) == (1, "fl_lightning.FedAvg")
+    for folder in (tmp_path / "run" / "csv_logs", tmp_path / "own" / "lightning_logs" / "version_0"):
+        assert yaml.safe_load((folder / "hparams.yaml").read_text()) == written
+
+
+def test_a_sweep_of_wandb_without_a_logger_that_reports_to_it_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    for given in (None, [CSVLogger()]):
+        with pytest.warns(UserWarning, match="^logger: .*WandbRoundLogger"):
+            Loggers(given).check(tmp_path)
+    Loggers([CSVLogger(), WandbRoundLogger()]).check(tmp_path)
+    Loggers([lightnings.WandbLogger()]).check(tmp_path)
+    monkeypatch.delenv("WANDB_SWEEP_ID")
+    Loggers(None).check(tmp_path)
 
 
 @pytest.mark.parametrize("given", [False, []])

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -174,6 +175,27 @@ def test_config_is_logged_with_keys_to_filter_by(logged):
     assert config["trainer"] == written["trainer"]
     assert config["fl_lightning"]["version"] == fl_lightning.__version__
     assert len(config["fl_lightning"].get("commit", 40 * "0")) == 40
+
+
+def test_a_run_from_python_has_a_config_a_name_and_a_group(tmp_path):
+    """Runs that differ only in the seed, or in options that do not change results, share the group."""
+    options = {"base": {}, "seed": {"seed": 1}, "engine": {"engine": "stacked"}, "batch": {"batch_size": 16}}
+    begun = {}
+    for name, changed in options.items():
+        settings = {"rounds": 1, "trainer": {"accelerator": "cpu", "max_epochs": 1}} | changed
+        experiment(tmp_path / name, logger=WandbRoundLogger(), **settings).fit()
+        records = Logged(tmp_path / name).records
+        (begun[name],) = of_kind(records, "run")
+        config = config_of(records)
+        assert config["algorithm"]["name"] == "FedAvg"
+        assert config["scenario"]["partition"]["alpha"] == 0.3
+        assert config["optimizer"]["lr"] == 0.1
+        assert config["batch_size"] == settings.get("batch_size", 32)
+    names = [run.display_name for run in begun.values()]
+    assert names == ["FedAvg-seed0", "FedAvg-seed1", "FedAvg-seed0", "FedAvg-seed0"]
+    groups = [run.run_group for run in begun.values()]
+    assert groups[0] == groups[1] == groups[2] != groups[3]
+    assert all(group.startswith("FedAvg-") for group in groups)
 
 
 def test_group_config_replaces_class_paths_by_names():
@@ -380,6 +402,31 @@ def test_mode_from_option_and_environment(option, outside, mode, monkeypatch):
     assert given["mode"] == mode
     assert given["settings"].silent == (mode != "online")
     assert given["settings"].console == "off"
+
+
+@pytest.mark.parametrize(
+    ("option", "outside", "mode", "key"),
+    [
+        (None, None, "online", None),
+        (False, None, "online", None),
+        (False, "offline", "online", None),
+        (None, "shared", "shared", None),
+        (True, None, "offline", "logger.offline"),
+        (None, "offline", "offline", "WANDB_MODE"),
+        (None, "disabled", "disabled", "WANDB_MODE"),
+    ],
+)
+def test_a_run_of_a_wandb_sweep_is_online_unless_told_otherwise(option, outside, mode, key, monkeypatch):
+    """The agent sees no metrics of an offline run, which is warned of."""
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    if outside:
+        monkeypatch.setenv("WANDB_MODE", outside)
+    logger = WandbRoundLogger(offline=option)
+    assert logger.mode == mode
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        logger.check()
+    assert [str(one.message).partition(":")[0] for one in shown] == ([key] if key else [])
 
 
 @pytest.mark.parametrize(

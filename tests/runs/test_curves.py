@@ -13,8 +13,6 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.curves import mean_curve, x_values
 from fl_lightning.runs.paper_figure import (
     FILES,
-    LINE_STYLES,
-    MARKERS,
     STYLE,
     Curve,
     add_legend,
@@ -22,6 +20,7 @@ from fl_lightning.runs.paper_figure import (
     paper_figure,
 )
 from fl_lightning.runs.reader import open_run_folder
+from fl_lightning.runs.styles import LINE_STYLES, MARKERS, numbered_styles
 
 
 def rounds_of(accs, sent=10, seconds=2):
@@ -138,7 +137,7 @@ def test_legend_is_read_line_by_line_and_fits_the_width(count):
     curve = Curve(np.array([1.0]), np.array([0.5]), None, (1, 1))
     with rc_context(STYLE):
         figure, places = paper_figure("column")
-        lines = draw_curves(places, [dict.fromkeys(names, curve)], names, "round")
+        lines = draw_curves(places, [dict.fromkeys(names, curve)], numbered_styles(names), "round")
         add_legend(figure, lines)
     figure.draw_without_rendering()
     (legend,) = figure.legends
@@ -157,7 +156,7 @@ def test_any_name_is_drawn_as_text():
     curve = Curve(np.array([1.0, 2.0]), np.array([0.5, np.nan]), np.array([0.1, np.nan]), (2, 2))
     with rc_context(STYLE):
         figure, places = paper_figure("column")
-        add_legend(figure, draw_curves(places, [dict.fromkeys(NAMES, curve)], NAMES, "round"))
+        add_legend(figure, draw_curves(places, [dict.fromkeys(NAMES, curve)], numbered_styles(NAMES), "round"))
     assert drawn(figure)
     shown = {text.get_text() for text in figure.legends[0].texts}
     assert shown == {
@@ -183,6 +182,6 @@ def test_any_name_is_drawn_as_text():
 def test_x_axis_has_a_unit_of_its_size(x, largest, label, place):
     _, places = paper_figure("text")
     curve = Curve(np.array([largest]), np.array([0.5]), None, (1, 1))
-    draw_curves(places, [{"a": curve}], ["a"], x)
+    draw_curves(places, [{"a": curve}], numbered_styles(["a"]), x)
     assert places[0].get_xlabel() == label
     assert places[0].lines[0].get_xdata().tolist() == [place]

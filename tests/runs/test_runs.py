@@ -297,7 +297,7 @@ def test_where_accepts_keys_ends_of_keys_and_lists(tmp_path):
         (["zzz=1"], "where: no run has a setting 'zzz'$"),
         (["alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
         (["=1"], "where: '=1' is not of the form KEY=VALUE"),
-        (["seed=1", "seed=2"], r"where: seed is given twice. Use seed=\[1, 2\] for runs with either"),
+        (["seed=1", "seed=2"], r"where: seed is given twice. Use seed=\[1,2\] for runs with either"),
         (["seed=["], r"where: '\[' is not valid YAML"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 
 from fl_lightning.analysis.comparison import compare
 from fl_lightning.analysis.html_report.run_files import last_images, read_or_skip
-from fl_lightning.analysis.run_groups import group_labels
+from fl_lightning.analysis.run_groups import group_labels, group_styles
 from fl_lightning.analysis.run_settings import format_setting
 from fl_lightning.analysis.statistics import spread
 from fl_lightning.core.names import join_names
@@ -38,6 +38,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     left_out: list[str] = []
     names = run_names(runs)
     group_names, groups = groups_of(runs)
+    styles = group_styles(zip(group_names, groups, strict=True))
     group_of = {run: i for i, group in enumerate(groups) for run in group}
     texts = [setting_texts(run) for run in runs]
     common, others = split_settings(texts)
@@ -48,10 +49,12 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
             left_out.append(f"{name}: {len(rounds):,} of {len(run.rounds):,} rounds are drawn")
         values = {"axes": axes(run, rounds), "metrics": metrics(run, rounds)}
         values["clients"] = read_or_skip(left_out, f"{name}/clients.csv", clients, run, rounds) or {}
-        entries.append({"name": name, "group": group_of[run], **values, "settings": settings})
+        shown = name if run.finished else f"{name} (not finished)"
+        entries.append({"name": shown, "group": group_of[run], **values, "settings": settings})
     return {
-        "title": title_of(texts, names),
+        "title": title_of(texts, names, sum(not run.finished for run in runs)),
         "groups": group_names,
+        "styles": [[style.colour, style.line] for style in styles],
         "runs": entries,
         "common": common,
         "summary": summary(groups),
@@ -154,7 +157,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
     return [str(folder.relative_to(base)) for folder in folders]
 
 
-def title_of(texts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
+def title_of(texts: Sequence[Mapping[str, str]], names: Sequence[str], unfinished: int = 0) -> str:
     """Return the title of a report, such as `FedAvg on Digits: 6 runs, 3 seeds`.
 
     For a single run, its name replaces the counts.
@@ -162,6 +165,7 @@ def title_of(texts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
     Args:
         texts: The settings of each run.
         names: The name of each run.
+        unfinished: The number of runs that have not finished.
     """
     methods, datasets, seeds = (
         list(dict.fromkeys(settings[key] for settings in texts if key in settings))
@@ -169,6 +173,7 @@ def title_of(texts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
     )
     what = " on ".join(filter(None, map(join_names, (methods, datasets))))
     counts = f"{len(names)} runs{f', {len(seeds)} seeds' if len(seeds) > 1 else ''}" if len(names) > 1 else names[0]
+    counts += f", {unfinished} not finished" if unfinished else ""
     return f"{what}: {counts}" if what else counts
 
 
@@ -187,14 +192,21 @@ def setting_texts(run: Run) -> dict[str, str]:
 def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
     """Group runs that differ only in the seed. Return a list of the groups' names and a list of their runs.
 
-    Each run without a config is a separate group.
+    Each run without a config, and each run that has not finished, is a separate group.
     """
     configured = [run for run in runs if run.config]
     groups = compare(configured, reference={}).groups if configured else []
-    others = [run for run in runs if not run.config]
-    return group_labels(groups) + [run.run_dir.name for run in others], [group.runs for group in groups] + [
-        [run] for run in others
-    ]
+    named = list(zip(group_labels(groups), [group.runs for group in groups], strict=True))
+    named += [(run.run_dir.name, [run]) for run in runs if not run.config]
+    names, members = [], []
+    for name, group in named:
+        if finished := [run for run in group if run.finished]:
+            names.append(name)
+            members.append(finished)
+        unfinished = [run for run in group if not run.finished]
+        names += [f"{name} (not finished: {run.run_dir.name})" for run in unfinished]
+        members += [[run] for run in unfinished]
+    return names, members
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:

@@ -16,8 +16,8 @@
   const groups = data.groups.map((name, i) => ({
     name,
     shown: true,
-    colour: COLOURS[i % COLOURS.length],
-    dash: Object.keys(DASHES)[Math.floor(i / COLOURS.length) % Object.keys(DASHES).length],
+    colour: COLOURS[data.styles[i][0] % COLOURS.length],
+    dash: Object.keys(DASHES)[data.styles[i][1] % Object.keys(DASHES).length],
     runs: data.runs.filter((run) => run.group === i),
   }));
   const shown = () => groups.filter((group) => group.shown);
@@ -265,7 +265,13 @@
   function partition(place) {
     const names = data.partitions.map(({ runs }) => `${data.runs[runs[0]].name}${runs.length > 1 ? ` and ${runs.length - 1} more` : ""}`);
     const select = choice(place, "of", names, () => show());
+    const note = place.appendChild(make("p", { className: "note" }));
     const plot = place.appendChild(make("div", { className: "plot" }));
+    // All partitions have one scale: that of bubbles, and that of heat maps of many clients.
+    const isGrouped = ({ counts, clients }) => counts.length < clients;
+    const largestOf = (grouped) => data.partitions.filter((one) => isGrouped(one) === grouped)
+      .reduce((most, { counts }) => Math.max(most, ...counts.flat()), 1);
+    const most = Math.max(...data.partitions.filter((one) => !isGrouped(one)).map(({ counts }) => counts.length));
 
     // The axis of clients or classes, with the given names at about 40 ticks.
     function axis(title, labels) {
@@ -277,8 +283,8 @@
     function bubbles(counts, { clients, classes }) {
       const cells = counts.flatMap((row, client) => row.map((count, label) => ({ client, label, count })))
         .filter((cell) => cell.count > 0);
-      const largest = Math.max(...cells.map((cell) => cell.count));
-      const widest = Math.max(6, Math.min(26, 1.6 * plot.clientWidth / counts.length));
+      const largest = largestOf(false);
+      const widest = Math.max(6, Math.min(26, 1.6 * plot.clientWidth / most));
       return {
         x: cells.map((cell) => cell.client), y: cells.map((cell) => cell.label),
         text: cells.map(({ client, label, count }) =>
@@ -293,9 +299,11 @@
 
     function show() {
       const { counts, clients, names } = data.partitions[select.selectedIndex];
-      const grouped = counts.length < clients;
+      const grouped = isGrouped(data.partitions[select.selectedIndex]);
+      note.textContent = grouped ? "" : "The area of a bubble is proportional to the number of training samples. The largest"
+        + ` bubble of all partitions is ${largestOf(false)}.`;
       const heat = {
-        type: "heatmap", z: counts[0].map((_, label) => counts.map((row) => row[label])), colorscale: "Blues",
+        type: "heatmap", zmin: 0, zmax: largestOf(true), z: counts[0].map((_, label) => counts.map((row) => row[label])), colorscale: "Blues",
         reversescale: false, hovertemplate: "class %{y}: %{z} training samples<extra></extra>",
       };
       draw(plot, [grouped ? heat : bubbles(counts, names)], {

@@ -18,16 +18,15 @@ from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
 from fl_lightning.cli.experiment_parser import config_argument
 from fl_lightning.cli.flower_app import connected_clients
-from fl_lightning.core.config import flatten, is_below, read_config
+from fl_lightning.core.config import read_config
 from fl_lightning.core.config_files import read_run_config
 from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.terminal import echo
 from fl_lightning.engines import EngineName
-from fl_lightning.loggers.naming import run_names
+from fl_lightning.loggers.naming import run_names, setting_of
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs import dry_run
-from fl_lightning.runs.fingerprint import MAY_CHANGE
 from fl_lightning.runs.folder import new_run_dir
 from fl_lightning.runs.reader import Run, read_clients
 from fl_lightning.runs.trust import allow_local_modules, restrict_and_load_config
@@ -125,12 +124,6 @@ def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> t
     """Return the name of a run and the name of its group. Runs that differ only in their seed form a group."""
     setting = setting_of(config)
     return run_names(config_name(given, parser), given.seed, setting, stated_setting(given, parser, setting))
-
-
-def setting_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that define an experiment, by dotted key. Seed and options such as `engine` are left out."""
-    apart = MAY_CHANGE - {"rounds"} | {"seed"}
-    return {key: value for key, value in flatten(config).items() if key not in apart and not is_below(key, apart)}
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
