@@ -282,9 +282,7 @@ def runs_script() -> bool:
     """Return whether this process runs a script of the user, and not the command line."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    return (
-        file is not None and Path(file).stem != "fl-lightning" and not (spec and spec.name == "fl_lightning.__main__")
-    )
+    return file is not None and Path(file).stem != "fl-lightning" and not (spec and spec.parent == "fl_lightning")
 
 
 def serialize_worker(worker: Worker) -> SerializedValue:

@@ -147,9 +147,12 @@ def refuse_special_files(folder: Path, others: Collection[str] = ()) -> None:
                     raise ConfigError(f"{entry.path} is a link: {fix}")
                 if not (entry.is_file() or entry.is_dir()):
                     raise ConfigError(f"{entry.path} is neither file nor folder. Remove it.")
-                # All files have a suffix. In these two folders, folders may have one too.
-                if entry.is_dir() and Path(entry.name).suffix and place.name not in ("checkpoints", "figures"):
+                # All files have a suffix or begin with a dot. In these two folders, folders may have one too.
+                is_file = bool(Path(entry.name).suffix) or entry.name.startswith(".")
+                if entry.is_dir() and is_file and place.name not in ("checkpoints", "figures"):
                     raise ConfigError(f"{entry.path} is a folder, but a run has a file of this name. Remove it.")
+                if entry.is_file() and not is_file and place == folder:
+                    raise ConfigError(f"{entry.path} is a file, but a run has a folder of this name. Remove it.")
 
 
 def subfolder(folder: Path, name: str | Path) -> Path:

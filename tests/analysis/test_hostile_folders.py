@@ -135,7 +135,7 @@ def escapes(path: Path) -> None:
     if path.is_dir():
         (path / f"a{ESCAPES}b").mkdir()
         (path / f"a{ESCAPES}b" / "metrics.csv").write_text("round\n1\n")
-    elif path.suffix not in (".db", ".pt"):
+    elif path.suffix not in (".db", ".pt", ".pdf"):
         text = path.read_text() if path.exists() else "text\n"
         path.write_text(text.replace("\n", f"{ESCAPES}\n"))
 
