@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import os
 import secrets
@@ -170,3 +171,11 @@ def blocks(path: Path) -> Iterator[bytes]:
     with open_file(path, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) as file:
         while block := file.read(1 << 20):
             yield block
+
+
+def file_checksum(path: Path) -> str:
+    """Return the SHA-256 digest of a checkpoint's file, as manifests have it: `sha256:...`."""
+    digest = hashlib.sha256()
+    for block in blocks(path):
+        digest.update(block)
+    return f"sha256:{digest.hexdigest()}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 from fl_lightning.core.errors import FLError
-from fl_lightning.core.files import flush, read_file, write_atomically
+from fl_lightning.core.files import file_checksum, flush, read_file, write_atomically
 from fl_lightning.core.state_dicts import State
 from fl_lightning.runs.background_writer import Writer
 from fl_lightning.runs.client_store import ClientStore
@@ -65,8 +64,7 @@ class ClientStates:
             held = ", ".join(map(str, sorted(self._rounds))) or "none"
             raise StateMissing(f"the client's state after round {round} is not on its machine, which has: {held}")
         for name, checksum in self._rounds[round].items():
-            content = (self.folder / name).read_bytes()
-            if checksum != f"sha256:{hashlib.sha256(content).hexdigest()}":
+            if checksum != file_checksum(self.folder / name):
                 raise StateMissing(f"the client's state after round {round} is damaged")
         self._rounds[round] = self._rounds.pop(round)  # used last
         self._store.load(self._rounds[round])

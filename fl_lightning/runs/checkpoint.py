@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fl_lightning.core.errors import CheckpointError, Damaged, one_line
-from fl_lightning.core.files import blocks, flush, path_below, read_file, write_atomically
+from fl_lightning.core.files import flush, path_below, read_file, write_atomically
 from fl_lightning.core.flat_tensors import unflatten
 from fl_lightning.runs.fingerprint import Fingerprint
 
@@ -84,7 +84,7 @@ class CheckpointFolder:
             partial.mkdir()
             with open(partial / "state.pt", "xb") as file:  # torch's own files do not say that the disk is full
                 torch.save(unflatten(state), file)
-            inside = {"state.pt": _checksum(partial / "state.pt")}
+            inside = {"state.pt": file_checksum(partial / "state.pt")}
             manifest = {
                 "round": round,
                 "files": inside,
@@ -220,15 +220,8 @@ class CheckpointFolder:
 def _verify(base: Path, files: Mapping[str, str]) -> None:
     """Check that files match their checksums and that their paths are within the folder `base`."""
     for name, checksum in files.items():
-        if _checksum(path_below(base, name)) != checksum:
+        if file_checksum(path_below(base, name)) != checksum:
             raise ValueError(f"{name} does not match its checksum")
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in blocks(path):
-        digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
 
 
 def _to_json(manifest: Mapping[str, Any]) -> str:

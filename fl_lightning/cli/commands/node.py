@@ -23,6 +23,7 @@ from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.interrupt import raise_on_signal
 from fl_lightning.core.strict_yaml import use_strict_yaml
+from fl_lightning.core.terminal import echo
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.flower_adapter import import_flower
 from fl_lightning.flower.connection import Address, serve
@@ -37,13 +38,12 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     site = read_site(Path(given.site))
     node = Node(site, Path(given.state), client_experiment, partial(write_model, site.export))
     described = node.description
-    print(
+    echo(
         f"client {node.site.client}: {described.train} training and {described.test} test samples, "
-        f"inputs {tuple(described.in_shape)}, {described.outputs} {described.labels}",
-        flush=True,
+        f"inputs {tuple(described.in_shape)}, {described.outputs} {described.labels}"
     )
     with raise_on_signal(signal.SIGTERM):  # so that the SuperLink learns that this machine leaves
-        serve(address, node.answer, lambda line: print(one_line(line), flush=True))
+        serve(address, node.answer, lambda line: echo(one_line(line)))
     return 0
 
 
@@ -63,7 +63,7 @@ def write_model(path: str | None, module: ClientModule, data: FederatedData, exp
         return
     file, described = Path(path), described_model(yaml.safe_load(experiment))
     write_network(network_of_module(module, data, described, takes_rows(data, file)), file, "export")
-    print(f"wrote {one_line(path)}: this client's model after round {module.round}", flush=True)
+    echo(f"wrote {one_line(path)}: this client's model after round {module.round}")
 
 
 def read_site(path: Path) -> Site:
