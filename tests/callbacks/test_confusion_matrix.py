@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from experiments import ONE_EPOCH, client_series, experiment, untested
+from experiments import ONE_EPOCH, client_series, digits, experiment, untested
 from fl_lightning.callbacks import ConfusionMatrix
 from fl_lightning.callbacks.confusion_matrix import MOST_COUNTS, accuracy, confusion
 from matplotlib.image import imread
@@ -73,7 +73,7 @@ def test_matrices_equal_those_of_scikit_learn(tmp_path, algorithm):
 )
 def test_accuracies_in_the_figure_are_those_of_the_tables(tmp_path, algorithm, model):
     """The worst client and its accuracy are those of `clients.csv`, whichever model `client_model` selects."""
-    options = {"rounds": 2, "trainer": ONE_EPOCH, "evaluation": Evaluation(client_model=model)}
+    options = {"rounds": 2, "scenario": digits(6, alpha=5.0), "evaluation": Evaluation(client_model=model)}
     run = experiment(tmp_path, algorithm(), callbacks=[figure := ConfusionMatrix()], **options)
     run.fit()
     with np.load(tmp_path / "figures" / "confusion_matrix" / "round-000002.npz", allow_pickle=False) as stored:
