@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fl_lightning.core.errors import CheckpointError, Damaged, one_line
-from fl_lightning.core.files import flush, path_below, read_file, write_atomically
+from fl_lightning.core.files import file_checksum, flush, path_below, read_file, write_atomically
 from fl_lightning.core.flat_tensors import unflatten
 from fl_lightning.runs.fingerprint import Fingerprint
 
