@@ -15,12 +15,22 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.catalogue import CLASS_KEYS
+from fl_lightning.cli.class_names import as_backbone
 from fl_lightning.cli.unknown_names import CLASS_EXPECTED, KeyChecker, class_choices, quote
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.trusted_imports import find_object, refusal
 
 VALUE = r" value: ?(.*?)(?: - |- Expected| Given value|\. Got value|$)"
 """Matches the value in a message of jsonargparse, after `Got` or, with several alternatives, `Given`."""
+
+FUNCTIONS = {
+    "optimizer": "(params: Iterable) -> torch.optim.Optimizer",
+    **dict.fromkeys(
+        ("lr_scheduler", "round_lr_scheduler"),
+        "(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler",
+    ),
+}
+"""Types with which jsonargparse accepts a function in the place of a class, by key."""
 
 
 @contextmanager
@@ -114,7 +124,11 @@ def _other_class(key: str, path: str) -> str | None:
     Returns None for other keys, and for classes about which there is no such message.
     """
     if key == "model":
+        if inspect.isroutine(find_object(path)):
+            return f"{path} is a function. Did you mean {as_backbone(path)}?"
         return f"{path} is no nn.Module. Give the import path of a network's class"
+    if key in FUNCTIONS and inspect.isroutine(find_object(path)):
+        return f"{path} is a function without these types. Write one with {FUNCTIONS[key]}, or name a class"
     if key == "scenario.dataset":
         from fl_lightning.data.torch_dataset import suggest_torch_dataset
 
@@ -128,6 +142,8 @@ def _other_class(key: str, path: str) -> str | None:
 
 def _without_noise(message: str) -> str:
     """Return the reason from an error message of jsonargparse, without the boilerplate around it."""
+    if "got NestedArg(" in message:
+        return "a function takes no options here. Set their defaults in the function, or name a class"
     noise = (
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
         r"|Does not validate against any .+? Errors: - | - Expected a .*|\.? (?:Got|Given) value.*"

@@ -27,6 +27,12 @@ class Narrow(nn.Sequential):
 
 def function(**options) -> Narrow:
     return Narrow()
+
+def typed(num_classes: int, hidden: int = 8) -> nn.Module:
+    return Narrow(num_classes)
+
+def untyped(optimizer, steps=2):
+    return optimizer
 """
 
 FIT = "fit --config tiny.yaml"
@@ -95,6 +101,10 @@ LINES = {
     f"{FIT} --model torch.optim.SGD": ["model: torch.optim.SGD is no nn.Module. Give the import path of a network"],
     f"{FIT} --model own_module.Narrow": ["model: forward returned (3,) outputs", "Did you mean --model.classes 10?"],
     f"{FIT} --model own_module.function": ["model: own_module.function is a function", "--model.module own_module.f"],
+    f"{FIT} --model own_module.untyped": ["model: own_module.untyped is a function. Did you mean --model FromModule"],
+    f"{FIT} --model own_module.typed --model.hidden 4": ["model: a function takes no options here"],
+    f"{FIT} --lr_scheduler own_module.untyped": ["lr_scheduler: own_module.untyped is a function without these types"],
+    f"{FIT} --optimizer own_module.untyped": ["optimizer: own_module.untyped is a function without these types"],
     f"{FIT} --model torchvision.models.resnet18": [
         "model: torchvision.models.resnet.resnet18 is a function. Did you mean --model FromModule --model.module torch"
     ],

@@ -123,7 +123,10 @@ DIFFERENT = {"signs": ["<=50K", ">50K"], "grades": ["A", "A-"], "languages": ["C
 
 
 @pytest.mark.parametrize("case", SIMILAR)
-@pytest.mark.parametrize("column", ["label", "clinic", "town"])
+@pytest.mark.parametrize(
+    "column",
+    ["label", pytest.param("clinic", marks=pytest.mark.thorough), pytest.param("town", marks=pytest.mark.thorough)],
+)
 def test_names_that_differ_only_in_their_writing_are_warned_of(case: str, column: str, tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", table() | {column: (SIMILAR[case] + ["other", "none of them"]) * 10})
     key = {"label": "label", "clinic": "client", "town": "features"}[column]

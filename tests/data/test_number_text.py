@@ -74,7 +74,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("case", FORMATS)
-@pytest.mark.parametrize("parquet", [False, True])
+@pytest.mark.parametrize("parquet", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_with_decimal_and_thousands_numbers_are_read_as_plain_ones(case: str, parquet: bool, tmp_path: Path) -> None:
     paths = [write_incomes(tmp_path / name, form) for name, form in (("a.csv", str), ("b.csv", WRITTEN[case][0]))]
     if parquet:

@@ -57,7 +57,10 @@ READ = {
 
 
 @pytest.mark.parametrize("case", READ)
-@pytest.mark.parametrize("ending", ["csv", "csv.gz", "data"])
+@pytest.mark.parametrize(
+    "ending",
+    ["csv", pytest.param("csv.gz", marks=pytest.mark.thorough), pytest.param("data", marks=pytest.mark.thorough)],
+)
 def test_tables_in_other_encodings_and_archives_are_read(case: str, ending: str, tmp_path: Path) -> None:
     write_table(tmp_path / "plain.csv")
     plain = Table(str(tmp_path / "plain.csv"), "label", ["age", "town"]).checked()
@@ -103,7 +106,9 @@ def test_other_files_are_refused_by_what_they_are(case: str, tmp_path: Path) -> 
     assert any(fix in message for fix in ("it needs to be a CSV or Parquet file", "Save it as UTF-8", "ended before"))
 
 
-@pytest.mark.parametrize("named", [",", ";", "\t"])
+@pytest.mark.parametrize(
+    "named", [",", pytest.param(";", marks=pytest.mark.thorough), pytest.param("\t", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("used", [";", "\t", "|", " "])
 def test_another_separator_is_named_also_with_decimal_commas(named: str, used: str, tmp_path: Path) -> None:
     if named == used:
