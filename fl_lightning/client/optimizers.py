@@ -115,7 +115,7 @@ def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: Schedu
     except TypeError as error:
         raise ConfigError(f"{key}: {one_line(error)}. {fix}") from error
     except Exception as error:
-        raise ConfigError(f"{key}: {one_line(error)}") from error
+        raise ConfigError(f"{key}: {one_line(error) or type(error).__name__}") from error
     if not hasattr(schedule, "step"):
         raise ConfigError(f"{key}: it returned {type(schedule).__name__}, not a scheduler. {fix}")
     if isinstance(schedule, ReduceLROnPlateau):

@@ -67,11 +67,11 @@ def describe_other_version(message: str) -> str:
     Args:
         message: The text with which the SuperLink refused a request.
     """
-    from flwr import __version__ as here
-
     found = re.search(r"SuperLink version ([0-9][0-9a-z.]*) detected a runtime version mismatch", message)
     if not found:
         return ""
+    from flwr import __version__ as here
+
     there = found[1].rstrip(".")
     fix = f"Install the same on both, such as flwr {here} on the SuperLink's machine"
     if is_supported(there):

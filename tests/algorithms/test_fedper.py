@@ -41,6 +41,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, personal, begin):
         assert same_bytes(whole, {n: (run.state["model"] | run.memory[client]["personal"])[n] for n in whole})
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 def test_a_client_that_never_took_part_has_the_new_body_and_the_initial_head(tmp_path):
     run = finished(tmp_path, FedPer(), rounds=1, clients_per_round=2, **RECEIVED)
     (never, *_) = set(range(6)) - run.memory.keys()

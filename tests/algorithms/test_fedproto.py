@@ -165,6 +165,7 @@ def test_the_nearest_known_prototype_is_predicted():
         assert scores[i].tolist() == pytest.approx([-gaps.get(c, float("inf")) for c in range(C)], rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 def test_prediction_by_prototypes_changes_only_the_evaluation(tmp_path):
     received = {"evaluation": Evaluation(client_model="received")}
     runs = {

@@ -218,9 +218,15 @@ def test_code_that_a_checkpoint_names_is_not_run(described, tmp_path, monkeypatc
         ClientModule.load_from_checkpoint(tmp_path / "bad.ckpt")
 
 
-@pytest.mark.parametrize("described", [{"class_path": "MLP"}, None])
-def test_a_value_that_is_no_network_is_refused(described):
-    with pytest.raises(ConfigError, match=r"backbone: it needs a network \(an nn.Module\), got"):
+@pytest.mark.parametrize(
+    ("described", "why"),
+    [
+        (None, r"it needs a network \(an nn.Module\), got"),
+        ({"class_path": "MLP"}, "the checkpoint does not contain the arguments of MLP"),
+    ],
+)
+def test_a_value_that_is_no_network_is_refused(described, why):
+    with pytest.raises(ConfigError, match=f"backbone: {why}"):
         ClientModule(described)
 
 

@@ -66,6 +66,7 @@ def test_matrices_equal_those_of_scikit_learn(tmp_path, algorithm):
     np.testing.assert_array_equal(arrays["worst"], own[worst])
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("model", ["trained", "received"])
 @pytest.mark.parametrize(

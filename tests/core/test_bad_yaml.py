@@ -78,7 +78,7 @@ def test_pipes_sockets_folders_and_devices_are_not_opened(kind, here, monkeypatc
             code, _, err = run("fit", *words)
             assert code == 2
             assert err.count("\n") == 1
-            reasons = ("neither a file here nor a shipped config", "is no run", "folder not found")
+            reasons = ("neither a file here nor a shipped config", "is no run", "folder not found", "too long")
             assert any(reason in err for reason in reasons)
 
 

@@ -492,6 +492,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.parametrize(
     ("method", "words"),
     [("FedRep", []), ("PeerAlgorithm", []), ("FedAvg", SPLIT)],

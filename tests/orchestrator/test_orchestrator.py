@@ -82,6 +82,7 @@ def test_received_models_are_scored_on_every_clients_own_test_split(tmp_path):
     assert row["client/acc_mean"] == pytest.approx(np.mean(expected))
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.parametrize("algorithm", [FedAvg, partial(UAPDFL, n_com=2)])
 def test_both_are_the_metrics_of_received_and_of_trained_models(tmp_path, algorithm):
     rows = {}
