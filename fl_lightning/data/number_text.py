@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CURRENCY = r"$¢£¥\u20a0-\u20cf"
-AROUND = rf"[\s'\"\u2019()+\-\u2010-\u2015\u2212%‰°{CURRENCY}]*"
+AROUND = rf"[\s'\"\u2019()~\u2248\u200b\ufeff+\-\u2010-\u2015\u2212%‰°{CURRENCY}]*"
 """Matches what may stand before and after a number: signs, quotes, percent signs, currencies."""
 
 NUMBER = re.compile(

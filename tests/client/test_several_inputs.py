@@ -247,7 +247,7 @@ class OtherNames(Net):
         return super().forward(image, age, ids)
 
 
-FIX = "Give a function that takes and returns Inputs"
+FIX = r"Give a function that takes a batch of inputs \(Inputs\) and returns it changed"
 
 
 @pytest.mark.parametrize(
@@ -262,15 +262,15 @@ FIX = "Give a function that takes and returns Inputs"
         ),
         (
             {"scenario": patients(augment=CropFlip(1))},
-            rf"scenario\.dataset: Patients: augment cannot take several inputs \(.*\)\. {FIX}",
+            rf"scenario\.dataset: Patients: augment failed on a batch of inputs \(.*\)\. {FIX}",
         ),
         (
             {"scenario": patients(prepare=Normalize([0.5], [0.5]))},
-            rf"scenario\.dataset: Patients: prepare cannot take several inputs \(mean and std are .*\)\. {FIX}",
+            rf"scenario\.dataset: Patients: prepare failed on a batch of inputs \(mean and std are .*\)\. {FIX}",
         ),
         (
             {"scenario": patients(prepare=lambda x: x.tensors)},
-            r"scenario\.dataset: Patients: prepare returned dict\.",
+            r"scenario\.dataset: Patients: prepare returned dict for a batch",
         ),
         (
             {"scenario": patients(x_train={"image": torch.zeros(180, 2)})},

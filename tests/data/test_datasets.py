@@ -121,7 +121,7 @@ BAD_ARRAYS = {
     "missing": ({"x_train": None, "y_test": None}, "has no x_train, y_test. It needs x_train, y_train, x_test, y_test"),
     "objects": ({"y_train": np.array([None] * 6)}, "Object arrays cannot be loaded"),
     "float labels": ({"y_train": np.arange(6.0)}, "y_test needs float32 numbers like the other labels, got int64"),
-    "text labels": ({"y_train": np.array(list("abcabc"))}, "y_train needs one whole number"),
+    "text labels": ({"y_train": np.array(list("abcabc"))}, "y_train holds text. Save numbers"),
     "complex labels": ({"y_train": np.full(6, 1j)}, "y_train needs one whole number per sample, got complex128"),
     "complex inputs": ({"x_test": np.full((3, 4), 1j)}, "x_test is complex128; it needs whole numbers or"),
     "complex clients": (

@@ -43,6 +43,8 @@ WRITTEN: dict[str, tuple[Callable[[float], str], str]] = {
     "percent": (lambda x: f"{x:.2f}%", "Write plain numbers, such as 30628.65"),
     "no-break space": (lambda x: f"{x:.2f}\N{NO-BREAK SPACE}", "Write plain numbers, such as 30628.65"),
     "accounting": (lambda x: f"({x:.2f})", "Write plain numbers, such as -30628.65"),
+    "zero width": (lambda x: f"{x:.2f}\N{ZERO WIDTH SPACE}", "Write plain numbers, such as 30628.65"),
+    "about": (lambda x: f"~{x:.2f}", "Write plain numbers, such as 30628.65"),
     "minus sign": (lambda x: f"\N{MINUS SIGN}{x:.2f}", "Write plain numbers, such as -30628.65"),
     "full width": (lambda x: "".join(chr(ord(d) + 0xFEE0) for d in str(int(x))), "Write plain numbers, such as 30628"),
     "dates": (lambda x: f"{int(x) % 28 + 1:02}.11.2026", "Convert them to numbers, such as days"),
