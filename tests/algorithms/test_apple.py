@@ -130,6 +130,7 @@ def test_the_loss_scale_of_half_precision_does_not_change_the_updates(batches):
 # --- The spec's two facts ---
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.thorough
 def test_constant_ratios_of_the_own_core_are_local_training_bit_for_bit(tmp_path):
     own, alone = (

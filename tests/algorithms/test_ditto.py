@@ -42,6 +42,7 @@ def test_the_shared_model_equals_fedavg_for_every_lambda(tmp_path, lam, buffers)
             assert mine[name] == theirs[name]
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.thorough
 def test_with_lambda_zero_personalised_models_are_those_of_local(tmp_path):
     one = finished(tmp_path / "ditto", Ditto(0.0), evaluation=RECEIVED, **ALL)
@@ -92,6 +93,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         assert same_bytes(dict(sorted(handed_out.items())), run.memory[client]["personal_model"])
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_the_personalised_model_is_evaluated(tmp_path, clients):

@@ -144,6 +144,7 @@ def test_stacked_clients_with_different_numbers_of_epochs_equal_sequential_ones(
 # --- The final phase ---
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("clients", "engine"),

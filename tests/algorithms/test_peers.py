@@ -332,6 +332,7 @@ def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
     assert same_bytes(saved, run.state["model"])
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_clients_are_evaluated_as_trained_or_as_mixed(tmp_path, clients):
