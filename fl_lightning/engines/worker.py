@@ -7,6 +7,7 @@ get the same bytes.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -232,7 +233,8 @@ class Worker:
             module.check_fit()
         x, y = next(iter(self.client_data.ordered_batches(None)))
         entries = module.backbone.state_dict().keys()
-        with blame_inputs(x), inference(module, trainer), torch.enable_grad():
+        with blame_inputs(x), inference(module, trainer), torch.enable_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch.compile reads it
             logits = module(x)
         check_outputs(logits, len(x), outputs, self.model)
         check_gradients(logits, module, entries)

@@ -45,6 +45,9 @@ GRID = {"a": {"values": [1, 0.5, "x y"]}, "seed": {"values": [0, 1]}, "b": {"min
 NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1.0}}
 
 
+CONFIG_OF = sweep_command.config_of
+
+
 @pytest.fixture(autouse=True)
 def quick_and_quiet(monkeypatch):
     """Silence Optuna, do not wait for the disk, and neither check the metric nor resolve the best trial's config."""
@@ -914,8 +917,9 @@ def table_of(outcome):
 
 
 @pytest.mark.thorough
-def test_a_killed_sweep_gives_the_results_of_an_uninterrupted_one(tmp_path):
+def test_a_killed_sweep_gives_the_results_of_an_uninterrupted_one(tmp_path, monkeypatch):
     """The results equal those of `fit` with the same options, and of `fit` with the best config."""
+    monkeypatch.setattr(sweep_command, "config_of", CONFIG_OF)
     file = write_sweep(tmp_path, {"algorithm.tau": {"values": [0.05, 0.2]}, "seed": {"values": [0, 1]}})
     words = [file, "--workers", "2", "--threads", "1"]
     whole = run("sweep", *words, "--out", tmp_path / "whole")

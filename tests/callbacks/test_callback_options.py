@@ -157,6 +157,7 @@ WATCHERS = {
     "RowNorms": partial(RowNorms, every=2),
     "UnitDivergence": partial(UnitDivergence, every=2),
 }
+FEW_SHOT = {"ProtoNet", "FedSKC with ProtoNet"}  # whose test samples have other classes
 SKC = {"FedSKC", "received", "FedSKC with ProtoNet"}
 WEIGHING = {*SKC, "FedSiamDA", "CwFedAvg", "class shares", "cwFedAVG's code"}
 HIDDEN = {"APPLE", "CriticalFL", "DisPFL"}  # the server does not receive a client's model as it was trained
@@ -166,10 +167,10 @@ WITHOUT_ONE_MODEL = {*UNSHARED, "APPLE", "CFL", "DisPFL", "FedAMP", "FedFomo", "
 }
 REFUSED = {
     "AggregationWeights": METHODS.keys() - WEIGHING,
-    "ClassRelations": {*WITHOUT_ONE_MODEL, "FedNH"},  # whose head is no linear layer
+    "ClassRelations": {*WITHOUT_ONE_MODEL, "FedNH", *FEW_SHOT},  # FedNH's head is no linear layer
     "ClientDrift": HIDDEN | UNSHARED,
     "ClusterNorms": METHODS.keys() - {"CFL"},
-    "KnowledgeMap": HIDDEN,
+    "KnowledgeMap": {*HIDDEN, *FEW_SHOT},
     "RowNorms": HIDDEN,
     "UnitDivergence": HIDDEN,
 }

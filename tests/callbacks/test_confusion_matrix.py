@@ -39,6 +39,7 @@ def expected(run, module, x, y):
     return confusion_matrix(y, predicted, labels=range(10))
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, PeerFedPer, FedPer, Ditto, PerFedAvg])
 def test_matrices_equal_those_of_scikit_learn(tmp_path, algorithm):

@@ -24,6 +24,7 @@ from fl_lightning.engines.base import in_client_order
 from fl_lightning.evaluation.evaluation import Evaluation
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSKC, CwFedAvg, partial(UAPDFL, n_com=2)])
 def test_another_order_of_clients_changes_nothing(tmp_path, algorithm):

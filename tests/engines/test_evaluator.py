@@ -138,6 +138,7 @@ def test_together_is_one_by_one(tmp_path: Any, name: str) -> None:
     assert_same(results, one_by_one(run))
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, partial(FedPer, personal=["head"])])
 def test_a_run_has_the_figures_of_one_by_one(tmp_path: Any, algorithm: Any) -> None:

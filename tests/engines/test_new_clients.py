@@ -96,6 +96,7 @@ QUICK = ("SCAFFOLD", "UAPDFL")
 METHODS_TWICE = [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in METHODS]
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.parametrize("name", METHODS_TWICE)
 def test_training_is_that_of_data_without_the_held_out_clients(tmp_path: Path, name: str) -> None:
     method, options = METHODS[name]

@@ -259,6 +259,7 @@ def score_in_new_module(run: Any, task: Task) -> tuple[Score, Score]:
         return own, evaluate(module, zip(data.prepare(data.x_test).split(size), data.y_test.split(size), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("method", "model"), RECEIVED.values(), ids=RECEIVED)
 def test_a_received_model_is_scored_as_in_a_new_module(tmp_path: Any, method: Any, model: Any) -> None:

@@ -142,6 +142,7 @@ def test_engines_measure_the_same(tmp_path, engine):
         assert one == (pytest.approx(other, abs=0.05) if engine == "stacked" else other)
 
 
+@pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.thorough
 def test_methods_without_a_global_model_measure_their_clients(tmp_path):
     run = run_with(tmp_path, "MulticlassF1Score", algorithm=Local())

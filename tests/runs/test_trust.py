@@ -443,7 +443,7 @@ def make_pipe(key):
     [
         (make_group_readable, "is accessible to other users. Remove it"),
         (lengthen, "is damaged. Remove it"),
-        (make_link, "Too many levels of symbolic links"),
+        (make_link, "it is a link"),
         (make_pipe, "is no file"),
     ],
 )
