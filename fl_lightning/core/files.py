@@ -136,7 +136,7 @@ def _open(path: Path, flags: int, links: bool = False) -> int:
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, or a pipe that nobody reads
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, or a pipe without a reader
             raise no_file from error
         if error.errno == errno.ELOOP and not links:
             raise OSError(errno.ELOOP, "it is a link", str(path)) from error

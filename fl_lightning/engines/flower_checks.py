@@ -66,7 +66,7 @@ def quote(name: object) -> str:
 
 
 class ExpectedAnswer(NamedTuple):
-    """What the server knows of a client's answer before it arrives.
+    """The names, counts and ranges that a client's answer must have, known before it arrives.
 
     Attributes:
         train: Number of training samples that the client announced before round 1.

@@ -1,4 +1,4 @@
-"""Folders of many runs that somebody has changed: nothing outside is read or written, nothing hangs, no code runs."""
+"""Changed folders of many runs: nothing outside is read or written, nothing hangs, no code runs."""
 
 import os
 import shutil

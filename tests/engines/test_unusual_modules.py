@@ -1,4 +1,4 @@
-"""What torch lets a module hold: it is trained as by a loop that is written by hand, or refused before round 1."""
+"""Unusual contents of a module are trained as by a loop written by hand, or refused before round 1."""
 
 import lightning as L
 import pytest
