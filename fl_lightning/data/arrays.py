@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ class Arrays(Dataset):
             if check_exists(path):
                 return read_npz(path, required_names(npz_names(path)), CLIENTS)
         except BadFile as error:
-            if zipfile.is_zipfile(path) and "bject" in str(error):  # NumPy refuses to load Python objects
+            if "Object arrays" in str(error.__cause__):  # NumPy refuses to load Python objects
                 fix = "Convert its arrays of the dtype object before you save them, with astype(str) or astype(int)"
             raise ConfigError(f"scenario.dataset.path: {error}. {fix}") from error
         raise self._error("no such file")
