@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.public_names import public_classes
-from fl_lightning.core.renamed import MODULES
 
 if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning import runs as runs
@@ -91,8 +90,8 @@ __all__ = sorted({"runs", *HOMES})
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module that defines public names, on first use."""
-    if name in _NAMES or name in MODULES:
-        return load(f"{__name__}.{MODULES.get(name, name)}")
+    if name in _NAMES:
+        return load(f"{__name__}.{name}")
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(load(f"{__name__}.{HOMES[name]}"), name)

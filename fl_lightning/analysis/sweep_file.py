@@ -19,7 +19,6 @@ from optuna.pruners import SuccessiveHalvingPruner
 from fl_lightning.analysis.baselines import option_values, split_setting, to_word
 from fl_lightning.core.config_files import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.renamed import refuse_old_option
 from fl_lightning.core.spelling import suggest
 from fl_lightning.evaluation.summary import better_goal
 
@@ -213,7 +212,6 @@ def _command(content: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ..
         option = word.partition("=")[0]
         if option in ("--resume", "--run_dir"):
             raise ConfigError(f"command: {word} is set by the sweep. Leave it out")
-        refuse_old_option(option.removeprefix("--"))
     return tuple(_log_offline(before)), tuple(_log_offline(after))
 
 
@@ -322,7 +320,6 @@ def _parameters(content: Any, grid: bool) -> dict[str, Parameter]:
     for key, description in content.items():
         if key in SET_BY_SWEEP:
             raise ConfigError(f"parameters: {key} is set by the sweep. Put it into the command")
-        refuse_old_option(str(key))
         try:
             parameters[str(key)] = _parameter(description)
         except ConfigError as error:

@@ -20,7 +20,6 @@ from fl_lightning.core.config import read_config
 from fl_lightning.core.config_files import is_run, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.lazy_import import load
-from fl_lightning.core.renamed import new_class, refuse_old_option
 from fl_lightning.core.spelling import fold, nearest, suggest
 from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.core.trainer_options import TRAINER_FIXES, unsupported_option
@@ -141,7 +140,6 @@ class KeyChecker:
         return any(one.startswith(f"{key}.") for one in self.options)
 
     def _refuse(self, key: str) -> None:
-        refuse_old_option(key)
         raise ConfigError(self.unknown_key(key))
 
     def _check_classes(self, key: str, value: Any) -> None:
@@ -171,8 +169,6 @@ class KeyChecker:
             options = value.get("init_args") or {} if "class_path" in value else {}
         if not isinstance(name, str) or not name.strip():
             raise ConfigError(f"{key}: {CLASS_EXPECTED}")
-        if new := new_class(name):
-            raise ConfigError(f"{key}: {name} is renamed to {new}. Use the new name.")
         if not self._may_be_class(key, name):
             choices = " | ".join(self.options["engine"]["choices"])
             reason = f"got {name!r}, expected {choices}" if key == "engine" else unknown_class(key, name)

@@ -1,1 +1,1 @@
-"""Basics for all packages: errors, files, messages, seeding, config files, state dicts, renamed options."""
+"""Basics for all packages: errors, files, messages, seeding, config files, state dicts."""

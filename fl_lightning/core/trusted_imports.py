@@ -22,7 +22,6 @@ from typing import Any
 
 from fl_lightning.core.config import flatten
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.renamed import update_path
 
 
 @dataclass
@@ -103,7 +102,7 @@ def find_object(path: str) -> Any:
             return resolve_name(path)
         except ValueError as error:
             raise ImportError(error) from error
-    allowed, path = config.allowed(), update_path(path)
+    allowed = config.allowed()
     if path not in allowed:
         raise config.refuse(path)
     return allowed[path]

@@ -355,14 +355,12 @@ def add_checksum(note: Mapping[str, Any]) -> str:
 @contextmanager
 def _name_key(key: str) -> Iterator[None]:
     """Context that re-raises any exception as a one-line `ConfigError` that starts with the name of a config key."""
-    from pydantic import ValidationError  # not at the top: only runs with this logger need it
-
     try:
         yield
-    except ValidationError as error:  # its text also refers to pydantic's manual
-        raise ConfigError(f"{key}: {one_line(error.errors()[0]['msg'].removeprefix('Value error, '))}") from error
-    except Exception as error:
-        raise ConfigError(f"{key}: {one_line(error)}") from error
+    except Exception as error:  # W&B checks its settings with pydantic, whose whole text also refers to its manual
+        found = error.errors() if isinstance(error, ValueError) and hasattr(error, "errors") else []
+        reason = found[0]["msg"].removeprefix("Value error, ") if found else error
+        raise ConfigError(f"{key}: {one_line(reason)}") from error
 
 
 def group_config(value: Any) -> Any:

@@ -23,7 +23,6 @@ import fl_lightning
 from fl_lightning.core.config import FREE_KEYS, flatten, is_below, parse_config
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import read_file
-from fl_lightning.core.renamed import update_config, update_settings
 
 MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
 """Keys that may change when a run is resumed, since they do not affect what a round computes."""
@@ -53,7 +52,7 @@ class Fingerprint:
         """
         if not config or not self.config:
             return
-        before, now = update_settings(self.config), update_settings(settings(config))
+        before, now = dict(self.config), settings(config)
         if self.made_with["fl-lightning"] != fl_lightning.__version__:  # another version may have other keys
             before, now = ({key: each[key] for key in before.keys() & now.keys()} for each in (before, now))
         changes = _changes(before, now)
@@ -91,10 +90,9 @@ class Fingerprint:
             now: The settings of the resumed run.
         """
         with suppress(ConfigError, OSError):  # settings do not come from a missing or unreadable file
-            config = update_config(parse_config(read_file(path), str(path)))
-            saved, before = settings(config), update_settings(self.config)
-            edited = {key: value for key, value in saved.items() if update_settings(now).get(key) == value}
-            if changed := _changes({**edited, **before}, {**before, **edited}):
+            saved = settings(parse_config(read_file(path), str(path)))
+            edited = {key: value for key, value in saved.items() if now.get(key) == value}
+            if changed := _changes({**edited, **self.config}, {**self.config, **edited}):
                 warnings.warn(f"{path} was edited: {', '.join(changed.values())}", stacklevel=2)
 
 

@@ -15,7 +15,6 @@ import yaml
 from fl_lightning.core.config import flatten
 from fl_lightning.core.errors import ConfigError, FLError, reason_of
 from fl_lightning.core.files import path_below, read_file
-from fl_lightning.core.renamed import update_config
 from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.evaluation.summary import Row, main_metrics, summarize
 from fl_lightning.runs.csv_reader import read_columns, read_rows
@@ -237,7 +236,7 @@ def _parse_config(path: Path) -> dict[str, Any]:
     config = load_yaml(read_file(path))
     if not isinstance(config, dict):
         raise ValueError("it is not a mapping of settings")
-    return update_config(config)
+    return config
 
 
 def _parse_summary(path: Path) -> Figures:

@@ -24,16 +24,18 @@ class Style(NamedTuple):
         colour: Position of the colour.
         line: Position of the line style or of the hatch.
         marker: Position of the marker.
+        dash: Position of the line style where colours are always seen: it differs only among groups of one colour.
     """
 
     colour: int
     line: int
     marker: int
+    dash: int
 
 
 def numbered_styles(names: Iterable[str]) -> dict[str, Style]:
     """Return a style for each name, which differs from the others in colour, line style and marker."""
-    return {name: Style(i, i, i) for i, name in enumerate(names)}
+    return {name: Style(i, i, i, i // len(COLOURS)) for i, name in enumerate(names)}
 
 
 def method_styles(groups: Sequence[tuple[str, str]]) -> list[Style]:
@@ -47,23 +49,28 @@ def method_styles(groups: Sequence[tuple[str, str]]) -> list[Style]:
     methods, settings = (list(dict.fromkeys(each)) for each in zip(*groups, strict=True))
     colours = method_colours(methods)
     if len(methods) == 1:
-        return [Style(colours[methods[0]] + i, i, i) for i in range(len(groups))]
+        return [Style(colours[methods[0]] + i, i, i, i // len(COLOURS)) for i in range(len(groups))]
     styles = []
     for method, others in groups:
         number, line = methods.index(method), settings.index(others)
         marker = number + line // len(LINE_STYLES)
-        styles.append(Style(colours[method], line if len(settings) > 1 else number, marker))
+        same_colour = sum(colours[other] == colours[method] for other in methods[:number])
+        dash = line + same_colour * len(settings)
+        styles.append(Style(colours[method], line if len(settings) > 1 else number, marker, dash))
     return styles
 
 
 def method_colours(methods: Iterable[str]) -> dict[str, int]:
     """Return the colour of each method, as a position in `COLOURS`.
 
-    It depends only on the method's name, unless another method of the figure has this colour.
+    It depends only on the method's name, unless another method of the figure has this colour. A colour is not used
+    twice while another is free, nor a third time while another is used once.
     """
     found: dict[str, int] = {}
+    used = [0] * len(COLOURS)
     for method in sorted(methods, key=lambda name: (name not in RESERVED, name)):
         own = RESERVED.get(method, zlib.crc32(method.encode()))
         positions = [(own + i) % len(COLOURS) for i in range(len(COLOURS))]
-        found[method] = next((place for place in positions if place not in found.values()), positions[0])
+        found[method] = min(positions, key=lambda place: used[place])
+        used[found[method]] += 1
     return found

@@ -23,7 +23,6 @@ from fl_lightning.core.config import parse_config
 from fl_lightning.core.config_files import read_run_config
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import open_file, write_atomically
-from fl_lightning.core.renamed import update_config
 from fl_lightning.core.trusted_imports import Untrusted, begin, is_untrusted
 from fl_lightning.runs.folder import SIGNATURE
 
@@ -66,7 +65,7 @@ def restrict_and_load_config(
         fix = "Build its FederatedOrchestrator in Python with this run_dir, and call load() or fit(resume=True)."
         raise ConfigError(f"{run_dir}: started from Python without `config`, so it cannot be rebuilt here. {fix}")
     config = parse_config(content, str(path))
-    rest = {key: value for key, value in update_config(config).items() if key not in without}
+    rest = {key: value for key, value in config.items() if key not in without}
     if trust or not (reason := _reason_not_own(run_dir, content, config)):
         allow_local_modules(rest)
     else:

@@ -124,12 +124,6 @@ def test_bad_baselines_are_reported(here, baselines, message):
     assert err.count("\n") == 1
 
 
-def test_the_old_key_rivals_is_refused(here):
-    Path("old.yaml").write_text(TINY + "rivals: {FedProx: {algorithm.mu: 0.5}}\n")
-    code, _, err = run("fit", "--config", "old.yaml", "--algorithm", "FedProx")
-    assert (code, err) == (2, "fl-lightning: error: rivals: renamed to baselines. Use the new name.\n")
-
-
 def shipped():
     """Yield each shipped baseline, with the first config that has it."""
     tables = {}

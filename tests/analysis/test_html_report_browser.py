@@ -21,7 +21,7 @@ ALPHA, BETA = "FedAlpha", "FedBeta"
 SEEDS = {ALPHA: (0, 1, 2), BETA: (0, 1)}
 SECTIONS = ["summary", "accuracy", "loss", "clients", "partition", "weights", "drift", "other", "cost"]
 SECTIONS += ["images", "settings", "left-out"]
-HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>&lt;b&gt; <b>b</b> %{y} $x$ </script>'
+HOSTILE = '<img src=x onerror="pwned=1"><script>pwned=1</script>&lt;b&gt; <b>b</b> %{y} $x$ </script>'
 
 
 def figures(method, seed):

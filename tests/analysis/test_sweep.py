@@ -238,7 +238,6 @@ BAD = {
         "early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 2.5}
     },
     "parameters: name at least one key": {"parameters": []},
-    "evaluation.clients: renamed to evaluation.client_model": {"parameters": {"evaluation.clients": {"values": [1]}}},
     "seeds: 3 is not a list of different numbers from 0. Write seeds: ": {"seeds": 3},
     r"seeds: \[1, 1\] is not a list of different numbers from 0": {"seeds": [1, 1]},
     r"seeds: \[-1\] is not": {"seeds": [-1]},
@@ -252,8 +251,6 @@ BAD_COMMANDS = {
     "--run_dir=x is set by the sweep": ["${program}", "fit", "--run_dir=x", "${args}"],
 }
 BAD |= {f"command: {message}": {"command": words} for message, words in BAD_COMMANDS.items()}
-RENAMED = ["${program}", "fit", "--evaluation.targets=[0.5]", "${args}"]
-BAD |= {"evaluation.targets: renamed to evaluation.target_accuracies": {"command": RENAMED}}
 BAD_PARAMETERS = {
     "needs values, value, or min and max; it is 3": 3,
     "needs values, value, or min and max; it is {'min': 3}": {"min": 3},

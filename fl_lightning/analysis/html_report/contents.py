@@ -54,7 +54,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "title": title_of(texts, names, sum(not run.finished for run in runs)),
         "groups": group_names,
-        "styles": [[style.colour, style.line] for style in styles],
+        "styles": [[style.colour, style.dash] for style in styles],
         "runs": entries,
         "common": common,
         "summary": summary(groups),
