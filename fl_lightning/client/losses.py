@@ -9,7 +9,6 @@ from statistics import fmean
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from fl_lightning.core.errors import NonFiniteError
 
@@ -17,27 +16,6 @@ from fl_lightning.core.errors import NonFiniteError
 def total_loss(losses: Mapping[str, Tensor]) -> Tensor:
     """Return the sum of a training step's losses, given by name."""
     return reduce(torch.add, losses.values())
-
-
-def compute_gradients(loss: Tensor) -> None:
-    """Compute the gradients of a training step's loss, with the same results as `loss.backward()`.
-
-    On a CPU it starts torch's autograd engine directly, as Megatron-LM does. For a small network, the checks that
-    `backward` makes before take a twentieth of a step. On a GPU, `backward` also prepares the threads of the device.
-    """
-    if type(loss) is Tensor and loss.ndim == 0 and loss.device.type == "cpu":
-        start = torch.ones_like(loss)
-        Variable._execution_engine.run_backward(
-            (loss,),
-            (start,),
-            keep_graph=False,
-            create_graph=False,
-            inputs=(),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-    else:
-        loss.backward()
 
 
 def loss_with_gradients(value: Tensor, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> Tensor:

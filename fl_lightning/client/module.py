@@ -219,13 +219,6 @@ class ClientModule(L.LightningModule):
         self.stays = self.spent = False
         self.loss_record = LossRecord()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, with a fast path for `_current_fx_name`, which Lightning sets many times per step."""
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
-
     def train(self, mode: bool = True) -> ClientModule:
         """Set train or eval mode, as in `nn.Module`. The backbone's `eval_layers` stay in eval mode."""
         super().train(mode)

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_lightning.client.losses import compute_gradients
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import is_plain_sgd, step_function
 from fl_lightning.core.task import Task
@@ -184,7 +183,7 @@ class SharedFit(L.LightningModule):
                 parameter.grad = None  # as `zero_grad` does, which takes time to record itself for the profiler
         with self.step_context():
             loss = module.training_step(batch, number)
-        compute_gradients(loss)
+        loss.backward()
         alone = self.worker.idle_trainer
         if alone.gradient_clip_val:
             self.clip_gradients(optimizer, alone.gradient_clip_val, alone.gradient_clip_algorithm)

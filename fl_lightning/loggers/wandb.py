@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,7 +156,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         import wandb
 
         if self._experiment is None:
-            with temporary_files(of_programs=True), _skip_launch():
+            with temporary_files(of_programs=True):
                 self._experiment = wandb.init(**self._wandb_init)
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
@@ -296,26 +295,6 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
 NOTE = Path("wandb", "run.json")
 """File in a run folder with the id, name, group, project and entity of its W&B run."""
-
-
-@contextmanager
-def _skip_launch() -> Iterator[None]:
-    """Context that prevents a starting W&B run from importing W&B Launch, which would take about one second.
-
-    If Launch is imported already, its inputs are processed as usual.
-    """
-    import wandb
-
-    name = "_detect_and_apply_job_inputs"
-    original = getattr(wandb.Run, name, None)
-    if original is None or "wandb.sdk.launch" in sys.modules:
-        yield
-        return
-    setattr(wandb.Run, name, lambda run: None)
-    try:
-        yield
-    finally:
-        setattr(wandb.Run, name, original)
 
 
 def read_note(run_dir: Path) -> dict[str, Any]:

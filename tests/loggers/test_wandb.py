@@ -447,30 +447,6 @@ def test_default_tags_are_added_to_the_users_tags(option, outside, tags, tmp_pat
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_launch_is_used_only_if_it_was_imported(launched, tmp_path):
-    """Otherwise W&B imports Launch at the start of each run."""
-    source = f"""
-import sys
-from pathlib import Path
-import wandb
-from fl_lightning.loggers.wandb import Labels, WandbRoundLogger
-if {launched}:
-    from wandb.sdk.launch.inputs import internal
-    internal.StagedLaunchInputs.apply = lambda self, run: print("applied")
-look = wandb.Run._detect_and_apply_job_inputs
-logger = WandbRoundLogger()
-logger.attach(Path({str(tmp_path)!r}), {{}}, Labels("a", "b", []))
-assert wandb.Run._detect_and_apply_job_inputs is look
-logger.finalize("success")
-print("wandb.sdk.launch" in sys.modules)
-"""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"WANDB_SILENT": "true"}
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
-    assert (done.stdout.split(), done.returncode) == (["applied", "True"] if launched else ["False"], 0), done.stderr
-
-
-@pytest.mark.thorough
 def test_disabled_mode_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     words = ["--rounds", "1", *WANDB, *DRAWN, "--logger.log_model", "all"]
