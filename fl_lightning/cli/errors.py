@@ -53,7 +53,7 @@ def simplify_message(message: str, parser: ArgumentParser, words: Sequence[str] 
     """Return jsonargparse's error message shortened to the key, the value and the expected type."""
     message = message.removeprefix('Parser key "config": ')
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
-    is_experiment = any("--config" in action.option_strings for action in parser._actions)
+    is_experiment = "config" in parser.get_defaults(skip_validation=True)
     shown = key if is_experiment or not key else f"--{key}"
     reason = (
         _missing_argument(message, parser.prog, is_experiment)

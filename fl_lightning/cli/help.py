@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from argparse import ArgumentParser, HelpFormatter
+from argparse import Action, ArgumentParser, HelpFormatter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -159,13 +159,19 @@ def help_parser(groups: Mapping[str, Mapping[str, Option]]) -> ArgumentParser:
     for heading, options in groups.items():
         group = parser.add_argument_group(heading or None)
         for name, option in options.items():
-            keywords: dict[str, Any] = {key: option[key] for key in ("nargs", "metavar") if key in option}
-            if keywords.get("nargs") == 0:
-                keywords = {"action": "store_true"}
-            default = option.get("default")
-            text = " ".join([option["help"], *([] if default is None else [f"({shown_default(default)})"])])
-            group.add_argument(*option.get("flags", [name]), **keywords, help=text.replace("%", "%%"))
+            add_option(group, name, option)
     return parser
+
+
+def add_option(group: Any, name: str, option: Option) -> Action:
+    """Add an option, without its type, to an argparse parser or a group of one. Return argparse's action."""
+    keywords: dict[str, Any] = {key: option[key] for key in ("nargs", "metavar") if key in option}
+    if keywords.get("nargs") == 0:
+        keywords = {"action": "store_true"}
+    default = option.get("default")
+    text = " ".join([option["help"], *([] if default is None else [f"({shown_default(default)})"])])
+    added: Action = group.add_argument(*option.get("flags", [name]), **keywords, help=text.replace("%", "%%"))
+    return added
 
 
 def shorten(option: Option) -> Option:

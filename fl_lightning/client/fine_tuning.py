@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
+from fl_lightning.models.layers import BATCH_NORMS
 
 
 def trainable_names(backbone: nn.Module) -> frozenset[str]:
@@ -49,7 +49,7 @@ def fine_tune(
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
     among = trainable_names(module.backbone)
     learn_only(module, learns, among)
-    normed = any(isinstance(layer, _BatchNorm) and layer.training for layer in module.backbone.modules())
+    normed = any(isinstance(layer, BATCH_NORMS) and layer.training for layer in module.backbone.modules())
     optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)
     with torch.enable_grad():
         for _ in range(epochs):

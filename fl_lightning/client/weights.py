@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.core.errors import ConfigError, NonFiniteError
 from fl_lightning.core.flat_tensors import as_flat, map_tensors
@@ -16,7 +15,7 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import State, first_non_finite
 from fl_lightning.models.base import Backbone, options_with_head
 
-PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
+PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, nn.BatchNorm2d)}
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.local_training import LocalTraining
@@ -21,6 +20,7 @@ from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ReadyBatches, send
 from fl_lightning.engines.device import channels_last, resident
+from fl_lightning.models.layers import BATCH_NORMS
 
 
 @dataclass
@@ -63,7 +63,7 @@ class ClientData:
         """
         if self.algorithm.drop_last:
             return self.batch_size
-        return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
+        return 2 if any(isinstance(module, BATCH_NORMS) for module in self.template.modules()) else 1
 
     @cached_property
     def eval_batch_size(self) -> int:

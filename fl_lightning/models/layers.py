@@ -11,6 +11,8 @@ from torch import Tensor, nn
 Norm = Literal["batch", "group"]
 Module = TypeVar("Module", bound=nn.Module)
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 def image_shape(in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
     """Return an image's channels, height and width, and raise an error if it is too small for a network.

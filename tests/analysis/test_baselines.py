@@ -5,6 +5,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from commands import rows, run
 
@@ -159,6 +160,21 @@ def test_every_baseline_of_a_shipped_config_parses(parser, config, name):
         named = {key.removeprefix("algorithm.") for key in baselines_of(config)[name]}
         changed = {key for key, value in options.items() if value != plain(parameters[key].default)}
         assert changed <= named
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("name", ["FedBABU", "FedRep", "FedPer"])
+@pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*_feddw_practical.yaml")))
+def test_methods_with_parts_of_the_network_have_the_last_layer_in_feddws_tables(parser, config, name):
+    """As in FedDW's code: the mapping layers before it are shared and trained."""
+    words = expand_baseline(with_config_paths([f"--config={config}", f"--algorithm={name}"]))
+    made = parser.instantiate(parser.parse_args(words))
+    shape = (1, 28, 28) if "mnist" in config else (3, 32, 32) if "cifar" in config else (200,)
+    network = made.model(in_shape=shape, num_classes=10)
+    parts = made.algorithm.frozen if name == "FedBABU" else made.algorithm.personal
+    *_, last = (child for child in network.modules() if isinstance(child, torch.nn.Linear))
+    assert isinstance(network.head[-1], torch.nn.Linear)
+    assert {id(p) for key, p in network.named_parameters() if key.startswith(parts)} == {*map(id, last.parameters())}
 
 
 def plain(value):

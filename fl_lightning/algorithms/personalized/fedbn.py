@@ -7,7 +7,6 @@ Algorithm 1.
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.algorithms.base import Algorithm
@@ -15,6 +14,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import beginnings
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.models.layers import BATCH_NORMS
 
 
 class FedBN(Algorithm):
@@ -48,7 +48,7 @@ class FedBN(Algorithm):
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
         """Return a client's LightningModule around a backbone. The BatchNorm layers of the backbone are personal."""
-        self.personal = beginnings(name for name, layer in backbone.named_modules() if isinstance(layer, _BatchNorm))
+        self.personal = beginnings(name for name, layer in backbone.named_modules() if isinstance(layer, BATCH_NORMS))
         if not self.personal:
             raise ConfigError(
                 f"model: FedBN keeps BatchNorm layers on their client, and {type(backbone).__name__} has none. "

@@ -63,14 +63,15 @@ def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
     commands = parser.add_subparsers(dest="command")
     for name, line in COMMANDS.items():
-        subparser = help.help_parser_of(name)
+        subparser = argparse.ArgumentParser(add_help=False)
+        for key, option in options_of(name).items():
+            action = help.add_option(subparser, key, help.shorten(option))
+            if not option.get("choices"):
+                action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
         if name in words[:1]:
             for key, option in options_of_classes(name, words):
                 text = option["help"].replace("%", "%%")
                 subparser.add_argument(f"--{key}", choices=option.get("choices"), help=text)
-        for action in subparser._actions:
-            if not action.choices:
-                action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
         commands.add_parser(name, parents=[subparser], conflict_handler="resolve", help=line)
     return parser
 
