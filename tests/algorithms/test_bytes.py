@@ -52,6 +52,7 @@ def cases():
             yield pytest.param(name, marks=pytest.mark.thorough if is_like_fedavg and name != "FedAvg" else ())
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", list(cases()))
 def test_bytes_of_a_round_are_those_of_the_docstring(tmp_path, name):
     method, options = METHODS[name]

@@ -43,6 +43,7 @@ def refusal(key, kind):
     return f"algorithm.{key}: {kind.__name__} works only in {kind.only_in}. {fix}"
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("kind", [kind for kind in AGGREGATORS if not kind.only_in])
 def test_an_aggregator_works_in_fedavg_and_with_another_term(kind, tmp_path):
     for terms in ([], [Proximal(0.1)]):
@@ -66,6 +67,7 @@ def test_an_aggregator_inside_another_one_is_refused():
     assert str(refused.value) == refusal("aggregator", NormalizedAveraging)
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("kind", [kind for kind in TERMS if not kind.only_in])
 def test_a_loss_term_acts_in_fedavg(kind, tmp_path):
     options = EVERYWHERE | ({"scenario": EPISODES} if kind is Prototypical else {})

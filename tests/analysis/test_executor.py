@@ -267,6 +267,7 @@ def test_a_job_waits_for_another_process_in_its_folder(here):
     assert not (here / "points/one/metrics.csv").exists()
 
 
+@pytest.mark.thorough
 def test_closing_the_generator_ends_all_jobs():
     handler = signal.getsignal(signal.SIGTERM)
     slow = job("slow", "--rounds=50", "--algorithm.loss_terms=[witness.Slow]")

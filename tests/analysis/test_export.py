@@ -103,7 +103,7 @@ def assert_close(one, other):
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("client", [None, 2])
 def test_an_exported_network_gives_the_outputs_of_the_module(suffix, client, tmp_path):

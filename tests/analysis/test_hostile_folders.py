@@ -284,6 +284,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("kind", "attack", "place"), SAMPLE, ids=lambda each: getattr(each, "__name__", each))
 def test_a_changed_file_is_harmless(kind, attack, place, here):
     attack_and_check(here(kind), attack, place, COMMANDS[kind])

@@ -14,7 +14,10 @@ from fl_lightning.runs.search import open_runs
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'fl-lightning[browser]'")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = os.environ.get("FL_LIGHTNING_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on the PATH; FL_LIGHTNING_CHROMIUM may name one")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium on the PATH; FL_LIGHTNING_CHROMIUM may name one"),
+]
 
 ROUNDS, CLIENTS = 60, 7
 ALPHA, BETA = "FedAlpha", "FedBeta"

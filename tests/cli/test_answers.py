@@ -78,6 +78,7 @@ def test_the_package_itself_imports_nothing_slow():
     assert python(f"import sys, fl_lightning; print(sys.modules.keys() & {slow})") == "set()\n"
 
 
+@pytest.mark.thorough
 def test_fit_does_not_import_packages_that_the_run_does_not_use(tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
     unused = {"datasets", "mlflow", "optuna", "pandas", "plotly", "pyarrow", "pydantic", "ray", "sklearn", "wandb"}

@@ -97,6 +97,7 @@ def test_a_printed_config_has_the_settings_of_the_file(here, capsys):
     assert printed["logger"]["init_args"]["save_dir"] == "logs"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger", "MLFlowLogger"])
 def test_a_logger_that_lightning_has_too_is_ours(name, here):
     command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "digits_fedavg", "--logger", name]

@@ -62,6 +62,7 @@ def test_links_and_anchors_are_valid(page):
             assert not anchor or anchor in anchors(to), target
 
 
+@pytest.mark.thorough
 def test_the_commands_of_getting_started_run(work_dir, capsys):
     """All commands of getting-started.md run, in one folder and in their order."""
     blocks = FENCE.findall((ROOT / "docs" / "getting-started.md").read_text())
@@ -235,6 +236,7 @@ def spans():
             yield from re.findall(r"`(?:fl-lightning fit )?(--[^`]+)`", line.split(" | ")[1])
 
 
+@pytest.mark.thorough
 def test_options_in_coming_from_exist():
     lines = list(spans())
     assert len(lines) > 50

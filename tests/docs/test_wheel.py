@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]
 
 

@@ -147,12 +147,14 @@ def test_a_warning_is_shown_once_a_run_and_filtered_as_here(tmp_path, engine):
 # --- Killed processes ---
 
 
+@pytest.mark.thorough
 def test_the_processor_time_of_a_round_has_that_of_its_worker_processes(tmp_path, engine):
     alone, shared = both(tmp_path, engine, partial(FedAvg, loss_terms=[Busy()]), rounds=1)
     for run in (alone, shared):
         assert 4 * 0.2 <= run.csv.rows[0]["time/processor_s"] < 20
 
 
+@pytest.mark.thorough
 def test_a_process_killed_in_mid_round_changes_nothing(tmp_path, engine):
     before = shared_memory()
     alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]))
