@@ -81,9 +81,7 @@ def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Gr
         ConfigError: The clients' machines do not answer, or have other data than before.
     """
     engine, dataset = remote_parts(run)
-    if client := getattr(grid, "_runtime_client", None):
-        most_bytes = (engine.max_megabytes + 1) * MEGABYTE  # 1 MB for what is not tensors
-        limit_answers(client, most_bytes, describe_excess)
+    limit_answers(grid, (engine.max_megabytes + 1) * MEGABYTE, describe_excess)  # 1 MB for what is not tensors
     link = ClientLink(grid)
     found, before = link.find(dataset.clients, engine.wait, partial(print, flush=True)), dataset.described
     if resume and before and found != before:

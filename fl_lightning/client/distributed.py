@@ -1,11 +1,20 @@
-"""Evaluation on several devices: find the samples that PyTorch's `DistributedSampler` repeats."""
+"""The trainer of a module, and the samples that PyTorch's `DistributedSampler` repeats on several devices."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DistributedSampler
+
+
+def trainer_of(module: L.LightningModule) -> L.Trainer | None:
+    """Return the `Trainer` that a module is attached to, or None if there is none."""
+    try:
+        return module.trainer
+    except RuntimeError:
+        return None
 
 
 def count_unrepeated(loaders: Any, batch_idx: int, size: int) -> int:

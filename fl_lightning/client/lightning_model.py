@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from fl_lightning.client.distributed import trainer_of
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.models.base import tapped
@@ -71,7 +72,7 @@ def in_fit(module: L.LightningModule) -> Iterator[Any]:
     """
     backbone: Any = module.backbone
     with backbone.assembled() if isinstance(backbone, FromModule) else nullcontext(backbone) as network:
-        network.trainer = module._trainer
+        network.trainer = trainer_of(module)
         vars(network)["log"] = module.log
         try:
             yield network

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.client.distributed import count_unrepeated
+from fl_lightning.client.distributed import count_unrepeated, trainer_of
 from fl_lightning.client.exported import described_module, rebuilt, rebuilt_objective, rebuilt_part
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.lightning_model import class_name, has_optimizer, own_optimizer, own_step, trains_itself
@@ -423,9 +423,9 @@ class ClientModule(L.LightningModule):
     def _log_evaluation(self, stage: str, batch: Batch, batch_idx: int) -> None:
         x, y = batch
         outputs, devices = self(x).float(), 1
-        if self._trainer and self._trainer.world_size > 1:
-            devices = self._trainer.world_size
-            y = y[: count_unrepeated(getattr(self._trainer, f"{stage}_dataloaders"), batch_idx, len(y))]
+        if (trainer := trainer_of(self)) and trainer.world_size > 1:
+            devices = trainer.world_size
+            y = y[: count_unrepeated(getattr(trainer, f"{stage}_dataloaders"), batch_idx, len(y))]
         sums = self.objective.sums(outputs[: len(y)], y)
         means = {f"{stage}_{name}": value / max(1, len(y)) for name, value in sums.items()}
         # Lightning divides the sum of batch sizes by the number of devices, and rounds it down

@@ -92,19 +92,22 @@ def push_message(grid: Grid, message: Message) -> str | None:
     return None
 
 
-def limit_answers(client: Any, most_bytes: float, describe: Callable[[float, float], str]) -> None:
+def limit_answers(grid: Any, most_bytes: float, describe: Callable[[float, float], str]) -> None:
     """Make Flower stop receiving a message once it exceeds `most_bytes`, before it fills the memory.
 
     Flower then returns an error in place of the message.
 
     Args:
-        client: Flower's client of the Runtime API, two of whose methods are replaced.
+        grid: Flower's grid. If it reaches a SuperLink, two methods of its client of the Runtime API are replaced.
         most_bytes: Largest size of a message that is accepted.
         describe: Returns the text of the error, given the size of the message and the largest size.
     """
     from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
     from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
+    client = getattr(grid, "_runtime_client", None)
+    if client is None:  # a grid inside this process, as in tests
+        return
     pull_messages, pull_object = client.PullMessages, client.PullObject
     sizes: dict[str, list[int]] = {}  # by the id of a part that has not arrived: what has arrived of its message
 

@@ -134,9 +134,8 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
     ) -> None:
         require_package("tensorboard")
         self._in_run = writes_to_run_folder(save_dir, name=name, version=version, sub_dir=sub_dir)
-        super().__init__(
-            save_dir or "", name, version, default_hp_metric=default_hp_metric, prefix=prefix, sub_dir=sub_dir
-        )
+        self._options: dict[str, Any] = {"default_hp_metric": default_hp_metric, "prefix": prefix}
+        super().__init__(save_dir or "", name, version, sub_dir=sub_dir, **self._options)
 
     def begin(self, run: Beginning) -> None:
         """Begin logging, or continue the log of a resumed run.
@@ -144,8 +143,8 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         In the log of a resumed run in its run folder, TensorBoard hides entries after the last finished round.
         """
         if self._in_run:
-            self._root_dir, self._name, self._version = str(run.run_dir), "tensorboard", ""
-            self._kwargs["purge_step"] = run.round + 1
+            place = str(run.run_dir), "tensorboard", ""
+            lightnings.TensorBoardLogger.__init__(self, *place, purge_step=run.round + 1, **self._options)
         super().begin(run._replace(config={}) if self._in_run and run.round else run)
 
     def log_image(

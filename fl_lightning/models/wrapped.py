@@ -76,17 +76,18 @@ class FromModule(Backbone):
         widths = [child.in_features for child in layer.modules() if isinstance(child, nn.Linear)]
         if not head or not widths:
             raise ConfigError(f"model.head: {head!r} of {module} holds no linear layer. Name a head that has one.")
-        if ends_with(network, head, in_shape, module):
+        is_split = ends_with(network, head, in_shape, module)
+        if is_split:
             network.set_submodule(head, nn.Identity())
             super().__init__(network, layer, widths[0])
         else:
             nn.Module.__init__(self)
             self.module, self.feature_dim, self.predictor = network, widths[0], None
-        self.path, self.cut = module, head
+        self.path, self.cut, self.is_split = module, head, is_split
 
     def __getattr__(self, name: str) -> Any:
         """Raise a clear error if `encoder` or `head` is read, but the module could not be split into them."""
-        if name in ("encoder", "head") and name not in self._modules:
+        if name in ("encoder", "head") and not self.is_split:
             raise ConfigError(
                 f"model.head: {self.path} computes something after or around {self.cut!r}, so its encoder and head "
                 "cannot be used separately, as this method needs. Use a module whose forward ends with the head"
@@ -95,7 +96,7 @@ class FromModule(Backbone):
 
     def features_and_logits(self, x: Tensor | Inputs) -> tuple[Tensor, Tensor]:
         """Return the features `(B, d)`, which are the head's input, and the logits `(B, C)` of a batch."""
-        if "module" not in self._modules:
+        if self.is_split:
             return super().features_and_logits(x)
         with tapped(self.module, [self.cut]) as taps:
             logits = self.module(x)
@@ -103,17 +104,17 @@ class FromModule(Backbone):
 
     def forward(self, x: Tensor | Inputs) -> Tensor:
         """Return the logits `(B, C)` that the module's own `forward` computes."""
-        return cast(Tensor, self.module(x)) if "module" in self._modules else super().forward(x)
+        return super().forward(x) if self.is_split else cast(Tensor, self.module(x))
 
     @property
     def network(self) -> nn.Module:
         """The user's module, or only the encoder if the module could be split into encoder and head."""
-        return self.module if "module" in self._modules else self.encoder
+        return self.encoder if self.is_split else self.module
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
         """Context manager that yields the user's original module, with its head in place."""
-        if "module" in self._modules:
+        if not self.is_split:
             yield self.module
             return
         placeholder = self.encoder.get_submodule(self.cut)
@@ -125,7 +126,7 @@ class FromModule(Backbone):
 
     def original(self) -> nn.Module:
         """Return the user's module with the current weights under their original names."""
-        if "module" in self._modules:
+        if not self.is_split:
             return self.module
         with self.assembled() as network:
             return copy.deepcopy(network)

@@ -446,7 +446,7 @@ def test_the_parts_of_a_message_are_counted_while_they_arrive():
             object_available=request.ready, object_content=b"x" * MEGABYTE * request.ready
         ),
     )
-    limit_answers(client, 3 * MEGABYTE, describe_excess)
+    limit_answers(SimpleNamespace(_runtime_client=client), 3 * MEGABYTE, describe_excess)
     client.PullMessages(None)
 
     def pull(name, ready=True):
