@@ -24,7 +24,7 @@ class Style(NamedTuple):
         colour: Position of the colour.
         line: Position of the line style or of the hatch.
         marker: Position of the marker.
-        dash: Position of the line style where colours are always seen: it differs only among groups of one colour.
+        dash: Position of the line style in the HTML report, which differs only among groups of one colour.
     """
 
     colour: int

@@ -35,7 +35,11 @@ def defined(tree: ast.Module) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
             found.add(node.attr)
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and is_private(key_of(node)):
+        elif (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "vars(self)"
+        ):
             found.add(key_of(node))
     return found
 
