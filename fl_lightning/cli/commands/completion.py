@@ -66,8 +66,7 @@ def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         subparser = argparse.ArgumentParser(add_help=False)
         for key, option in options_of(name).items():
             action = help.add_option(subparser, key, help.shorten(option))
-            if not option.get("choices"):
-                action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
+            action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
         if name in words[:1]:
             for key, option in options_of_classes(name, words):
                 text = option["help"].replace("%", "%%")
