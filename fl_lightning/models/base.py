@@ -154,10 +154,15 @@ def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Modu
     Raises:
         ConfigError: The model is not a `Backbone`.
     """
-    encoder = copy.deepcopy(with_encoder(module).encoder)
+    return frozen_copy(with_encoder(module).encoder, weights)
+
+
+def frozen_copy(module: nn.Module, weights: Tensors | None = None) -> nn.Module:
+    """Return a copy of a module, with other weights if they are given, in eval mode and without gradients."""
+    copied = copy.deepcopy(module)
     if weights:
-        encoder.load_state_dict(weights)
-    return encoder.eval().requires_grad_(False)
+        copied.load_state_dict(weights)
+    return copied.eval().requires_grad_(False)
 
 
 class NetworkFactory(Protocol):

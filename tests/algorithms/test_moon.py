@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import MOON, ModelContrast
 from fl_lightning.algorithms.global_model.moon import contrastive_loss
-from fl_lightning.client.module import Step
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, Head, frozen_encoder
 
 pytestmark = pytest.mark.numeric
@@ -92,14 +93,30 @@ def test_a_clients_first_round_equals_fedavg_bit_for_bit(tmp_path):
     assert run.csv.rows[0]["client/train_model_contrast"] == pytest.approx(3.0 * math.log(2))
 
 
+def test_a_layer_that_the_network_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"algorithm\.layer.*head\.7"):
+        ModelContrast(layer="head.7").begin(ClientModule(MLP((4,), 3)))
+
+
 # --- Whole runs ---
 
 
+MAPPED = partial(MLP, hidden=(16,), head=Head(mapping=(12, 8)))
+
+
 @in_float64
-def test_a_run_equals_a_loop_by_hand(tmp_path):
+@pytest.mark.parametrize(
+    ("network", "layer", "compared"),
+    [
+        (PROJECTED, None, lambda net, x: net.encoder(x)),
+        (MAPPED, "head.3", lambda net, x: net.head[:3](net.encoder(x))),
+    ],
+    ids=["encoder", "layer"],
+)
+def test_a_run_equals_a_loop_by_hand(network, layer, compared, tmp_path):
     """Some clients take part for the first time after round 1."""
     mu, tau = 2.0, 0.4
-    run = experiment(tmp_path, MOON(mu, tau), model=PROJECTED, **UNEQUAL)
+    run = experiment(tmp_path, MOON(mu, tau, layer=layer), model=network, **UNEQUAL)
     run.load()
     model, last = copy.deepcopy(run.worker.template.backbone), {}
     came_back = came_late = 0
@@ -110,10 +127,10 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             came_late += round > 1 and client not in last
             local, previous = copy.deepcopy(model), last.get(client, model)
             for x, y in steps_of(run, round, client):
-                z = local.encoder(x)
-                others = (network.encoder(x).detach() for network in (model, previous))
+                z = compared(local, x)
+                others = (compared(other, x).detach() for other in (model, previous))
                 pulled, pushed = (torch.exp(F.cosine_similarity(z, other) / tau) for other in others)
-                loss = F.cross_entropy(local.head(z), y) - mu * (pulled / (pulled + pushed)).log().mean()
+                loss = F.cross_entropy(local(x), y) - mu * (pulled / (pulled + pushed)).log().mean()
                 descend(local, loss, 0.2)
             last[client] = local
             ends.append(local.state_dict())

@@ -9,7 +9,7 @@ import torch
 import yaml
 from commands import rows, run
 
-from fl_lightning.algorithms import MOON
+from fl_lightning.algorithms import MOON, ModelContrast
 from fl_lightning.analysis.baselines import expand_baseline, merge_baselines
 from fl_lightning.cli.command_line import normalize_words
 from fl_lightning.cli.commands.fit import expand
@@ -163,18 +163,26 @@ def test_every_baseline_of_a_shipped_config_parses(parser, config, name):
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("name", ["FedBABU", "FedRep", "FedPer"])
+@pytest.mark.parametrize("name", ["FedBABU", "FedRep", "FedPer", "MOON", "MOON+DW"])
 @pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*_feddw_practical.yaml")))
 def test_methods_with_parts_of_the_network_have_the_last_layer_in_feddws_tables(parser, config, name):
-    """As in FedDW's code: the mapping layers before it are shared and trained."""
+    """As in FedDW's code: the mapping layers before it are shared and trained, and MOON compares their outputs."""
     words = expand_baseline(with_config_paths([f"--config={config}", f"--algorithm={name}"]))
     made = parser.instantiate(parser.parse_args(words))
     shape = (1, 28, 28) if "mnist" in config else (3, 32, 32) if "cifar" in config else (200,)
     network = made.model(in_shape=shape, num_classes=10)
-    parts = made.algorithm.frozen if name == "FedBABU" else made.algorithm.personal
+    parts = named_layers(name, made.algorithm)
     *_, last = (child for child in network.modules() if isinstance(child, torch.nn.Linear))
     assert isinstance(network.head[-1], torch.nn.Linear)
     assert {id(p) for key, p in network.named_parameters() if key.startswith(parts)} == {*map(id, last.parameters())}
+
+
+def named_layers(name, method):
+    """Return the names of the layers that a baseline treats differently."""
+    if name.startswith("MOON"):
+        (layer,) = (term.layer for term in method.loss_terms if isinstance(term, ModelContrast))
+        return (layer,)
+    return method.frozen if name == "FedBABU" else method.personal
 
 
 def plain(value):

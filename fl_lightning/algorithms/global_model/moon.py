@@ -8,7 +8,7 @@ The term, `ModelContrast`, also works in any other method's `loss_terms`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
-from fl_lightning.core.errors import check_number, check_positive
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.precision import at_least_float32, without_autocast
-from fl_lightning.models import frozen_encoder, with_encoder
+from fl_lightning.models import with_encoder
+from fl_lightning.models.base import frozen_copy, tapped
 
 
 def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:
@@ -41,23 +43,25 @@ class ModelContrast(LossTerm):
 
     The loss is Eq. 3, times `μ`. The client keeps the encoders from the end of its last rounds, which never leave it.
     In its first round the received encoder takes their place: the term is then `μ log 2` and has no gradient. All kept
-    encoders are in eval mode.
+    encoders are in eval mode. With `layer`, this holds for whole networks.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
         tau: τ, the temperature, above 0.
         history: Number of its last models that the client compares with, 1 or more.
+        layer: Name of the layer whose inputs are the representations; by default they are the encoder's outputs.
 
     Raises:
-        ConfigError: A fit begins with a model without an encoder.
+        ConfigError: A fit begins with a model without an encoder, or without the layer.
     """
 
-    def __init__(self, mu: float = 5.0, tau: float = 0.5, history: int = 1) -> None:
+    def __init__(self, mu: float = 5.0, tau: float = 0.5, history: int = 1, layer: str | None = None) -> None:
         super().__init__()
         check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.1 to 10")
         check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.5")
         check_positive("algorithm.", history=history)
         self.mu, self.tau, self.history, self.active = mu, tau, history, mu > 0
+        self.layer, self.taps = layer, (layer,) if layer else ()
         self._kept: list[Tensors] = []  # the newest first
         self._received: list[nn.Module] = []  # lists keep them out of the client's module
         self._previous: list[nn.Module] = []
@@ -65,14 +69,22 @@ class ModelContrast(LossTerm):
     def begin(self, module: ClientModule) -> None:
         """Copy the received encoder, and build the encoders of the client's last rounds."""
         if self.active:
-            self._received = [frozen_encoder(module.backbone)]
-            self._previous = [frozen_encoder(module.backbone, kept) for kept in self._kept or [{}]]
+            part = self._compared(module)
+            self._received = [frozen_copy(part)]
+            self._previous = [frozen_copy(part, kept) for kept in self._kept or [{}]]
+
+    def _compared(self, module: ClientModule) -> nn.Module:
+        if self.layer is None:
+            return with_encoder(module.backbone).encoder
+        if self.layer not in dict(module.backbone.named_modules()):
+            raise ConfigError(f"algorithm.layer: the model has no layer {self.layer!r}")
+        return module.backbone
 
     def remember(self, module: ClientModule) -> Tensors:
         """Return the encoders at the end of the client's last fits, with names `<rounds ago>/<name>`."""
         if not self.active:
             return {}
-        newest = with_encoder(module.backbone).encoder.state_dict()
+        newest = self._compared(module).state_dict()
         kept = [newest, *self._kept][: self.history]
         return {f"{age}/{name}": value for age, weights in enumerate(kept) for name, value in weights.items()}
 
@@ -86,11 +98,18 @@ class ModelContrast(LossTerm):
 
     def forward(self, step: Step) -> Tensor:
         """Return `μ` times the model-contrastive loss (Eq. 3) on a batch, or zero outside a fit."""
-        if not self._received or step.inputs is None or step.features is None:
+        now = step.taps.get(self.layer) if self.layer else step.features
+        if not self._received or step.inputs is None or now is None:
             return self.outside_fit(step.logits.new_zeros(()))
-        received, *previous = (at_least_float32(encoder(step.inputs)) for encoder in (*self._received, *self._previous))
-        with without_autocast(step.features.device):
-            return self.mu * contrastive_loss(at_least_float32(step.features), received, previous, self.tau)
+        others = (self._representation(part, step.inputs) for part in (*self._received, *self._previous))
+        received, *previous = map(at_least_float32, others)
+        with without_autocast(now.device):
+            return self.mu * contrastive_loss(at_least_float32(now), received, previous, self.tau)
+
+    def _representation(self, part: nn.Module, inputs: Tensor | Inputs) -> Tensor:
+        with tapped(part, self.taps) as taps:
+            output = part(inputs)
+        return taps[self.layer] if self.layer else cast(Tensor, output)
 
 
 class MOON(Algorithm):
@@ -106,6 +125,7 @@ class MOON(Algorithm):
         mu: μ, the weight of the term. The paper uses 5 for CIFAR-10 and 1 for CIFAR-100.
         tau: τ, the temperature.
         history: Number of its last models that a client compares with. The paper uses one.
+        layer: Name of the layer whose inputs are compared, such as `head.3`; by default the encoder's outputs are.
     """
 
     search_space: ClassVar = {  # Li et al., Section 4: 0.1, 1, 5, 10
@@ -117,8 +137,9 @@ class MOON(Algorithm):
         mu: float = 5.0,
         tau: float = 0.5,
         history: int = 1,
+        layer: str | None = None,
         loss_terms: list[LossTerm] | None = None,
         aggregator: Aggregator | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        super().__init__([ModelContrast(mu, tau, history), *(loss_terms or [])], aggregator, buffers)
+        super().__init__([ModelContrast(mu, tau, history, layer), *(loss_terms or [])], aggregator, buffers)
