@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fl_lightning.cli.experiment import build, experiment_parser
 from fl_lightning.core.config_files import with_config_paths
+from fl_lightning.core.task import Tasks
 from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import evaluate
 
@@ -57,7 +58,7 @@ def compare(*words):
             run.server.task(round, client, run.server.download(round, client))
             for client in run.server.participants(round)
         ]
-        list(run.engine.run(worker, iter(tasks)))
+        run.engine.run(worker, Tasks([task.client for task in tasks], tasks), lambda result: None)
         spent["round"].append(time.perf_counter() - started)
         with inference(module, worker.idle_trainer):
             for name, way in (

@@ -22,11 +22,9 @@ class ProximalTerm(LossTerm):
 class LossWeightedMean(Aggregator):
     """Weight each client by its training loss."""
 
-    def fold(self, uploads):
-        return [(upload.message.section("model"), upload.message.numbers["loss"]) for upload in uploads]
-
-    def finish(self, folded, before, knowledge):
-        return {"model": weighted_mean(*zip(*folded, strict=True))}
+    def finish(self, uploads, round, knowledge):
+        models = [upload.message.section("model") for upload in uploads]
+        return {"model": weighted_mean(models, [upload.message.numbers["loss"] for upload in uploads])}
 
 
 class FairProx(Algorithm):

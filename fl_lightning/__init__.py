@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.core.message import Message as Message
     from fl_lightning.core.message import Upload as Upload
     from fl_lightning.core.objectives import *
+    from fl_lightning.core.round import Round as Round
     from fl_lightning.core.state_dicts import weighted_mean as weighted_mean
     from fl_lightning.core.task import Score as Score
     from fl_lightning.data import *
@@ -62,7 +63,7 @@ _NAMES = {
     "data.transforms": "CropFlip Normalize",
     "engines": """
         AutoEngine Engine engine_of EngineName FlowerEngine ProcessesEngine RayEngine Result SequentialEngine
-        StackedEngine Task Worker
+        StackedEngine Task Tasks Worker
     """,
     "core.errors": "CheckpointError ClientFailure ConfigError FLError Interrupted NonFiniteError TooFewClients",
     "evaluation.evaluation": "Evaluation Score",
@@ -70,6 +71,7 @@ _NAMES = {
     "loggers.files": "CSVLogger MLFlowLogger TensorBoardLogger",
     "client.knowledge": "SharedKnowledge",
     "core.message": "Message Upload",
+    "core.round": "Round",
     "models": """
         Backbone BiLSTM classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder Head LeNet MLP
         MobileNetV2 ModelFactory NetworkFactory ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN VGG11 with_encoder

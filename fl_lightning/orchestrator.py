@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.processor_time import processor_seconds
 from fl_lightning.data import Scenario
-from fl_lightning.engines import Engine, EngineName, Result, Worker
+from fl_lightning.engines import Engine, EngineName, Result, Tasks, Worker
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.experiment import Experiment
 from fl_lightning.engines.trainer import limited_garbage_collection
@@ -186,7 +186,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             self._begin(config, name, group)
             with self.record.close_at_end(self._release), limited_garbage_collection(), self._signals:
                 self._notify("on_fit_start")
-                self.engine.in_one_fit(self.worker, self._run_rounds)
+                self._run_rounds()
                 finals = self._finish()
                 return Run(self.run_dir, config or read_config(self.run_dir), self.csv.rows, finals, fast)
 
@@ -206,7 +206,9 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def _run_rounds(self) -> None:
         """Run the rounds until the last one is done or a callback stops the run."""
         if not self.algorithm.server and not self.round:  # peers start from each other's untrained models
-            self.server.aggregate(0, self.evaluator.initial_uploads(range(self.clients)))
+            self.server.begin_round(0)
+            self.evaluator.initial_uploads(range(self.clients), self.server.add)
+            self.server.end_round()
         while not self.is_over:
             metrics = self._run_round(self.round + 1)
             self._notify("on_round_metrics", metrics)
@@ -221,34 +223,40 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         started, processor_started = time.monotonic(), processor_seconds()
         participants = self.server.participants(round)
         self._notify("on_round_start", participants)
-        results: list[Result] = []
-        self.server.aggregate(round, self._fit_clients(round, participants, results))
+        self.server.begin_round(round)
+        results = self._fit_clients(round, participants)
+        reported = {f"server/{name}": value for name, value in self.server.end_round().items()}
         self.round = round
         fitted = time.monotonic()
-        metrics = {"round": round, **train_metrics(results), **self.evaluator.after_round(round, results)}
+        metrics = {"round": round, **train_metrics(results), **reported, **self.evaluator.after_round(round, results)}
         metrics |= logged_by_clients(self, results)
         if self.on_client_failure == "drop":
             metrics["client/failed"] = len(participants) - len(results)
         seconds, processor = time.monotonic() - started, processor_seconds() - processor_started
         return metrics | {"time/fit_s": fitted - started, "time/round_s": seconds, "time/processor_s": processor}
 
-    def _fit_clients(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
-        """Train the participants of a round, and yield their results by ascending client id.
+    def _fit_clients(self, round: int, participants: Sequence[int]) -> list[Result]:
+        """Train the participants of a round, and give the server their uploads by ascending client id.
 
-        `results` collects the successful ones without upload and client state.
+        The results of the clients that succeeded are returned without upload and client state.
         """
         downloads = zip(participants, self.server.downloads(round, participants), strict=True)
         averages = self.algorithm.only_averages and all(callback.keeps_no_uploads for callback in self.callbacks)
         options = self.evaluator.scores_wanted(round) | {"keep_upload": not averages}
         tasks = (self.server.task(round, client, download, **options) for client, download in downloads)
-        for result in in_client_order(self.engine.run(self.worker, tasks), participants):
+        results: list[Result] = []
+
+        def done(result: Result) -> None:
             self._signals.check()
             self.record.writer.check()
             self._notify("on_client_end", result)
             if accept_result(result, self.on_client_failure, self.data):
                 results.append(replace(result, upload=None, memory={}))
-                yield result
+                self.server.add(result)
+
+        self.engine.run(self.worker, Tasks(participants, tasks), in_client_order(participants, done))
         require_uploads(round, len(results), len(participants), self.min_clients)
+        return results
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:

@@ -13,6 +13,7 @@ from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 Weighting = Literal["samples", "uniform"]
@@ -22,11 +23,11 @@ DRIFT = "drift"
 
 
 class Aggregator(ArgumentsMixin, Capable):
-    """Turn the clients' uploads of a round into the next shared state (`fold`, then `finish`).
+    """Turn the clients' uploads of a round into the next shared state (`begin`, `fold` each upload, then `finish`).
 
-    `fold` gets the uploads of a round in ascending client id and keeps only what `finish` needs. `finish` also gets the
-    merged shared knowledge. State that lasts from round to round is a section of the state that `finish` returns; the
-    object itself keeps none.
+    `fold` gets the uploads of a round one by one, in ascending client id, and keeps only what `finish` needs; by
+    default it keeps all of them in a list. `finish` also gets the merged shared knowledge. State that lasts from round
+    to round is a section of the state that `finish` returns; the object itself keeps none.
 
     Attributes:
         clients: Number of clients of the experiment. `Algorithm.start` sets it.
@@ -36,13 +37,13 @@ class Aggregator(ArgumentsMixin, Capable):
         only_in: Name of the only method that sends what the aggregator reads, if other methods do not send it. Other
             methods of this package refuse the aggregator.
         inner: The aggregator that this one corrects, if any.
-        only_averages: Whether `fold` only averages the uploads' weights as they arrive, with `RunningMean`, and keeps
-            none. Uploads then stay on the GPU, and only their mean is copied to the CPU; on a CPU, the next client
-            overwrites their memory. Otherwise `fold` gets them on the CPU, and may keep them.
+        only_averages: Whether `fold` only averages the uploads' weights, with `RunningMean`, and keeps none. Uploads
+            then stay on the GPU, and only their mean is copied to the CPU; on a CPU, the next client overwrites their
+            memory. Otherwise `fold` gets them on the CPU, and may keep them.
         sends_one_model: Whether `model_for` gives every client the state's `model`.
     """
 
-    capabilities: ClassVar = {"only_averages": ("fold",), "sends_one_model": ("model_for", "ahead")}
+    capabilities: ClassVar = {"only_averages": ("begin", "fold"), "sends_one_model": ("model_for", "ahead")}
     clients: int = 0
     buffers: frozenset[str] = frozenset()
     leaves: tuple[str, ...] = ()
@@ -83,19 +84,43 @@ class Aggregator(ArgumentsMixin, Capable):
         """
         return (state for _ in clients)
 
-    def fold(self, uploads: Iterable[Upload]) -> Any:
-        """Reduce a round's uploads, as they arrive, to the input of `finish`, such as a running mean."""
-        raise NotImplementedError
+    def begin(self, round: Round) -> Any:
+        """Return what `fold` adds a round's uploads to, such as an empty `RunningMean`; by default an empty list."""
+        return []
 
-    def finish(self, folded: Any, before: State, knowledge: State) -> State:
+    def fold(self, folded: Any, upload: Upload) -> None:
+        """Add an upload to `folded`, the result of `begin`, as soon as it arrives; by default as the list's last entry.
+
+        A subclass that keeps less than the whole upload frees its memory.
+        """
+        folded.append(upload)
+
+    def finish(self, folded: Any, round: Round, knowledge: State) -> State:
         """Return the aggregator's part of the next shared state, including the new `model`.
 
         Args:
-            folded: The result of `fold`.
-            before: The state at the start of the round.
+            folded: The result of `begin`, to which `fold` has added all uploads.
+            round: The round, with the state at its start and random numbers.
             knowledge: The merged shared knowledge of this round, by name.
         """
         raise NotImplementedError
+
+
+def fold_all(aggregator: Aggregator, uploads: Iterable[Upload], round: Round) -> Any:
+    """Return the uploads of a round as the aggregator folds them, to call its `finish` outside of a run.
+
+    Example:
+        >>> from fl_lightning import Message
+        >>> models = [{"model": {"w": torch.tensor([w])}} for w in (1.0, 2.0)]
+        >>> uploads = [Upload(client, Message.pack(model, n_samples=1)) for client, model in enumerate(models)]
+        >>> mean, round = WeightedMean(), Round(1, {})
+        >>> mean.finish(fold_all(mean, uploads, round), round, {})["model"]
+        {'w': tensor([1.5000])}
+    """
+    folded = aggregator.begin(round)
+    for upload in uploads:
+        aggregator.fold(folded, upload)
+    return folded
 
 
 class WeightedMean(Aggregator):
@@ -110,14 +135,15 @@ class WeightedMean(Aggregator):
     def __init__(self, weighting: Weighting = "samples") -> None:
         self.weighting = weighting
 
-    def fold(self, uploads: Iterable[Upload]) -> RunningMean:
-        """Return the running mean of the uploaded models, weighted by the clients' samples or equally."""
-        mean = RunningMean()
-        for upload in uploads:
-            mean.add(upload.message.section("model"), upload.n_samples if self.weighting == "samples" else 1)
-        return mean
+    def begin(self, round: Round) -> RunningMean:
+        """Return an empty mean."""
+        return RunningMean()
 
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+    def fold(self, folded: RunningMean, upload: Upload) -> None:
+        """Add an uploaded model to the mean, weighted by the client's samples or as all others."""
+        folded.add(upload.message.section("model"), upload.n_samples if self.weighting == "samples" else 1)
+
+    def finish(self, folded: RunningMean, round: Round, knowledge: State) -> State:
         """Return the weighted mean of the round's uploaded models as the next shared model."""
         return {"model": folded.value()}
 
@@ -162,9 +188,10 @@ class ServerStep(WeightedMean):
         """
         return change, {}
 
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+    def finish(self, folded: RunningMean, round: Round, knowledge: State) -> State:
         """Return the model after the server optimizer's step, and the optimizer's new moments."""
-        model, old = folded.value(), before["model"]
+        model, before = folded.value(), round.before
+        old = before["model"]
         kept: State = {moment: {} for moment in self.moments}
         for name in parameter_names(model, self.buffers):
             start, dtype = old[name].double(), model[name].dtype
@@ -191,14 +218,14 @@ class DriftCorrection(WeightedMean):
         """Return the initial mean drift of the clients from the global model: all zeros."""
         return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model, self.buffers)}}
 
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+    def finish(self, folded: RunningMean, round: Round, knowledge: State) -> State:
         """Return the next model and the next mean drift `d`. The model is the participants' mean model plus `d`.
 
         `d` grows by `Σ (θ_k - w) / clients` over the participants, with the old model `w`.
         """
         model, share, drifts = folded.value(), folded.count / self.clients, {}
-        for name, last in before[DRIFT].items():
-            mean, start, dtype = model[name].double(), before["model"][name].double(), model[name].dtype
+        for name, last in round.before[DRIFT].items():
+            mean, start, dtype = model[name].double(), round.before["model"][name].double(), model[name].dtype
             drift = last.double() + share * (mean - start)
             drifts[name], model[name] = drift.to(dtype), (mean + drift).to(dtype)
         return {"model": model, DRIFT: drifts}

@@ -23,6 +23,7 @@ from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State
 
 OWN = "personal"
@@ -50,7 +51,7 @@ class Algorithm(ArgumentsMixin, Capable):
     Attributes:
         server: Whether there is a server. Otherwise a client's upload stays with the client, and its peers collect it.
         public: The section of the client state that peers can read, if any. The state that is passed to `download` and
-            `aggregate` is then a `VisibleState`: `state.peer(k)` is this section of client `k` at the start of the
+            `aggregation` is then a `VisibleState`: `state.peer(k)` is this section of client `k` at the start of the
             round.
         optimizer_state: Whether a client's optimizer state is `kept` between its rounds or `fresh`, by default.
         drop_last: Whether clients skip a last training batch with fewer samples than the others.
@@ -72,7 +73,7 @@ class Algorithm(ArgumentsMixin, Capable):
             previous weights do not matter.
         uploads_by_copying: Whether `upload` and `remember` only copy tensors of the module, which is not used
             afterwards.
-        aggregates_by_parts: Whether `aggregate` leaves the uploads' weights to the aggregator.
+        aggregates_by_parts: Whether `aggregation` leaves the uploads' weights to the aggregator.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
         search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
@@ -82,7 +83,7 @@ class Algorithm(ArgumentsMixin, Capable):
     capabilities: ClassVar = {
         "receives_by_loading": ("receive",),
         "uploads_by_copying": ("upload", "remember"),
-        "aggregates_by_parts": ("aggregate",),
+        "aggregates_by_parts": ("aggregation",),
         "starts_alike": ("client_module", "download", "receive", "prepare", "personalize", "is_untrained"),
     }
     receives_by_loading: bool = True
@@ -244,7 +245,7 @@ class Algorithm(ArgumentsMixin, Capable):
             client: The client's id.
             rng: Random numbers of this client and round.
         """
-        knowledge = {piece.name: state[piece.name] for piece in self.knowledge}
+        knowledge = {piece.name: piece.sent(state[piece.name]) for piece in self.knowledge}
         return Message.pack({"model": self.aggregator.model_for(state, client)} | knowledge)
 
     @property
@@ -367,21 +368,12 @@ class Algorithm(ArgumentsMixin, Capable):
         """
         return participants
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Server: return the next shared state from a round's uploads, which arrive in ascending order of client ids.
+    def aggregation(self, round: Round) -> Aggregation:
+        """Server: return the aggregation of a round, to which its uploads are added as they arrive.
 
-        Do not change tensors of `state` in place: a checkpoint of it may be being written.
+        A method that computes more from the uploads than its aggregator and its shared knowledge do returns a subclass.
         """
-        seen: list[Upload] = []
-
-        def arriving() -> Iterator[Upload]:
-            for client, message in uploads:
-                seen.append(Upload(client, message.without("model")))
-                yield Upload(client, message)
-
-        folded = self.aggregator.fold(arriving())
-        knowledge = {piece.name: piece.merge(state[piece.name], seen) for piece in self.knowledge}
-        return state | knowledge | self.aggregator.finish(folded, state, knowledge)
+        return Aggregation(self, round)
 
     def shared_names(self, backbone: nn.Module) -> list[str]:
         """Return the names of the state dict entries of a backbone that clients and server exchange."""
@@ -405,6 +397,33 @@ class Algorithm(ArgumentsMixin, Capable):
             for name, value in entries
             if (name in own or name.startswith(self.personal)) and name not in dropped
         }
+
+
+class Aggregation:
+    """The aggregation of one round: `add` each upload, in ascending order of client ids, then `finish`.
+
+    Args:
+        algorithm: The method.
+        round: The round, with the state at its start.
+    """
+
+    def __init__(self, algorithm: Algorithm, round: Round) -> None:
+        self.algorithm, self.round = algorithm, round
+        self._folded = algorithm.aggregator.begin(round)
+        self._without_models: list[Upload] = []
+
+    def add(self, upload: Upload) -> None:
+        """Add a client's upload. Its weights are not kept, unless the aggregator keeps them."""
+        self._without_models.append(Upload(upload.client, upload.message.without("model")))
+        self.algorithm.aggregator.fold(self._folded, upload)
+
+    def finish(self) -> State:
+        """Return the next shared state."""
+        before, uploads = self.round.before, self._without_models
+        merged = {
+            piece.name: piece.merge(before[piece.name], uploads, self.round) for piece in self.algorithm.knowledge
+        }
+        return before | merged | self.algorithm.aggregator.finish(self._folded, self.round, merged)
 
 
 def term_section(term: LossTerm) -> str:

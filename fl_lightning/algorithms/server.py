@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -12,7 +12,8 @@ from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.seeding import Stream, generator
+from fl_lightning.core.round import Round
+from fl_lightning.core.seeding import Stream, derive, generator
 from fl_lightning.core.state_dicts import State, VisibleState
 from fl_lightning.core.task import Result, Task
 
@@ -160,17 +161,25 @@ class Server:
             options = {"fit": fit, "upload": False, "evaluate": True, "new_client": True}
             yield Task(round, client, download, memory, lr_scale, **options)
 
-    def aggregate(self, round: int, results: Iterable[Result]) -> None:
-        """Aggregate a round's uploads into the next shared state, and store the clients' states."""
+    def begin_round(self, round: int) -> None:
+        """Begin the aggregation of a round, to which `add` adds the clients' results."""
+        seed = derive(self.seed, Stream.AGGREGATION, round)
+        self._aggregation = self.algorithm.aggregation(Round(round, self.visible_state, seed))
 
-        def uploads() -> Iterator[Upload]:
-            for result in results:
-                assert result.upload
-                self.memory.put(result.client, round, result.memory)
-                yield Upload(result.client, result.upload)
+    def add(self, result: Result) -> None:
+        """Add a client's upload to the round's aggregation, and store the client's state.
 
-        self.state = self.algorithm.aggregate(self.visible_state, uploads())
+        Results are added in ascending order of client ids.
+        """
+        assert result.upload
+        self.memory.put(result.client, self._aggregation.round.number, result.memory)
+        self._aggregation.add(Upload(result.client, result.upload))
+
+    def end_round(self) -> dict[str, float]:
+        """Make the aggregated state the server's state. Return the metrics that the aggregation has reported."""
+        self.state = self._aggregation.finish()
         self.memory.end_round()
+        return self._aggregation.round.metrics
 
 
 def participants_per_round(wanted: int | None, clients: int, min_clients: int) -> int:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
+from fl_lightning.core.round import Round
 
 if TYPE_CHECKING:
     from fl_lightning.client.module import ClientModule, Step
@@ -27,10 +28,16 @@ class SharedKnowledge(ArgumentsMixin, nn.Module):
     object in its property `knowledge`. On a client, the object holds the downloaded tensors as buffers, so they move to
     the GPU with the module. Subclasses set `name` (the section of the message), set `needs_classes` if they require
     class labels, and override the methods below.
+
+    Attributes:
+        name: The section of the message, and of the server's state.
+        needs_classes: Whether labels must be classes.
+        server_only: Names of the tensors of `merge` that the server keeps for the next `merge` and does not send.
     """
 
     name: str
     needs_classes: bool = False
+    server_only: tuple[str, ...] = ()
 
     @property
     def observes(self) -> bool:
@@ -40,6 +47,12 @@ class SharedKnowledge(ArgumentsMixin, nn.Module):
     def initial(self, num_classes: int) -> Tensors:
         """Return the knowledge tensors that the server broadcasts in round 1."""
         raise NotImplementedError
+
+    def sent(self, kept: Tensors) -> Tensors:
+        """On the server, return those of its knowledge tensors that clients receive."""
+        return (
+            {name: value for name, value in kept.items() if name not in self.server_only} if self.server_only else kept
+        )
 
     def load(self, shared: Tensors) -> None:
         """On the client, store the knowledge tensors received from the server as buffers."""
@@ -55,13 +68,14 @@ class SharedKnowledge(ArgumentsMixin, nn.Module):
         """On the client after training, return the tensors to upload. Called in eval mode without gradients."""
         raise NotImplementedError
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """On the server, merge the clients' knowledge tensors, and return those to broadcast in the next round.
 
         Args:
-            previous: The knowledge tensors that were broadcast in this round.
+            previous: The knowledge tensors at the start of this round.
             uploads: The uploads without weights, in ascending client id. `upload.message.section(self.name)` are the
                 tensors that a client's `summarize` returned.
+            round: The round, with the state at its start and random numbers.
         """
         raise NotImplementedError
 
@@ -161,7 +175,7 @@ class ClassMeans(SharedKnowledge):
         sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
         return sums, counts
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Average the means that the clients uploaded for each class.
 
         A class for which no client uploaded a mean keeps its previous mean.

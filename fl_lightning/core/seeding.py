@@ -38,6 +38,7 @@ class Stream(IntEnum):
     CALIBRATION = 12
     HELD_OUT_CLIENTS = 13
     VALIDATION_SHARE = 14
+    AGGREGATION = 15
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

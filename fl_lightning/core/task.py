@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -57,6 +58,26 @@ class Task:
     keep_model: bool = False
     new_client: bool = False
     keep_upload: bool = True
+
+
+class Tasks:
+    """The tasks of several clients in one round, which are made one at a time.
+
+    Args:
+        clients: The ids of the clients.
+        tasks: Their tasks, in the same order.
+        fit: Whether the tasks train.
+    """
+
+    def __init__(self, clients: Sequence[int], tasks: Iterable[Task], fit: bool = True) -> None:
+        self.clients, self.fit = clients, fit
+        self._tasks = iter(tasks)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __iter__(self) -> Iterator[Task]:
+        return self._tasks
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ TRAINER_FIXES = {
     "plugins": "Use trainer.precision to set the precision of a client's fit.",
     "logger": "The run has loggers, a client's fit does not. Use logger, as in --logger CSVLogger.",
     "callbacks": "Use client_callbacks for callbacks of each client's fit, and callbacks for those of the run.",
-    "profiler": "It would profile thousands of fits. Use time/fit_s and time/round_s in metrics.csv, or py-spy.",
+    "profiler": "Set engine.profiler, which profiles the rounds; their batches are clients.",
     "fast_dev_run": "Use fit --fast, a dry run of two short rounds.",
     "overfit_batches": "Use trainer.limit_train_batches or scenario.train_samples for less data.",
     "min_epochs": _END,

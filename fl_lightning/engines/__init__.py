@@ -1,6 +1,6 @@
 """Engines, which run the clients' fits of a round. They differ in speed; their results differ only by rounding."""
 
-from fl_lightning.core.task import Result, Task
+from fl_lightning.core.task import Result, Task, Tasks
 from fl_lightning.engines.auto import AutoEngine, EngineName, engine_of
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.flower import FlowerEngine
@@ -21,6 +21,7 @@ __all__ = [
     "SequentialEngine",
     "StackedEngine",
     "Task",
+    "Tasks",
     "Worker",
     "engine_of",
 ]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Literal
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number
-from fl_lightning.core.task import Result, Task
-from fl_lightning.engines.base import Engine, Value
+from fl_lightning.core.task import Task, Tasks
+from fl_lightning.engines.base import Done, Engine
 from fl_lightning.engines.processes import ProcessesEngine, usable_cores
 from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
@@ -57,25 +55,14 @@ class AutoEngine(Engine):
         self._chosen: Engine | None = None
         self._here: dict[str, Engine] = {"sequential": SequentialEngine(), "stacked": StackedEngine()}
 
-    def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Run `work` inside the `Trainer.fit` of the chosen engine, and return the value of `work`.
-
-        Before an engine is chosen, the engines of this process all open their fits, one inside the other.
-        """
-        for engine in [self._chosen] if self._chosen else self._here.values():
-            work = partial(engine.in_one_fit, worker, work)
-        return work()
-
-    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
+    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
         """Run the tasks with the chosen engine. The engine is chosen by timing the first tasks that train clients."""
-        tasks = iter(tasks)
-        if self._chosen:
-            return self._chosen.run(worker, tasks)
-        ahead = list(islice(tasks, MAX_TASKS))
-        if not any(task.fit for task in ahead):
-            return self._here["sequential"].run(worker, chain(ahead, tasks))
-        self._choose(worker, ahead)
-        return self.run(worker, chain(ahead, tasks))
+        if not self._chosen and tasks.fit:
+            arriving = iter(tasks)
+            ahead = list(islice(arriving, MAX_TASKS))
+            self._choose(worker, ahead)
+            tasks = Tasks(tasks.clients, chain(ahead, arriving))
+        (self._chosen or self._here["sequential"]).run(worker, tasks, done)
 
     def close(self) -> None:
         """Close the chosen engine, if an engine was chosen."""
@@ -142,7 +129,7 @@ class AutoEngine(Engine):
 def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> float:
     """Run tasks with an engine, and return the mean number of seconds per task."""
     started = time.perf_counter()
-    engine.in_one_fit(worker, lambda: deque(engine.run(worker, tasks), maxlen=0))
+    engine.run(worker, Tasks([task.client for task in tasks], tasks), lambda result: None)
     return (time.perf_counter() - started) / len(tasks)
 
 

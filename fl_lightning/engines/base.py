@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from fl_lightning.core.task import Result, Task
+from fl_lightning.core.task import Result, Tasks
 from fl_lightning.engines.worker import Worker
 
-Value = TypeVar("Value")
+Done = Callable[[Result], object]
+"""A function that receives the results of tasks, one at a time."""
 
 
 class Engine(ABC):
@@ -28,20 +30,18 @@ class Engine(ABC):
     note: str = ""
     check_interrupt: Callable[[], None] = staticmethod(lambda: None)
 
-    def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
-        """Call `work`, which trains many clients, and return its value. An engine may let them share one `Trainer.fit`.
+    @abstractmethod
+    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+        """Run tasks in any order, and call `done` with each result as soon as it is there.
 
-        The base class calls `work` without a shared fit.
+        Take a task from the iterator only when it can be started. An error of a task is part of its result; what `done`
+        raises ends the run.
 
         Args:
             worker: The worker object of the tasks.
-            work: The rounds of a run, or any other work that calls `run`.
+            tasks: The tasks.
+            done: Receives the results.
         """
-        return work()
-
-    @abstractmethod
-    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield one result per task in any order. Take a task from the iterator only when it can be started."""
 
     def check(self, worker: Worker) -> None:  # noqa: B027, most engines take every worker
         """Check, before the first round, that this engine can run the experiment.
@@ -74,12 +74,16 @@ class Engine(ABC):
         """Restore the engine's state that `state_dict` returned."""
 
 
-def in_client_order(results: Iterable[Result], clients: Iterable[int]) -> Iterator[Result]:
-    """Yield results in the order of `clients`, not of arrival, so that floating-point sums are reproducible."""
-    waiting: dict[int, Result] = {}
-    arriving = iter(results)
-    for client in clients:
-        while client not in waiting:
-            result = next(arriving)
-            waiting[result.client] = result
-        yield waiting.pop(client)
+def in_client_order(clients: Iterable[int], done: Done) -> Done:
+    """Return a function that receives results in any order, and calls `done` with them in the order of `clients`.
+
+    The order of floating-point sums is then reproducible.
+    """
+    expected, waiting = deque(clients), dict[int, Result]()
+
+    def arrive(result: Result) -> None:
+        waiting[result.client] = result
+        while expected and expected[0] in waiting:
+            done(waiting.pop(expected.popleft()))
+
+    return arrive

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates, Stream, seed_everything
 from fl_lightning.core.state_dicts import State
-from fl_lightning.core.task import Result, Score, Task, is_interrupt
-from fl_lightning.engines.base import Engine, in_client_order
+from fl_lightning.core.task import Result, Score, Task, Tasks, is_interrupt
+from fl_lightning.engines.base import Done, Engine, in_client_order
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation.evaluation import Evaluation, measured
@@ -114,18 +114,21 @@ class Evaluator:
         """
         clients = range(self.server.clients)
         tasks = self._tasks(round, clients, self._downloads(round + 1, clients), keep_model=True)
-        for result in in_client_order(self.engine.run(self.worker, tasks), clients):
+
+        def warn_of_failure(result: Result) -> None:
             if result.failure:
                 who = self.worker.data.names.client(result.client)
                 warnings.warn(f"{who}: its model was not stored there: {result.failure.reason}", stacklevel=2)
 
-    def initial_uploads(self, clients: Sequence[int]) -> Iterator[Result]:
-        """Let clients upload their untrained models before round 1, and yield the results.
+        self.engine.run(self.worker, Tasks(clients, tasks, fit=False), in_client_order(clients, warn_of_failure))
+
+    def initial_uploads(self, clients: Sequence[int], done: Done) -> None:
+        """Let clients upload their untrained models before round 1, and call `done` with the results.
 
         Only methods without a server need these uploads.
         """
         tasks = self._tasks(0, clients, repeat(Message()), upload=True)
-        return successful_results(self.worker, self.engine.run(self.worker, tasks), clients)
+        run_successfully(self.engine, self.worker, Tasks(clients, tasks, fit=False), done)
 
     def _evaluate_received(
         self, round: int, downloads: Callable[[int, Sequence[int]], Iterable[Message]]
@@ -142,7 +145,7 @@ class Evaluator:
         def tasks(clients: Sequence[int]) -> Iterator[Task]:
             return self._tasks(round, clients, downloads(round + 1, clients), evaluate=True)
 
-        return list(evaluate_clients(self.engine, self.worker, self.scored, self.server.memory, tasks))
+        return evaluate_clients(self.engine, self.worker, self.scored, self.server.memory, tasks)
 
     def _downloads(self, round: int, clients: Sequence[int]) -> Iterable[Message]:
         """Return the server's message to each client in a round. If there is no server, the messages are empty."""
@@ -229,9 +232,8 @@ class Evaluator:
             return self.server.new_client_tasks(round + 1, state, chosen, scale, fit)
 
         if fit:
-            trained = self.engine.run(self.worker, tasks(self.new_clients))
-            return [replace(one, memory={}) for one in successful_results(self.worker, trained, self.new_clients)]
-        return list(evaluate_clients(self.engine, self.worker, self.new_clients, memories, tasks))
+            return results_of(self.engine, self.worker, Tasks(self.new_clients, tasks(self.new_clients)))
+        return evaluate_clients(self.engine, self.worker, self.new_clients, memories, tasks)
 
     @cached_property
     def _new_client_memories(self) -> dict[int, State]:
@@ -241,26 +243,42 @@ class Evaluator:
         """
         if self.server.algorithm.server:
             return {client: {} for client in self.new_clients}
-        return {result.client: result.memory for result in self.initial_uploads(self.new_clients)}
+        found: dict[int, State] = {}
+        self.initial_uploads(self.new_clients, lambda result: found.update({result.client: result.memory}))
+        return found
 
     def _score(self, module: ClientModule) -> Score:
         with inference(module, self.worker.idle_trainer):
             return self.worker.scorer.score(module)
 
 
-def successful_results(worker: Worker, results: Iterable[Result], clients: Iterable[int]) -> Iterator[Result]:
-    """Yield results in the order of `clients`, and raise an error if a task failed.
+def run_successfully(engine: Engine, worker: Worker, tasks: Tasks, done: Done) -> None:
+    """Run tasks, and call `done` with their results in the order of clients. Raise an error if a task failed.
 
     This is for tasks that must not fail, such as evaluation.
 
     Raises:
         ClientFailure: A task failed.
     """
-    for result in in_client_order(results, clients):
+
+    def check(result: Result) -> None:
         if result.failure:
             result.failure.label = worker.data.names.client(result.client)
             raise result.failure
-        yield result
+        done(result)
+
+    engine.run(worker, tasks, in_client_order(tasks.clients, check))
+
+
+def results_of(engine: Engine, worker: Worker, tasks: Tasks) -> list[Result]:
+    """Run tasks that must not fail, and return their results in the order of clients, without the clients' states.
+
+    Raises:
+        ClientFailure: A task failed.
+    """
+    results: list[Result] = []
+    run_successfully(engine, worker, tasks, lambda result: results.append(replace(result, memory={})))
+    return results
 
 
 def evaluate_clients(
@@ -269,8 +287,8 @@ def evaluate_clients(
     clients: Sequence[int],
     memories: ClientStates | Mapping[int, State],
     tasks: Callable[[Sequence[int]], Iterator[Task]],
-) -> Iterator[Result]:
-    """Evaluate clients' models on their own test splits, and yield the results in the order of `clients`.
+) -> list[Result]:
+    """Evaluate clients' models on their own test splits, and return the results in the order of `clients`.
 
     The results do not contain the clients' states.
 
@@ -292,8 +310,10 @@ def evaluate_clients(
     alike = [client for client in clients if one_model and not memories.get(client, {}).get(OWN)]
     together = score_together(worker, next(tasks(alike)), alike) if alike else []
     scored = {result.client for result in together}
-    alone = engine.run(worker, tasks([client for client in clients if client not in scored]))
-    return (replace(one, memory={}) for one in successful_results(worker, chain(together, alone), clients))
+    others = [client for client in clients if client not in scored]
+    alone = results_of(engine, worker, Tasks(others, tasks(others), fit=False))
+    found = {result.client: result for result in (*together, *alone)}
+    return [found[client] for client in clients]
 
 
 def sends_one_model(worker: Worker) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,10 @@ from uuid import uuid4
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number, describe_error, one_short_line
 from fl_lightning.core.names import join_names
-from fl_lightning.core.task import Result, Task, failed_result
+from fl_lightning.core.task import Result, Task, Tasks, failed_result
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.remote import DataDescription, check_same_form
-from fl_lightning.engines.base import Engine
+from fl_lightning.engines.base import Done, Engine
 from fl_lightning.engines.flower_adapter import import_flower, push_message
 from fl_lightning.engines.flower_checks import (
     BadMessage,
@@ -151,8 +151,8 @@ class FlowerEngine(Engine):
             name = type(worker.algorithm).__name__
             raise ConfigError(f"algorithm: {name} needs the clients' data on the server. Use another method")
 
-    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Send each task to its client's machine, and yield the results as they arrive.
+    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+        """Send each task to its client's machine, and pass on the results as they arrive.
 
         Raises:
             ConfigError: The run was not started from the command line.
@@ -189,7 +189,7 @@ class FlowerEngine(Engine):
                 else:
                     continue
                 del waiting[client]
-                yield result
+                done(result)
             if time.monotonic() - asked > ASK:
                 asked = time.monotonic()
                 link.ask(waiting)

@@ -6,15 +6,15 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.processor_time import add_worker_seconds
-from fl_lightning.core.task import Result, Task, failed_result
-from fl_lightning.engines.base import Engine
+from fl_lightning.core.task import Result, Task, Tasks, failed_result
+from fl_lightning.engines.base import Done, Engine
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore
 from fl_lightning.engines.task_server import Answer, process_settings
 from fl_lightning.engines.worker import Worker
@@ -126,8 +126,8 @@ class PoolEngine(Engine):
         self.size(worker)
         serialize_worker(worker)
 
-    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Send tasks to the workers, at most two to each at a time, and yield the results as they arrive.
+    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+        """Send tasks to the workers, at most two to each at a time, and pass on the results as they arrive.
 
         Raises:
             ConfigError: The workers cannot load the `Worker` object.
@@ -150,7 +150,7 @@ class PoolEngine(Engine):
                 if pool_worker not in self._pool_workers:
                     waiting += pool_worker.tasks
                 if result:
-                    yield result
+                    done(result)
 
     def start(self, worker: Worker) -> None:
         """Start all workers, and wait until they have loaded the run's experiment (`Worker`).

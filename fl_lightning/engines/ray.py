@@ -167,7 +167,7 @@ class Actor(PoolWorker):
 class RemoteServer:
     """A Ray actor that answers requests with a `TaskServer`, which runs in a thread of the actor.
 
-    The thread lets several calls of `serve` share one `Trainer.fit`.
+    Lightning installs no signal handlers in the thread.
 
     Args:
         threads: Number of torch's threads.

@@ -3,38 +3,53 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from fl_lightning.core.task import Result, Task
-from fl_lightning.engines.shared_fit import SharedFitEngine, can_share_fit
-from fl_lightning.engines.unread_result import read_results
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import Profiler
+
+from fl_lightning.core.task import Tasks
+from fl_lightning.engines.base import Done
+from fl_lightning.engines.round_fit import RoundEngine
+from fl_lightning.engines.unread_result import ResultReader, UnreadResult
 from fl_lightning.engines.worker import Worker
 
 
-class SequentialEngine(SharedFitEngine):
+class SequentialEngine(RoundEngine):
     """Trains clients one after another on the trainer's device, with memory for one client's training at a time.
 
-    All clients of a run share one `Trainer.fit`, because starting a fit takes time. The results are the same to the
-    bit as with a fit for each client. Each client gets its own fit if the trainer has callbacks or other options that
-    apply to one fit, or if the method has a client module of its own.
+    A round is one `Trainer.fit`, and a client is one of its batches, in which the local loop trains it. The results are
+    the same to the bit as with a fit for each client. Each client gets a fit of its own inside the round's if the
+    trainer has callbacks or other options that apply to one fit, or if the method has a client module of its own.
 
     Args:
-        shared_fit: Whether clients may share a fit.
+        callbacks: Lightning callbacks of the round's `Trainer`, for which an epoch is a round and a batch is a client.
+        profiler: Lightning profiler of the round's `Trainer`, such as `SimpleProfiler`, with a file.
+        local_loop: Whether the local loop may train clients. Otherwise each client has a `Trainer.fit` of its own.
     """
 
-    def __init__(self, shared_fit: bool = True) -> None:
-        self.shared_fit = shared_fit
+    def __init__(
+        self, callbacks: list[Callback] | None = None, profiler: Profiler | None = None, local_loop: bool = True
+    ) -> None:
+        super().__init__(callbacks, profiler)
+        self.local_loop = local_loop
 
-    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield the results of tasks in order. On a CPU, each task is run when its result is requested."""
-        if self._fit:
-            started = (worker.start(task, self._fit, keep=task.keep_upload) for task in tasks)
-            yield from read_results(started, worker.device)
-            return
-        for task in tasks:
-            yield worker.run(task)
-            if task.fit:
+    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+        """Run tasks in order. On a CPU, a task is made only when `done` has received the result of the one before."""
+        arriving, trainer = iter(tasks), self.trainer_for(worker)
+        around = trainer if self.local_loop and worker.can_loop else None
+
+        def run_next(client: int) -> Iterator[UnreadResult]:
+            task = next(arriving)
+            unread = worker.start(task, around, keep=task.keep_upload)
+            if task.fit and not around:
                 gc.collect()  # a used Trainer is a cycle that holds its model
+            return iter([unread])
 
-    def _can_share(self, worker: Worker) -> bool:
-        return self.shared_fit and can_share_fit(worker)
+        if tasks.fit:
+            self.fit_round(worker, tasks.clients, run_next, done)
+            return
+        reader = ResultReader(worker.device, done)
+        for client in tasks.clients:
+            reader.add(next(run_next(client)))
+        reader.flush()

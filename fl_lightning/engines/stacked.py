@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import islice
+from itertools import chain
 
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import Profiler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -17,13 +18,14 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
-from fl_lightning.engines.shared_fit import SharedFitEngine, can_share_fit
+from fl_lightning.core.task import Task, Tasks, failed_result, is_interrupt
+from fl_lightning.engines.base import Done
+from fl_lightning.engines.round_fit import RoundEngine
 from fl_lightning.engines.stacked_fit import StackedFit, in_rows
 from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
-from fl_lightning.engines.trainer import obstacle_to_shared_fit, quiet_lightning
-from fl_lightning.engines.unread_result import read_results
+from fl_lightning.engines.trainer import obstacle_to_loop, quiet_lightning
+from fl_lightning.engines.unread_result import ResultReader, UnreadResult, unread_result
 from fl_lightning.engines.worker import Worker
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -36,8 +38,8 @@ HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_en
 """Methods of `ClientModule` that are called for each client separately, and so may be overridden."""
 
 
-class StackedEngine(SharedFitEngine):
-    """Trains several clients at once, as one batched model in one `Trainer.fit`.
+class StackedEngine(RoundEngine):
+    """Trains several clients at once, as one batched model. A group of clients is a batch of the round's `Trainer.fit`.
 
     Use it for small models, whose steps take more time in Python than in arithmetic, and for GPUs that one client does
     not keep busy. The results are the sequential engine's except for rounding. Each client has its own batches, random
@@ -51,12 +53,18 @@ class StackedEngine(SharedFitEngine):
     Args:
         clients: Maximum number of clients that are stacked. Memory use grows with it. On a CPU, fewer are stacked if
             a weight of all of them would take 32 MiB. Results may depend on it by rounding.
+        callbacks: Lightning callbacks of the round's `Trainer`, for which an epoch is a round and a batch is a group of
+            clients.
+        profiler: Lightning profiler of the round's `Trainer`, such as `SimpleProfiler`, with a file.
 
     Raises:
         ConfigError: `clients` is below 2.
     """
 
-    def __init__(self, clients: int = 64) -> None:
+    def __init__(
+        self, clients: int = 64, callbacks: list[Callback] | None = None, profiler: Profiler | None = None
+    ) -> None:
+        super().__init__(callbacks, profiler)
         check_number("engine.clients", clients, "[2, inf)", "use SequentialEngine for one client at a time")
         self.clients = clients
         self._slots: StackedSlots | None = None
@@ -68,7 +76,7 @@ class StackedEngine(SharedFitEngine):
             ConfigError: Something cannot be stacked; the message says what and why.
         """
         trainer = worker.idle_trainer
-        if odd := obstacle_to_shared_fit(trainer):
+        if odd := obstacle_to_loop(trainer):
             raise refusal(*odd)
         if worker.training.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
@@ -89,17 +97,23 @@ class StackedEngine(SharedFitEngine):
         with trainer.precision_plugin.forward_context():
             check_steps(clients, x[:8], y[:8])
 
-    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Run tasks in groups of at most `self.clients` tasks, and yield the results group by group."""
-        arriving = iter(tasks)
-        while taken := list(islice(arriving, self._group_size(worker))):
-            alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
-            if not (taken[0].fit and alike and len(taken) > 1):
-                yield from self._run_one_by_one(worker, taken)
-            elif self._fit:
-                yield from self._run_together(worker, taken)
-            else:
-                yield from self.in_one_fit(worker, partial(list, self._run_together(worker, taken)))
+    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+        """Run tasks in groups of at most `self.clients` tasks. A group is a batch of the round's `Trainer.fit`."""
+        arriving, clients, size = iter(tasks), tasks.clients, self._group_size(worker)
+
+        def run_group(group: Sequence[int]) -> Iterator[UnreadResult]:
+            taken = [next(arriving) for _ in group]
+            together = tasks.fit and len(taken) > 1
+            return self._run_together(worker, taken) if together else self._run_one_by_one(worker, taken)
+
+        groups = [list(clients[start : start + size]) for start in range(0, len(clients), size)]
+        if tasks.fit:
+            self.fit_round(worker, groups, run_group, done)
+            return
+        reader = ResultReader(worker.device, done)
+        for unread in chain.from_iterable(map(run_group, groups)):
+            reader.add(unread)
+        reader.flush()
 
     def _group_size(self, worker: Worker) -> int:
         """Return the maximum number of tasks in a group."""
@@ -108,35 +122,32 @@ class StackedEngine(SharedFitEngine):
         return min(self.clients, max(2, fitting), len(worker.data.shards))
 
     def close(self) -> None:
-        """Release the client modules."""
+        """Release the trainer and the client modules."""
+        super().close()
         self._slots = None
 
-    def _can_share(self, worker: Worker) -> bool:
-        return not obstacle_to_shared_fit(worker.idle_trainer)
+    def _run_one_by_one(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[UnreadResult]:
+        trainer = self.trainer_for(worker) if worker.can_loop else None
+        return (worker.start(task, trainer) for task in tasks)
 
-    def _run_one_by_one(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        fit = self._fit if self._fit and can_share_fit(worker) else None
-        return (worker.run(task, fit) for task in tasks)
-
-    def _run_together(self, worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
-        """Train the clients of several tasks of one round together, and yield their results."""
-        assert self._fit
-        fit = StackedFit(worker, self._fit.trainer, self._slots_for(worker, len(tasks)))
+    def _run_together(self, worker: Worker, tasks: Sequence[Task]) -> Iterator[UnreadResult]:
+        """Train the clients of several tasks of one round together, and return an iterator over their results."""
+        fit = StackedFit(worker, self.trainer_for(worker), self._slots_for(worker, len(tasks)))
+        failed = []
         for task in in_rows(worker, tasks):
             try:
                 fit.start(task)
             except BaseException as error:
-                yield failed_result(task, error)
+                failed.append(unread_result(task, failed_result(task, error)))
         try:
             fit.train()
         except BaseException as error:  # of no client in particular: one by one, each client reports its own error
             if is_interrupt(error):
                 raise
             warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
-            yield from self._run_one_by_one(worker, [client.task for client in fit.clients])
-            return
+            return chain(failed, self._run_one_by_one(worker, [client.task for client in fit.clients]))
         rows = sorted(range(len(fit.clients)), key=lambda row: fit.clients[row].task.client)
-        yield from read_results(map(fit.finish, rows), worker.device)
+        return chain(failed, map(fit.finish, rows))
 
     def _slots_for(self, worker: Worker, count: int) -> StackedSlots | None:
         """Return reusable client modules, if possible those of earlier rounds; None if modules cannot be reset."""

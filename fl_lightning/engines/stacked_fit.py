@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.fit import ClientTrainerView, LocalWork, own_settings
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
@@ -24,7 +25,6 @@ from fl_lightning.core.state_dicts import stack
 from fl_lightning.core.task import Task, failed_result, is_interrupt
 from fl_lightning.data.loaders import Batches, send
 from fl_lightning.engines.client_slot import ClientSlot
-from fl_lightning.engines.shared_fit import own_settings
 from fl_lightning.engines.stacked_optimizer import BlockOptimizer
 from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import (
@@ -38,7 +38,6 @@ from fl_lightning.engines.stacked_step import (
     tensors_of,
     versions,
 )
-from fl_lightning.engines.trainer import ClientTrainerView, LocalWork
 from fl_lightning.engines.unread_result import UnreadResult, unread_result
 from fl_lightning.engines.worker import Worker
 

@@ -15,10 +15,10 @@ import torch
 
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.processor_time import processor_seconds
-from fl_lightning.core.task import Result, failed_result
+from fl_lightning.core.task import Result, Tasks, failed_result
+from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.serialization import Block, SerializedValue, deserialize
-from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit
-from fl_lightning.engines.worker import Fit, Worker
+from fl_lightning.engines.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def is_importable(category: Any) -> bool:
 class TaskServer:
     """Serves requests in a worker process: loads an experiment (`Worker`) and runs tasks.
 
-    Each task is answered at once. All tasks of an experiment share one `Trainer.fit`, as in the sequential engine.
+    Each task is answered at once, and is a round of one client for the sequential engine.
 
     Args:
         trainer: Options that the worker's trainer has in this process.
@@ -100,9 +100,15 @@ class TaskServer:
         Raises:
             Exception: The error that `receive` raises when there are no more requests.
         """
-        while True:
-            request = self._run_tasks(self.worker, receive, answer) if self.worker else receive()
-            answer(SerializedValue(self._load(request)))
+        engine = SequentialEngine()
+        with warnings.catch_warnings(record=True) as shown:
+            while True:
+                request = receive()
+                if request.block and self.worker:
+                    answer(run_task(engine, self.worker, request, shown))
+                else:
+                    answer(SerializedValue(self._load(request)))
+                del request
 
     def _load(self, request: Request) -> Answer:
         try:
@@ -117,51 +123,22 @@ class TaskServer:
         gc.freeze()  # later collections then look only at objects of clients' fits
         return Answer()
 
-    def _run_tasks(
-        self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
-    ) -> Request:
-        """Run the requested tasks until a request brings another experiment (`Worker`), and return this request.
-
-        If possible, all clients are trained in one `Trainer.fit`.
-        """
-
-        def work(fit: Fit | None = None) -> Request:
-            while (request := receive()).block:
-                answer(run_task(worker, request, fit, shown))
-                del request
-                if not fit:
-                    gc.collect()  # a used Trainer is part of a reference cycle with its model
-            return request
-
-        with warnings.catch_warnings(record=True) as shown:
-            return run_shared_fit(worker, work) if shares_fit(worker) else work()
-
-
-def shares_fit(worker: Worker) -> bool:
-    """Return whether the tasks of several clients can share one `Trainer.fit`; False if checking raises an error.
-
-    The cause of the error is then raised when a client is trained in a fit of its own.
-    """
-    try:
-        return can_share_fit(worker)
-    except BaseException:
-        return False
-
 
 def run_task(
-    worker: Worker, request: Request, fit: Fit | None, shown: list[warnings.WarningMessage]
+    engine: SequentialEngine, worker: Worker, request: Request, shown: list[warnings.WarningMessage]
 ) -> SerializedValue:
     """Run the task that a request contains, and return the serialized answer.
 
     Args:
+        engine: Runs the task.
         worker: The worker.
         request: The task.
-        fit: Trains the client, as in `Worker.run`.
         shown: Warnings that were shown. They move into the answer.
     """
-    started = processor_seconds()
+    started, results = processor_seconds(), list[Result]()
     task = deserialize(request.parts, request.block)
-    result = worker.run(task, fit)
+    engine.run(worker, Tasks([task.client], [task], task.fit), results.append)
+    (result,) = results
     seen = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
     shown.clear()
     cause = result.failure.__cause__ if result.failure else None

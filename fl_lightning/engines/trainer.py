@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities import registry
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
@@ -42,15 +37,6 @@ CHATTER = "|".join(
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
-FOR_ALL: dict[str, Any] = {
-    "max_epochs": 1,
-    "max_steps": -1,
-    "limit_train_batches": 1.0,
-    "gradient_clip_val": None,
-    "gradient_clip_algorithm": None,
-}
-"""Trainer options that a shared fit handles per client."""
-
 
 def quiet_trainer(
     options: dict[str, Any], shown: set[str] | None = None, callbacks: Sequence[Callback] = ()
@@ -72,8 +58,8 @@ def quiet_trainer(
     return trainer
 
 
-def obstacle_to_shared_fit(trainer: L.Trainer) -> tuple[str, str] | None:
-    """Return the trainer option that prevents training several clients in one `Trainer.fit`, as `(option, reason)`.
+def obstacle_to_loop(trainer: L.Trainer) -> tuple[str, str] | None:
+    """Return the trainer option that the local loop cannot apply to several clients in one fit, as `(option, reason)`.
 
     Without such an option, the result is None.
     """
@@ -88,58 +74,6 @@ def obstacle_to_shared_fit(trainer: L.Trainer) -> tuple[str, str] | None:
     if not known or plugin.precision == "16-mixed":
         return f"trainer.precision {plugin.precision}", "gradients are scaled for all clients alike"
     return None
-
-
-@dataclass(frozen=True)
-class LocalWork:
-    """The number of training steps of a client in a fit, per epoch and in total.
-
-    Args:
-        per_epoch: Steps in each epoch except possibly the last.
-        steps: Steps in total.
-    """
-
-    per_epoch: int
-    steps: int
-
-    @classmethod
-    def under(cls, trainer: L.Trainer, batches: int) -> LocalWork:
-        """Return a client's number of steps under a trainer's limits, given its number of batches per epoch."""
-        limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
-        bounds = (steps, per_epoch * (-1 if epochs is None else epochs))
-        return cls(per_epoch, min(bound for bound in bounds if bound >= 0))
-
-    @property
-    def epochs(self) -> int:
-        """Number of epochs in the fit; the last one may be incomplete."""
-        return math.ceil(self.steps / self.per_epoch)
-
-    def steps_in(self, epoch: int) -> int:
-        """Return the number of steps in an epoch; epochs are counted from 0."""
-        return max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
-
-
-class ClientTrainerView:
-    """Stand-in for the `trainer` of one client's module, when several clients are trained in one `Trainer.fit`.
-
-    Progress and options such as `max_epochs` are those of the client. The rest is the real trainer's.
-
-    Args:
-        trainer: The trainer that fits several clients.
-        alone: A trainer with the client's own options.
-        work: The number of steps of the client.
-    """
-
-    def __init__(self, trainer: L.Trainer, alone: L.Trainer, work: LocalWork) -> None:
-        self.trainer, self.alone = trainer, alone
-        self.current_epoch = self.global_step = 0
-        self.should_stop = False
-        self.num_training_batches, self.estimated_stepping_batches = work.per_epoch, work.steps
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.alone if name in FOR_ALL else self.trainer, name)
 
 
 @contextmanager
@@ -169,25 +103,16 @@ def limited_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def quiet_lightning(shown: set[str] | None = None) -> Iterator[None]:
-    """Context that suppresses Lightning's messages about short fits, and caches lookups that are repeated in every fit.
-
-    Other warnings are shown once each. Lightning reads the files of every installed package to find plugins, and opens
-    NVIDIA's library to count GPUs.
+    """Context that suppresses Lightning's messages about short fits. Other warnings are shown once each.
 
     Args:
         shown: Texts of warnings that are not shown again. New ones are added. By default those of this context.
     """
     shown = set() if shown is None else shown
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    replaced: list[tuple[dict[str, Any], str, Any]] = [
-        (vars(registry), "entry_points", _entry_points),
-        (vars(torch.cuda), "device_count", _device_count),
-        *((vars(logger), "handlers", [_WARN]) for logger in loggers),  # setLevel would empty the caches of all loggers
-        *((vars(logger), "propagate", False) for logger in loggers),
-    ]
-    before = [(names, name, names[name]) for names, name, _ in replaced]
-    for names, name, value in replaced:
-        names[name] = value
+    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:  # setLevel would empty the caches of all loggers
+        logger.handlers, logger.propagate = [_WARN], False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CHATTER)
@@ -201,8 +126,8 @@ def quiet_lightning(shown: set[str] | None = None) -> Iterator[None]:
             warnings.showwarning = show_once
             yield
     finally:
-        for names, name, value in before:
-            names[name] = value
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
 
 
 class _Warn(logging.Handler):
@@ -213,5 +138,3 @@ class _Warn(logging.Handler):
 
 
 _WARN = _Warn(logging.WARNING)
-_entry_points = functools.cache(entry_points)
-_device_count = functools.cache(torch.cuda.device_count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -75,29 +75,34 @@ def unread_result(task: Task, result: Result, losses: LossRecord | None = None) 
     return UnreadResult(task, result, losses, {name: sums_of(tensors) for name, tensors in sections.items()})
 
 
-def read_results(results: Iterable[UnreadResult], device: torch.device) -> Iterator[Result]:
-    """Yield results after reading their losses from the device. On a GPU, several results are read in one transfer.
+class ResultReader:
+    """Passes results on after reading their losses from the device. On a GPU, several are read in one transfer.
 
-    Results wait until they take `HELD` bytes, because after each transfer the GPU has no work until the next client's
-    first step.
+    Results on a GPU wait until they take `HELD` bytes, because after each transfer the GPU has no work until the next
+    client's first step.
 
     Args:
-        results: The results. They are computed when they are requested.
         device: Where clients train.
+        done: Receives the results.
     """
-    if device.type == "cpu":
-        for one in results:
-            yield from read_together([one])
-        return
-    held: list[UnreadResult] = []
-    size = 0
-    for one in results:
-        held.append(one)
-        size += one.size
-        if size >= HELD:
-            yield from read_together(held)
-            held, size = [], 0
-    yield from read_together(held)
+
+    def __init__(self, device: torch.device, done: Callable[[Result], object]) -> None:
+        self._limit, self._done = 0 if device.type == "cpu" else HELD, done
+        self._held: list[UnreadResult] = []
+        self._size = 0
+
+    def add(self, unread: UnreadResult) -> None:
+        """Add a result."""
+        self._held.append(unread)
+        self._size += unread.size
+        if self._size >= self._limit:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on the results that are waiting."""
+        held, self._held, self._size = self._held, [], 0
+        for result in read_together(held):
+            self._done(result)
 
 
 def read_together(unread: Sequence[UnreadResult]) -> Iterator[Result]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -16,8 +16,11 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.fit import ClientTrainerView, LocalWork, configure_optimizer
+from fl_lightning.client.fit import fit as fit_locally
 from fl_lightning.client.lightning_model import (
     ModelHooks,
     check_lightning_model,
@@ -59,13 +62,11 @@ from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.device import prefers_channels_last
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.scorer import Scorer
-from fl_lightning.engines.trainer import ClientTrainerView, LocalWork, inference, quiet_lightning, quiet_trainer
-from fl_lightning.engines.unread_result import UnreadResult, read_results, unread_result
+from fl_lightning.engines.trainer import inference, obstacle_to_loop, quiet_lightning, quiet_trainer
+from fl_lightning.engines.unread_result import UnreadResult, read_together, unread_result
 from fl_lightning.evaluation.extra_metrics import check_measures
 from fl_lightning.models import NetworkFactory
 from fl_lightning.models.wrapped import build_network, initialise_lazy_layers
-
-Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
 
 
 @dataclass
@@ -258,30 +259,30 @@ class Worker:
             with blame("model"):
                 check_optimizer(own_optimizer(module)[1], trainer, self.keeps_optimizer)
 
-    def run(self, task: Task, fit: Fit | None = None) -> Result:
-        """Run a client's task and return its result. An error becomes part of the result, with client, round and cause.
+    def run(self, task: Task) -> Result:
+        """Run a client's task and return its result. A `Trainer` of its own trains the client.
 
-        Args:
-            task: The task.
-            fit: Trains a client's module and returns its optimizer; by default, a `Trainer` of its own does.
+        An error becomes part of the result, with client, round and cause.
         """
-        return next(read_results([self.start(task, fit)], self.device))
+        return next(read_together([self.start(task)]))
 
-    def start(self, task: Task, fit: Fit | None = None, keep: bool = True) -> UnreadResult:
+    def start(self, task: Task, trainer: L.Trainer | None = None, keep: bool = True) -> UnreadResult:
         """Run a client's task, and return a result whose losses can be read from the training device later.
 
         This avoids waiting for the device after each task. Otherwise it works as `run`.
 
         Args:
             task: The task.
-            fit: As in `run`.
+            trainer: The round's trainer, if the local loop trains the client; `can_loop` is true. By default a
+                `Trainer` of its own trains it.
             keep: Whether the upload is needed when the next task runs. If not, a CPU keeps it in the module's memory.
-                `run` keeps it, since a worker process may send it while the next task runs.
         """
         try:
-            slot = self.modules.intact_slot() if fit else None
+            slot = self.modules.intact_slot() if trainer else None
             module = self.modules.receive(task, slot)
-            optimizer = (fit or self.fit)(module, task) if task.fit else None
+            optimizer = None
+            if task.fit:
+                optimizer = self.loop(module, task, trainer) if trainer else self.fit(module, task)
             if slot:
                 slot.check_weights()
             module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
@@ -292,6 +293,29 @@ class Worker:
             return result
         except BaseException as error:
             return unread_result(task, failed_result(task, error))
+
+    @cached_property
+    def can_loop(self) -> bool:
+        """Whether the local loop can train clients with the same results as `Trainer` fits of their own.
+
+        That is not so if the trainer or the module has parts for one fit, such as callbacks, own hooks or a gradient
+        scaler, or if the model or the optimizer cannot be built: the client's own fit then says why.
+        """
+        try:
+            module = self.modules.build()
+            if type(module) is not ClientModule or module.trains_itself or obstacle_to_loop(self.idle_trainer):
+                return False
+            optimizer, schedules = configure_optimizer(module)
+        except Exception:
+            return False
+        return isinstance(optimizer, torch.optim.Optimizer) and all(isinstance(s, LRScheduler) for s in schedules)
+
+    def loop(self, module: ClientModule, task: Task, trainer: L.Trainer) -> torch.optim.Optimizer:
+        """Train a client's module by the local loop, inside the round's `Trainer.fit`, and return its optimizer."""
+        if not module.shared_weights:  # newly built
+            module.to(self.device).train()
+        data = self.client_data
+        return fit_locally(module, data.batches(task), data.ready_to_train, self.idle_trainer, trainer)
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         """Train a client's module with a new `Trainer`, and return the optimizer that was used."""

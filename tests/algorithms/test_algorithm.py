@@ -11,6 +11,7 @@ from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.callbacks.defaults import by_name
 
 from fl_lightning.algorithms import DriftCorrection, FedAvg, GlobalPeriodReview
+from fl_lightning.algorithms.base import Aggregation
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import Shard
 from fl_lightning.engines import SequentialEngine, StackedEngine
@@ -64,8 +65,13 @@ class GrowingCohort(FedAvg):
     def cohort(self, state, participants, clients):
         return min(clients, participants + int(state["round"]["number"]))
 
-    def aggregate(self, state, uploads):
-        return super().aggregate(state, uploads) | {"round": {"number": state["round"]["number"] + 1}}
+    def aggregation(self, round):
+        return Counting(self, round)
+
+
+class Counting(Aggregation):
+    def finish(self):
+        return super().finish() | {"round": {"number": self.round.before["round"]["number"] + 1}}
 
 
 # --- AlwaysClassThree parts ---
@@ -92,7 +98,7 @@ def test_personal_parts_are_kept_by_the_client_and_never_sent(tmp_path, buffers)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "engine",
-    [lambda _: SequentialEngine(shared_fit=False), lambda _: StackedEngine(), lambda processes: processes],
+    [lambda _: SequentialEngine(local_loop=False), lambda _: StackedEngine(), lambda processes: processes],
     ids=["a fit each", "stacked", "processes"],
 )
 @pytest.mark.parametrize("method", [PersonalHead, AddsSampleCounts, AlwaysClassThree, GrowingCohort])

@@ -7,6 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from aggregation import finish
 from experiments import UNEQUAL, NoDropout, experiment, finished, in_float64, same_bytes
 from fl_lightning.callbacks import ClusterNorms
 from loops import assert_equals_loop, cross_entropy_steps, steps_of
@@ -75,7 +76,7 @@ def after_round(aggregator, before, ends, samples=None, last=None):
         Upload(k, Message({"model/w": w}, {"n_samples": (samples or {}).get(k, 1)})) for k, w in sorted(ends.items())
     ]
     visible = VisibleState(before, lambda k: {"update": last[k]})
-    return before | aggregator.finish(aggregator.fold(iter(uploads)), visible, {})
+    return before | finish(aggregator, uploads, visible)
 
 
 def state_of(clients, **models):

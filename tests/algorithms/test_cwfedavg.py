@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from aggregation import finish
 from experiments import (
     UNEQUAL,
     NormMLP,
@@ -231,7 +232,7 @@ def test_initial_models_equal_explicit_class_models_with_partial_participation(d
         shares = [cw.class_shares(row) for row in counts]
         sent = shares if distribution == "true" else [None] * len(clients)
         uploads = map(upload, clients, models, samples, sent)
-        state |= aggregator.finish(aggregator.fold(uploads), state, {})
+        state |= finish(aggregator, uploads, state)
         truth = [(row / row.sum()).tolist() for row in counts.double()]
         estimates = [by_hand_distribution(model["head.2.weight"]) for model in models]
         by_hand.aggregate(clients, models, samples, truth if distribution == "true" else estimates)
@@ -250,7 +251,7 @@ def test_integer_entries_keep_the_largest_of_the_round():
     for model, batches in zip(models, (4, 9, 6), strict=True):
         model["encoder.num_batches_tracked"] = torch.tensor(batches)
     before = {"model": models[0]} | aggregator.initial(models[0], C)
-    state = before | aggregator.finish([upload(k, model, 3) for k, model in enumerate(models)], before, {})
+    state = before | finish(aggregator, [upload(k, model, 3) for k, model in enumerate(models)], before)
     for model in (state["model"], aggregator.model_for(state, 0), aggregator.model_for(state, 7)):
         assert model["encoder.num_batches_tracked"].dtype == torch.int64
         assert model["encoder.num_batches_tracked"].item() == 9
@@ -266,7 +267,7 @@ def test_theorem_1_uniform_classes_make_every_model_fedavgs(distribution):
     before = {"model": models[0]} | aggregator.initial(models[0], C)
     uniform = torch.full((C,), 1 / C) if distribution == "true" else None
     uploads = [upload(k, model, n, uniform) for k, (model, n) in enumerate(zip(models, samples, strict=True))]
-    state = before | aggregator.finish(uploads, before, {})
+    state = before | finish(aggregator, uploads, before)
     mean = mixed([n / sum(samples) for n in samples], models)
     for j in range(C):
         assert_equals({name: value[j] for name, value in cw.class_models(state).items()}, mean)
@@ -292,7 +293,7 @@ def state_of(clients, shape=(37, 21)):
         drawn = {n: torch.randn(s, generator=generator_from(k), dtype=torch.float64) for n, s in sizes.items()}
         models.append(drawn | {"encoder.steps": torch.tensor(k)})
     before = {"model": models[0]} | ClassWise().initial(models[0], C)
-    return before | ClassWise().finish([upload(7 * k, model, k + 1) for k, model in enumerate(models)], before, {})
+    return before | finish(ClassWise(), [upload(7 * k, model, k + 1) for k, model in enumerate(models)], before)
 
 
 @pytest.mark.parametrize(("clients", "rows"), [(1, 3), (C, 16), (C + 1, 3), (40, 1), (40, 16)])

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from aggregation import finish
 from experiments import (
     UNEQUAL,
     NormMLP,
@@ -77,7 +78,7 @@ def test_the_server_records_the_last_participants_and_all_participants():
     before = {"heard": {"last": torch.zeros(4, dtype=torch.bool), "ever": torch.tensor([True, False, False, False])}}
     uploads = (Upload(k, Message({}, {"n_samples": 1})) for k in (1, 3))
     notes = LastUploads()
-    after = notes.finish(notes.fold(uploads), before, {})["heard"]
+    after = finish(notes, uploads, before)["heard"]
     assert after["last"].tolist() == [False, True, False, True]
     assert after["ever"].tolist() == [True, True, False, True]
     assert before["heard"]["ever"].tolist() == [True, False, False, False]

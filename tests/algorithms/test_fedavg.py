@@ -14,6 +14,7 @@ from experiments import (
     experiment,
     finished,
     in_float64,
+    record_rounds,
     same_bytes,
     untimed,
     weights_after,
@@ -89,15 +90,9 @@ def test_one_full_batch_step_of_all_clients_is_one_step_on_all_data(tmp_path):
 
 def test_uniform_weighting_is_the_plain_mean(tmp_path):
     run = experiment(tmp_path, FedAvg(weighting="uniform"), rounds=1)
-    seen = []
-    aggregate = run.algorithm.aggregate
-
-    def watch(state, uploads):
-        seen.extend(uploads)
-        return aggregate(state, seen)
-
-    run.algorithm.aggregate = watch
+    rounds = record_rounds(run)
     run.fit()
+    ((_, seen, _),) = rounds
     for name, value in run.state["model"].items():
         mean = torch.stack([u.message.section("model")[name].double() for u in seen]).mean(dim=0)
         torch.testing.assert_close(value.double(), mean, rtol=0, atol=1e-7)

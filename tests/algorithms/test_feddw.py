@@ -19,6 +19,7 @@ from fl_lightning.client.knowledge import class_sums
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.models import MLP, Head
 
 pytestmark = pytest.mark.numeric
@@ -244,7 +245,7 @@ def test_reference_averages_over_all_rounds_and_with_the_old_matrix():
     expected = reference_by_hand([list(zip(v.tolist(), n.tolist(), strict=True)) for v, n in rounds])
     state = piece.initial(C)
     for (local, counts), omega in zip(rounds, expected, strict=True):
-        state = piece.merge(state, uploads(local, counts))
+        state = piece.merge(state, uploads(local, counts), Round(1, {}))
         torch.testing.assert_close(state["values"], omega)
         torch.testing.assert_close(state["values"].sum(dim=1), torch.ones(C))
     assert torch.equal(state["values"][NEVER], torch.eye(C)[NEVER])

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from aggregation import finish
 from experiments import (
     UNEQUAL,
     NormMLP,
@@ -200,7 +201,7 @@ def test_benefits_are_added_to_the_clients_row_of_affinities():
     for _ in range(2):
         found = {"peer": torch.tensor([0, 3]), "worth": torch.tensor([0.5, -2.0], dtype=torch.float64)}
         upload = Upload(1, Message.pack({fomo.AFFINITY: found}, n_samples=3))
-        after = fomo.Affinities().finish(fomo.Affinities().fold([upload]), after, {})
+        after = finish(fomo.Affinities(), [upload], after)
     assert after[fomo.AFFINITY]["matrix"][1].tolist() == [1.0, 1.0, 0.0, -4.0]
     assert torch.equal(after[fomo.AFFINITY]["matrix"][[0, 2, 3]], start[[0, 2, 3]])
     assert after[fomo.AFFINITY]["trained"].tolist() == [False, True, False, False]

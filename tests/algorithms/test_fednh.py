@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from aggregation import finish
 from experiments import UNEQUAL, NormMLP, descend, finished, full_batch, in_float64, same_bytes, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,11 +66,9 @@ def test_aggregation_equals_a_loop_over_classes_and_clients(clients, rho, data):
     before = {"model": {"w": torch.tensor(0.0), "head.weight": unit_vectors(C, D)}}
     weights = [float(k) for k in range(clients)]
     aggregator = PrototypeAveraging(rho)
-    folded = aggregator.fold(
-        upload(k, v, n, w) for k, (v, n, w) in enumerate(zip(values, counts, weights, strict=True))
-    )
+    uploads = [upload(k, v, n, w) for k, (v, n, w) in enumerate(zip(values, counts, weights, strict=True))]
     kept = before["model"]["head.weight"].clone()
-    after = aggregator.finish(folded, before, {})["model"]
+    after = finish(aggregator, uploads, before)["model"]
     assert torch.equal(before["model"]["head.weight"], kept)
     assert after["w"].item() == pytest.approx(sum(weights) / clients)  # a plain mean, whatever the samples
     for c in range(C):

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import Centroids, FedPAC, FedRep
 from fl_lightning.algorithms.personalized.fedpac import collaboration_weights, feature_statistics, simplex_minimum
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.round import Round
 
 
 def statistics_by_hand(features, labels, classes=10):
@@ -105,10 +106,10 @@ def test_centroids_are_means_over_all_samples_and_stay_where_there_are_none():
         return Upload(client, Message.pack({"centroids": section}))
 
     one, other = upload(0, [[2.0], [0.0], [0.0]], [2.0, 0, 0]), upload(1, [[8.0], [3.0], [0.0]], [2.0, 1, 0])
-    first = piece.merge({}, [one, other])
+    first = piece.merge({}, [one, other], Round(1, {}))
     assert first["values"].tolist() == [[2.5], [3.0], [0.0]]
     assert first["known"].tolist() == [True, True, False]
-    second = piece.merge(first, [upload(2, [[0.0], [4.0], [6.0]], [0.0, 1, 1])])
+    second = piece.merge(first, [upload(2, [[0.0], [4.0], [6.0]], [0.0, 1, 1])], Round(2, {}))
     assert second["values"].tolist() == [[2.5], [4.0], [6.0]]
     assert second["known"].all()
 

@@ -13,6 +13,7 @@ from fl_lightning.algorithms.personalized import fedproto as fp
 from fl_lightning.client.knowledge import mean_over_holders
 from fl_lightning.client.module import Step
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -35,7 +36,7 @@ def test_prototypes_are_the_mean_over_clients_that_hold_the_class(clients):
     held = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)[:clients]
     previous = {"values": torch.randn(C, WIDTH), "known": torch.tensor([True, False, True, False])}
     for before in ({}, previous):
-        merged = Prototypes().merge(before, uploads(local, held))
+        merged = Prototypes().merge(before, uploads(local, held), Round(1, {}))
         for c in range(C):
             owned = [local[k, c] for k in range(clients) if held[k, c]]
             old = before["values"][c] if before else torch.zeros(WIDTH)

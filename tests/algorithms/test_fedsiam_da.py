@@ -7,6 +7,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
+from aggregation import finish
 from experiments import (
     UNEQUAL,
     NormMLP,
@@ -388,7 +389,7 @@ def test_eq16_averages_batchnorm_statistics_that_are_not_in_the_cosine():
     flat = [torch.cat([p.detach().double().flatten() for p in model.parameters()]) for model in models]
     xi, states = by_hand_xi(flat), [model.state_dict() for model in models]
     aggregator = DualAggregation()
-    result = aggregator.finish(aggregator.fold(iter(uploads(states, [1, 50, 9]))), {}, {})
+    result = finish(aggregator, uploads(states, [1, 50, 9]))
     assert result["weights"]["value"].tolist() == pytest.approx(xi, rel=1e-9)
     assert result["weights"]["client"].tolist() == [0, 1, 2]
     for name, value in result["model"].items():

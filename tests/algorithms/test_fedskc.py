@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from aggregation import aggregate, finish
 from experiments import UNEQUAL, descend, experiment, in_float64, samples_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,7 @@ from fl_lightning.client.knowledge import class_sums
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.round import Round
 
 pytestmark = pytest.mark.numeric
 
@@ -99,12 +101,12 @@ def test_a_class_without_holders_keeps_its_last_knowledge():
     piece = StructuralKnowledge()
     previous = {"values": torch.randn(C, C), "known": torch.tensor([True] * (C - 1) + [False])}
     local, held = knowledge(2, holders=[[False, True, True, True, False]] * 2)
-    merged = piece.merge(previous, [upload(k, {}, local[k], held[k], 1) for k in range(2)])
+    merged = piece.merge(previous, [upload(k, {}, local[k], held[k], 1) for k in range(2)], Round(1, {}))
     assert torch.equal(merged["values"][0], previous["values"][0])
     assert not torch.equal(merged["values"][1], previous["values"][1])
     assert merged["known"].tolist() == [True] * (C - 1) + [False]
-    forgetful = ReferenceKnowledge()
-    assert forgetful.merge(previous, [upload(0, {}, local[0], held[0], 1)])["known"].tolist() == held[0].tolist()
+    forgetful = ReferenceKnowledge().merge(previous, [upload(0, {}, local[0], held[0], 1)], Round(1, {}))
+    assert forgetful["known"].tolist() == held[0].tolist()
 
 
 # --- Eq. 2 and 3: LCL ---
@@ -259,8 +261,8 @@ def test_gda_averages_every_floating_point_entry_by_eq4():
     models = [{"w": torch.randn(2), "mean": torch.randn(1), "steps": torch.tensor(k)} for k in (4, 9, 6)]
     uploads = [upload(k, models[k], local[k], held[k], 2 + k) for k in range(3)]
     aggregator = GlobalDiscrepancy(gda_scale="share")
-    merged = aggregator.structural.merge(aggregator.structural.initial(C), uploads)
-    result = aggregator.finish(aggregator.fold(iter(uploads)), {}, {"structural": merged})["model"]
+    merged = aggregator.structural.merge(aggregator.structural.initial(C), uploads, Round(1, {}))
+    result = finish(aggregator, uploads, {}, {"structural": merged})["model"]
     gates = []
     for k in range(3):
         distances = [
@@ -309,9 +311,9 @@ def reviewed(review, beta, growth=2.0, before_known=True):
     models = [{"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([3.0, 4.0])}]
     uploads = [upload(k, models[k], local[k], held[k], 1) for k in range(2)]
     aggregator = GlobalPeriodReview(beta=beta, review=review)
-    merged = aggregator.structural.merge(last, uploads)
+    merged = aggregator.structural.merge(last, uploads, Round(1, {}))
     before = {"model": {"w": LAST}, "structural": last}
-    return aggregator.finish(aggregator.fold(iter(uploads)), before, {"structural": merged})["model"]["w"]
+    return finish(aggregator, uploads, before, {"structural": merged})["model"]["w"]
 
 
 @pytest.mark.parametrize("growth", [0.25, 1.0, 3.0, 60.0])  # ratios -0.75, 0, 2 and 59
@@ -506,7 +508,7 @@ def test_reference_server_over_rounds_whose_classes_change():
         local = local * round
         models = [torch.randn(3) for _ in range(3)]
         uploads = [upload(k, {"w": models[k]}, local[k], held[k], samples[k]) for k in range(3)]
-        state = method.aggregate(state, iter(uploads))
+        state = aggregate(method, state, uploads)
         merged, known = brute_force_global(local, held, 1)
         variance = variances(merged, known, unbiased=True)
         mean = [sum(samples[k] * float(models[k][i]) for k in range(3)) / sum(samples) for i in range(3)]

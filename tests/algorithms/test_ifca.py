@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from aggregation import finish
 from experiments import (
     UNEQUAL,
     NoDropout,
@@ -144,7 +145,7 @@ def test_each_cluster_is_the_mean_of_its_members():
 
     means = ClusterMeans("samples", ["a."])
     uploads = [upload(0, 1, 1.0, 2), upload(3, 3, 5.0, 2), upload(4, 4, 8.0, 0)]
-    state = means.finish(means.fold(iter(uploads)), {}, {})
+    state = finish(means, uploads)
     assert state.keys() == {"model", "choices", "cluster_0", "cluster_2"}
     assert state["model"]["a.w"].tolist() == [6.0, 6.0]
     assert state["cluster_2"].keys() == {"b.w"}
@@ -152,7 +153,7 @@ def test_each_cluster_is_the_mean_of_its_members():
     assert state["cluster_0"]["b.w"].tolist() == [8.0, 8.0]
     assert state["choices"]["cluster"].tolist() == [2, 2, 0]
     plain = ClusterMeans("uniform")
-    assert plain.finish(plain.fold(uploads), {}, {})["cluster_2"]["b.w"].tolist() == [3.0, 3.0]
+    assert finish(plain, uploads)["cluster_2"]["b.w"].tolist() == [3.0, 3.0]
 
 
 def test_shared_layers_are_sent_once(tmp_path):

@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+from aggregation import aggregate
 from experiments import SGD, UNEQUAL, NoDropout, NormMLP, client_series, experiment, finished, in_float64, same_bytes
 from loops import assert_clients_equal_loop, cross_entropy_steps, steps_of
 from torch.nn import functional as F
@@ -77,11 +78,9 @@ def test_nothing_is_sent_and_there_is_no_global_model(tmp_path):
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["comm/total_up_bytes"] == 0
 
 
-def test_aggregation_waits_for_all_clients():
-    seen = []
+def test_aggregation_ignores_the_uploads():
     state = {"model": {}}
-    assert Local().aggregate(state, (seen.append(k) for k in range(3))) == state
-    assert seen == [0, 1, 2]
+    assert aggregate(Local(), state, [None, None]) == state
 
 
 def test_loss_terms_with_shared_knowledge_are_refused():

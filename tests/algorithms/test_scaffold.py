@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from aggregation import aggregate
 from experiments import UNEQUAL, NormMLP, assert_near, experiment, in_float64, same_bytes, weights_after
 from loops import assert_equals_loop, steps_of
 from servers import mean_of, watched
@@ -102,8 +103,8 @@ def test_weights_are_averaged_over_uploads_and_controls_over_all_clients(arrived
         control = {name: torch.randn_like(value) for name, value in state["control"].items()}
         uploads.append(Upload(client, Message.pack({"model": model, "control": control}, n_samples=10 + client)))
     seen, fold = [], method.aggregator.fold
-    method.aggregator.fold = lambda arriving: fold(seen.append(upload.message) or upload for upload in arriving)
-    after = method.aggregate(state, iter(uploads))
+    method.aggregator.fold = lambda folded, upload: fold(folded, seen.append(upload.message) or upload)
+    after = aggregate(method, state, uploads)
     assert len(seen) == arrived
     assert not any(message.section("control") for message in seen)  # controls are added as they arrive
     for name, value in state["model"].items():

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import UNEQUAL, NormMLP, descend, experiment, finished, in_float64, same_bytes
+from experiments import UNEQUAL, NormMLP, descend, experiment, finished, in_float64, record_rounds, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import assert_equals_loop, steps_of
@@ -19,6 +19,7 @@ from fl_lightning.algorithms import UAPDFL, FedAvg, UnitAlignment, UnitRepresent
 from fl_lightning.algorithms.decentralized import ua_pdfl as ua
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.message import Message, Upload, tensors_to_message, unbundle
+from fl_lightning.core.round import Round
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import Digits, Partition, Scenario
 from fl_lightning.engines import Task
@@ -160,7 +161,8 @@ def test_the_average_is_over_the_client_and_its_peers_or_in_the_reference_over_p
     heard = [Upload(k - 1, message) for k, message in enumerate(messages)]
     features = [message.section("unit")["features"].tolist() for message in messages]
     samples = [message.numbers["n_samples"] for message in messages]
-    plain, reference = (UnitRepresentation(reference=r).merge({}, heard)["average"] for r in (False, True))
+    pieces = (UnitRepresentation(reference=reference) for reference in (False, True))
+    plain, reference = (piece.merge({}, heard, Round(1, {}))["average"] for piece in pieces)
     for i in range(3):
         assert plain[i].item() == pytest.approx(sum(f[i] for f in features) / len(features), rel=1e-5, abs=1e-6)
         total = sum(n * f[i] for n, f in zip(samples[1:], features[1:], strict=True))
@@ -170,8 +172,8 @@ def test_the_average_is_over_the_client_and_its_peers_or_in_the_reference_over_p
 def test_without_peers_the_average_is_the_clients_own_or_in_the_reference_missing():
     own = publication(OWN, 5)
     alone = [Upload(-1, own)]
-    assert torch.equal(UnitRepresentation().merge({}, alone)["average"], own.section("unit")["features"])
-    assert UnitRepresentation(reference=True).merge({}, alone) == {}
+    assert torch.equal(UnitRepresentation().merge({}, alone, Round(1, {}))["average"], own.section("unit")["features"])
+    assert UnitRepresentation(reference=True).merge({}, alone, Round(1, {})) == {}
 
 
 @pytest.mark.parametrize("preset", ["paper", "reference"])
@@ -267,14 +269,9 @@ def test_the_term_is_zero_without_an_average(reference):
 @pytest.mark.parametrize("reference", [False, True])
 def test_alignment_works_with_a_server(tmp_path, reference):
     run = experiment(tmp_path, FedAvg(loss_terms=[UnitAlignment(0.5, reference=reference)]), rounds=2)
-    heard, aggregate = [], run.algorithm.aggregate
-
-    def watch(state, uploads):
-        heard.append(uploads := list(uploads))
-        return aggregate(state, uploads)
-
-    run.algorithm.aggregate = watch
+    rounds = record_rounds(run)
     run.fit()
+    heard = [uploads for _, uploads, _ in rounds]
     weights = [upload.n_samples if reference else 1 for upload in heard[1]]
     features = [upload.message.section("unit")["features"] for upload in heard[1]]
     expected = sum(n * f for n, f in zip(weights, features, strict=True)) / sum(weights)

@@ -446,9 +446,9 @@ def test_a_users_loss_term_may_become_active_later(tmp_path):
 class OwnAggregator(WeightedMean):
     """Records weights without declaring it."""
 
-    def finish(self, folded, before, knowledge):
+    def finish(self, folded, round, knowledge):
         weights = {"client": torch.tensor([0, 1]), "value": torch.tensor([0.25, 0.75])}
-        return super().finish(folded, before, knowledge) | {"weights": weights}
+        return super().finish(folded, round, knowledge) | {"weights": weights}
 
 
 def test_a_users_aggregator_may_have_weights_or_none(tmp_path):

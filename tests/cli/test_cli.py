@@ -404,8 +404,8 @@ class Term(LossTerm):
 
 
 class Method(FedAvg):
-    def aggregate(self, state, uploads):
-        list(uploads)
+    def aggregation(self, round):
+        # the name is not there
         return {}["model"]  # line 14
 
 
@@ -572,8 +572,8 @@ BROKEN = """
 from fl_lightning.algorithms import FedAvg
 
 class Broken(FedAvg):
-    def aggregate(self, state, uploads):
-        list(uploads)
+    def aggregation(self, round):
+        # before a client trains
         raise {error}
 """
 
@@ -610,7 +610,7 @@ def test_code_that_exits_inside_a_run_fails_it(error, here, monkeypatch):
     outcome = run(*broken(here, monkeypatch, error), "--run_dir", "run")
     assert outcome.code == 1
     assert outcome.err == (
-        f"fl-lightning: error: {error} was raised in {here / 'broken.py'}, line 7 (aggregate) before the command had "
+        f"fl-lightning: error: {error} was raised in {here / 'broken.py'}, line 7 (aggregation) before the command had "
         "finished\n"
     )
     assert not Path("run/final").exists()

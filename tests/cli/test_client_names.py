@@ -20,10 +20,10 @@ from fl_lightning.analysis.summary_tables import clients_table, last_metrics
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.message import Message
 from fl_lightning.core.names import Names
-from fl_lightning.core.task import Task, failed_result
+from fl_lightning.core.task import Task, Tasks, failed_result
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.engines.evaluator import successful_results
+from fl_lightning.engines.evaluator import results_of
 from fl_lightning.loggers.collection import named_key
 from fl_lightning.runs.csv_reader import read_rows
 from fl_lightning.runs.metrics_csv import ClientsCsv
@@ -148,8 +148,9 @@ def test_the_message_about_a_failed_client_has_its_name(folder: Path) -> None:
 def test_a_failed_evaluation_has_the_name_of_the_client() -> None:
     failed = failed_result(Task(3, 1, Message(), {}), RuntimeError("no batch"))
     worker: Any = SimpleNamespace(data=SimpleNamespace(names=Names(["north", "south"])))
+    engine: Any = SimpleNamespace(run=lambda worker, tasks, done: done(failed))
     with pytest.raises(ClientFailure, match=r"client 1 \(south\), round 3: RuntimeError: no batch"):
-        list(successful_results(worker, [failed], [1]))
+        results_of(engine, worker, Tasks([1], []))
 
 
 def test_the_column_of_names_of_older_runs_is_read(tmp_path: Path) -> None:

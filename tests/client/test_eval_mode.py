@@ -30,7 +30,7 @@ class EvalDropout(Classifier):
         self.body.eval()
 
 
-ENGINES = [SequentialEngine(shared_fit=False), SequentialEngine(), StackedEngine(), ProcessesEngine(2)]
+ENGINES = [SequentialEngine(local_loop=False), SequentialEngine(), StackedEngine(), ProcessesEngine(2)]
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ WITH_HEAD = partial(FromModule, module=f"{__name__}.Net", head="fc")
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("model", [Net, TakesAll, WITH_HEAD, OwnBackbone])
-@pytest.mark.parametrize("engine", [SequentialEngine(), SequentialEngine(shared_fit=False)])
+@pytest.mark.parametrize("engine", [SequentialEngine(), SequentialEngine(local_loop=False)])
 @pytest.mark.fast_cases(4)
 def test_fedavg_equals_a_loop_bit_for_bit(engine, model, named, tmp_path):
     run = own(tmp_path, model, named=named, engine=engine)

@@ -11,8 +11,8 @@ from fl_lightning.cli.catalogue import classes
 
 
 class OwnFold(WeightedMean):
-    def fold(self, uploads):
-        return super().fold(uploads)
+    def fold(self, folded, upload):
+        super().fold(folded, upload)
 
 
 class Declares(OwnFold):

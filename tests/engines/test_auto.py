@@ -6,6 +6,7 @@ import pytest
 from experiments import experiment, same_bytes
 from fl_lightning.callbacks import RoundProgress
 from rich.console import Console
+from task_runners import run_tasks
 
 from fl_lightning.algorithms import UAPDFL, FedSiamDA
 from fl_lightning.core.errors import ConfigError
@@ -86,7 +87,7 @@ def test_processes_are_tried_where_they_can_save_twice_their_start(tmp_path, tim
     run = experiment(tmp_path, engine="auto", rounds=1)
     run._build()
     run.engine.fits = 1000  # of 10 ms: ten seconds
-    run.engine.run(run.worker, [run.server.task(1, 0, run.server.download(1, 0))])
+    run_tasks(run.engine, run.worker, [run.server.task(1, 0, run.server.download(1, 0))])
     assert ProcessesEngine not in {engine for engine, _ in tried}
     again = AutoEngine()
     cases = {(2, 3100): False, (2, 3300): True, (4, 2100): False, (4, 2200): True, (1, 10**6): False}

@@ -187,7 +187,7 @@ def test_what_clients_train_is_what_they_train_without(tmp_path):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "engine",
-    [lambda _: SequentialEngine(shared_fit=False), lambda processes: processes, lambda _: AutoEngine(1)],
+    [lambda _: SequentialEngine(local_loop=False), lambda processes: processes, lambda _: AutoEngine(1)],
     ids=["alone", "processes", "auto"],
 )
 def test_every_engine_gives_the_same(tmp_path, engine, processes):

@@ -8,11 +8,12 @@ import torch
 from experiments import NormMLP, experiment, publish, same_bytes, task_of_round
 from fl_lightning.callbacks import RoundCallback
 from methods import METHODS, assert_same_run
-from task_runners import run_tasks
+from task_runners import run_tasks, tasks_in
 from test_module_copier import everything
 from torch import nn
 
 from fl_lightning.algorithms import CwFedAvg, FedAvg, FedPer, WeightedMean
+from fl_lightning.algorithms.aggregators import fold_all
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.flat_tensors import as_flat
 from fl_lightning.engines import SequentialEngine, Worker
@@ -193,11 +194,16 @@ class Gathered(WeightedMean):
 
     only_averages = False
 
-    def fold(self, uploads):
-        held = list(uploads)
-        copies = [{name: value.clone() for name, value in upload.message.section("model").items()} for upload in held]
-        assert all(same_bytes(u.message.section("model"), one) for u, one in zip(held, copies, strict=True))
-        return super().fold(held)
+    def begin(self, round):
+        return []
+
+    def fold(self, folded, upload):
+        model = upload.message.section("model")
+        folded.append((upload, {name: value.clone() for name, value in model.items()}))
+
+    def finish(self, folded, round, knowledge):
+        assert all(same_bytes(upload.message.section("model"), copied) for upload, copied in folded)
+        return super().finish(fold_all(WeightedMean(), [upload for upload, _ in folded], round), round, knowledge)
 
 
 @pytest.mark.parametrize("evaluate", [False, True])
@@ -207,14 +213,12 @@ def test_an_upload_keeps_its_numbers_when_the_next_client_trains(tmp_path, evalu
     tasks = [task_of_round(run, 1, client) for client in (0, 1, 2)]
     tasks = [type(task)(**{**vars(task), "evaluate": evaluate}) for task in tasks]
     held = []
-    engine = SequentialEngine()
 
-    def work():
-        for result in engine.run(worker, tasks):
-            state = result.upload.section("model")
-            held.append((state, {name: value.clone() for name, value in state.items()}))
+    def done(result):
+        state = result.upload.section("model")
+        held.append((state, {name: value.clone() for name, value in state.items()}))
 
-    engine.in_one_fit(worker, work)
+    SequentialEngine().run(worker, tasks_in(tasks), done)
     assert all(as_flat(state) for state, _ in held)
     assert all(same_bytes(state, copied) for state, copied in held)
     assert not same_bytes(held[0][0], held[1][0])

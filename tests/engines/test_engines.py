@@ -43,24 +43,27 @@ def test_results_are_put_in_client_order():
         def __init__(self, client):
             self.client = client
 
-    arriving = (Item(client) for client in (7, 2, 9, 4))
-    assert [item.client for item in in_client_order(arriving, [2, 4, 7, 9])] == [2, 4, 7, 9]
+    arrived = []
+    arrive = in_client_order([2, 4, 7, 9], lambda item: arrived.append(item.client))
+    seen = [(arrive(Item(client)), list(arrived))[1] for client in (7, 2, 9, 4)]
+    assert seen == [[], [2], [2], [2, 4, 7, 9]]
 
 
 def test_uploads_are_folded_as_they_arrive(tmp_path):
     events = []
 
     class Watched(Engine):
-        def run(self, worker, tasks):
+        def run(self, worker, tasks, done):
             for task in tasks:
                 events.append(("fit", task.client))
-                yield worker.run(task)
+                done(worker.run(task))
 
     run = experiment(tmp_path, engine=Watched(), rounds=1)
     fold = run.algorithm.aggregator.fold
 
-    def watch(uploads):
-        return fold((events.append(("fold", u.client)), u)[1] for u in uploads)
+    def watch(folded, upload):
+        events.append(("fold", upload.client))
+        fold(folded, upload)
 
     run.algorithm.aggregator.fold = watch
     run.fit()
@@ -73,7 +76,7 @@ class Breaks(SequentialEngine):
 
     closed = 0
 
-    def run(self, worker, tasks):
+    def run(self, worker, tasks, done):
         raise ConfigError("engine: it is broken")
 
     def close(self):

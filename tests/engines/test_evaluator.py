@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import Aggregator, Algorithm, CwFedAvg, FedAvg, FedPer, FedSiamDA, WeightedMean
 from fl_lightning.core.objectives import Classification, MultiLabel, Regression
+from fl_lightning.core.task import Tasks
 from fl_lightning.engines import Engine, SequentialEngine, Task
 from fl_lightning.engines.evaluator import evaluate_clients, sends_one_model
 from fl_lightning.evaluation.evaluation import Evaluation, evaluate, evaluate_each
@@ -62,16 +63,16 @@ class Watched(SequentialEngine):
     """One after another; notes whose tasks it is given."""
 
     def __init__(self) -> None:
-        super().__init__(shared_fit=False)
+        super().__init__(local_loop=False)
         self.given: list[int] = []
 
-    def run(self, worker: Any, tasks: Any) -> Any:
+    def run(self, worker: Any, tasks: Any, done: Any) -> None:
         def noted() -> Any:
             for task in tasks:
                 self.given.append(task.client)
                 yield task
 
-        return super().run(worker, noted())
+        super().run(worker, Tasks(tasks.clients, noted(), tasks.fit), done)
 
 
 def after(tmp_path: Any, algorithm: Any, rounds: int = 2, **options: Any) -> Any:
@@ -321,17 +322,17 @@ def test_tasks_are_made_one_at_a_time_and_only_those_that_are_needed(tmp_path: A
     events = []
 
     class Noting(Engine):
-        def run(self, worker: Any, tasks: Any) -> Any:
+        def run(self, worker: Any, tasks: Any, done: Any) -> None:
             for task in tasks:
                 events.append(("given", task.client))
-                yield worker.run(task)
+                done(worker.run(task))
 
     def making(clients: Any) -> Any:
         for client in clients:
             events.append(("made", client))
             yield from tasks_of(run, [client])
 
-    results = list(evaluate_clients(Noting(), run.worker, range(6), run.memory, making))
+    results = evaluate_clients(Noting(), run.worker, range(6), run.memory, making)
     assert [result.client for result in results] == list(range(6))
     alone = [client for client in range(6) if algorithm is CwFedAvg or run.memory.get(client)]
     together = [client for client in range(6) if client not in alone]

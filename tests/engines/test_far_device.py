@@ -13,6 +13,7 @@ from experiments import experiment, same_bytes, task_of_round
 from far_device import FAR, FarAccelerator, FarDevice, FarTensor
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from methods import METHODS, assert_same_run
+from task_runners import run_tasks
 from torch import nn
 
 from fl_lightning.algorithms import (
@@ -25,6 +26,7 @@ from fl_lightning.algorithms import (
     GlobalPeriodReview,
     WeightedMean,
 )
+from fl_lightning.algorithms.base import Aggregation
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.state_dicts import RunningMean, first_non_finite
 from fl_lightning.data import loaders
@@ -117,7 +119,7 @@ class ConvNet(nn.Sequential):
 
 
 OPTIONS = {
-    "own fits": {"engine": SequentialEngine(shared_fit=False)},
+    "own fits": {"engine": SequentialEngine(local_loop=False)},
     "half": {"trainer": {"precision": "bf16-true"}},
     "clipped": {"trainer": {"gradient_clip_val": 0.5}},
     "channels last": {"channels_last": True, "model": ConvNet},
@@ -190,7 +192,7 @@ def transfers(tmp_path: Path, method: Any, **options: Any) -> tuple[int, FarDevi
 
 ENGINES = {
     "shared fits": SequentialEngine(),
-    "own fits": SequentialEngine(shared_fit=False),
+    "own fits": SequentialEngine(local_loop=False),
     "stacked": StackedEngine(),
 }
 
@@ -250,17 +252,13 @@ def test_failures_are_the_same_when_results_are_read_together(tmp_path: Path, mo
             tasks = [task_of_round(run, 1, client) for client in range(3)]
             spoilt = {name: value * torch.nan for name, value in tasks[1].download.section("model").items()}
             tasks[1] = replace(tasks[1], download=device.Message.pack({"model": spoilt}))
-            results = run.engine.in_one_fit(run.worker, partial(many, run, tasks))
+            results = run_tasks(run.engine, run.worker, tasks)
         outcomes.append([(one.client, one.losses, str(one.failure)) for one in results])
         if far:
             assert there.waits["state_dicts.read_numbers"] == (3 if held == 1 else 1)
     assert outcomes[0] == outcomes[1]
     assert [bool(losses) for _, losses, _ in outcomes[1]] == [True, False, True]
     assert "loss term 'ce' is NaN or Inf" in outcomes[1][1][2]
-
-
-def many(run: Any, tasks: list[Any]) -> list[Any]:
-    return list(run.engine.run(run.worker, tasks))
 
 
 def test_a_copy_to_a_gpu_is_pinned_and_does_not_block(monkeypatch: Any) -> None:
@@ -294,18 +292,14 @@ class OwnFold(WeightedMean):
         super().__init__()
         self.seen = seen
 
-    def fold(self, uploads):
-        def looked_at():
-            for upload in uploads:
-                self.seen.look("fold", upload.message.section("model"))
-                yield upload
-
-        return super().fold(looked_at())
+    def fold(self, folded, upload):
+        self.seen.look("fold", upload.message.section("model"))
+        super().fold(folded, upload)
 
 
 class OwnReview(GlobalPeriodReview):
-    def fold(self, uploads):
-        return super().fold(list(uploads))
+    def fold(self, folded, upload):
+        super().fold(folded, upload)
 
 
 class Watching(FedAvg):
@@ -328,10 +322,14 @@ class OwnMemory(Watching):
 
 
 class OwnAggregate(Watching):
-    def aggregate(self, state, uploads):
-        uploads = list(uploads)
-        self.seen.look("aggregate", uploads[0].message.section("model"))
-        return super().aggregate(state, uploads)
+    def aggregation(self, round):
+        return LookingAggregation(self, round)
+
+
+class LookingAggregation(Aggregation):
+    def add(self, upload):
+        self.algorithm.seen.look("aggregate", upload.message.section("model"))
+        super().add(upload)
 
 
 class OwnStart(Watching):
@@ -393,7 +391,7 @@ def test_answers_to_other_processes_are_on_the_cpu(tmp_path: Path) -> None:
         here = run.worker.run(task)
         assert {type(value) for value in here.upload.tensors.values()} == {FarTensor}
         request = Request(SerializedValue(task).parts, None)
-        answer = deserialize(run_task(run.worker, request, None, []).parts)
+        answer = deserialize(run_task(SequentialEngine(), run.worker, request, []).parts)
         assert {type(value) for value in answer.result.upload.tensors.values()} == {torch.Tensor}
         assert same_bytes(answer.result.upload.tensors, here.upload.on_cpu().tensors)
 

@@ -150,7 +150,7 @@ def waiting_in(mode: Waits) -> set[str]:
 
 def trains(shared: bool, **options: Any) -> dict[str, Any]:
     return {
-        "engine": SequentialEngine(shared),
+        "engine": SequentialEngine(local_loop=shared),
         "trainer": {"accelerator": "cpu", "max_epochs": 1, **options},
     }
 
@@ -190,7 +190,7 @@ def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, shared: bool) -
 
 @pytest.mark.filterwarnings("ignore:trainer.max_steps")
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("shared", [True, False], ids=["shared fit", "own fit"])
+@pytest.mark.parametrize("shared", [True, False], ids=["local loop", "own fit"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -273,7 +273,7 @@ class Peeking(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared fit", "own fit"])
+@pytest.mark.parametrize("shared", [True, False], ids=["local loop", "own fit"])
 def test_an_optimizer_is_looked_at_too(tmp_path: Any, watched: Waits, shared: bool) -> None:
     run_briefly(watched, tmp_path, FedAvg(), rounds=1, optimizer=partial(Peeking, lr=0.1), **trains(shared))
     assert watched.seen == {"_local_scalar_dense in Peeking.step"}

@@ -14,11 +14,13 @@ import torch
 from experiments import experiment, same_bytes, task_of_round, untimed
 from hypothesis import given
 from hypothesis import strategies as st
+from task_runners import run_tasks, tasks_in
 
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.message import Message
+from fl_lightning.core.task import Tasks
 from fl_lightning.engines import Task, pool, ray, task_server
 from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, WorkerLost
 from fl_lightning.engines.processes import ALIGNMENT, MemoryFile
@@ -234,7 +236,7 @@ def test_a_signal_ends_the_wait_for_workers_that_do_not_answer(tmp_path):
 
     engine.check_interrupt, engine._wait = interrupt, lambda seconds: []
     with pytest.raises(Interrupted):
-        list(engine.run(run.worker, tasks))
+        run_tasks(engine, run.worker, tasks)
     with pytest.raises(Interrupted):
         engine.start(run.worker)
 
@@ -244,7 +246,7 @@ def test_the_largest_of_the_tasks_taken_goes_first(tmp_path):
     run, tasks = started(tmp_path, engine)
     work = [len(shard.train) for shard in run.data.shards]
     assert len(set(work)) == len(work)
-    assert [result.client for result in engine.run(run.worker, tasks)] == engine.order
+    assert [result.client for result in run_tasks(engine, run.worker, tasks)] == engine.order
     assert engine.order != sorted(engine.order)
     # taken in twos; the next two are taken when the last of these is given away, one having been answered by then
     assert sorted(engine.order[:FETCHED]) == [0, 1]
@@ -253,7 +255,7 @@ def test_the_largest_of_the_tasks_taken_goes_first(tmp_path):
 
 
 def test_tasks_are_taken_only_when_there_is_room(tmp_path):
-    engine, taken, done = LocalPool(2), 0, 0
+    engine, taken, arrived = LocalPool(2), 0, 0
     run, tasks = started(tmp_path, engine)
 
     def watched():
@@ -262,10 +264,13 @@ def test_tasks_are_taken_only_when_there_is_room(tmp_path):
             taken += 1
             yield one
 
-    for _ in engine.run(run.worker, watched()):
-        done += 1
-        assert taken - done < (QUEUED + FETCHED) * 2
-    assert done == taken == 30
+    def done(result):
+        nonlocal arrived
+        arrived += 1
+        assert taken - arrived < (QUEUED + FETCHED) * 2
+
+    engine.run(run.worker, Tasks([task.client for task in tasks * 5], watched()), done)
+    assert arrived == taken == 30
 
 
 @pytest.mark.thorough
@@ -286,7 +291,7 @@ def test_start_starts_all_workers(tmp_path):
     for _ in range(2):
         engine.start(run.worker)
         assert [worker.ready for worker in engine._pool_workers] == [True] * 6  # no more than clients
-    assert len(list(engine.run(run.worker, tasks))) == 6
+    assert len(run_tasks(engine, run.worker, tasks)) == 6
     assert engine.started == 7
     with pytest.raises(WorkerLost, match="3 workers ended before they could begin"):
         LocalPool(2, lost_at_start=9).start(run.worker)
@@ -295,7 +300,7 @@ def test_start_starts_all_workers(tmp_path):
 def test_another_worker_object_is_sent_anew(tmp_path):
     engine = LocalPool(1)
     (one, tasks), (other, other_tasks) = (started(tmp_path / str(n), engine, seed=n) for n in (0, 1))
-    first, second = (next(engine.run(run.worker, t[:1])) for run, t in ((one, tasks), (other, other_tasks)))
+    (first,), (second,) = (run_tasks(engine, run.worker, t[:1]) for run, t in ((one, tasks), (other, other_tasks)))
     assert engine.started == 1
     assert same_bytes(first.upload.tensors, one.worker.run(tasks[0]).upload.tensors)
     assert same_bytes(second.upload.tensors, other.worker.run(other_tasks[0]).upload.tensors)
@@ -354,9 +359,13 @@ def test_workers_that_never_begin_end_the_run(exited, main, is_shown, tmp_path, 
 def test_tasks_of_an_interrupted_round_are_dropped(tmp_path):
     engine = LocalPool(2)
     run, tasks = started(tmp_path, engine)
-    interrupted = engine.run(run.worker, tasks)
-    next(interrupted)
-    clients = [result.client for result in engine.run(run.worker, tasks[:3])]
+
+    def interrupt(result):
+        raise Interrupted(2, "stopped")
+
+    with pytest.raises(Interrupted):
+        engine.run(run.worker, tasks_in(tasks), interrupt)
+    clients = [result.client for result in run_tasks(engine, run.worker, tasks[:3])]
     assert sorted(clients) == [0, 1, 2]
 
 
@@ -396,6 +405,7 @@ def events(monkeypatch):
 
 
 LOADED = ["collect", "freeze"]
+SHARED, OWN = ["RoundFit", "end"], ["RoundFit", "ClientModule", "end", "end"]
 
 
 def load(run):
@@ -412,11 +422,11 @@ def same_result(one, other):
     return same_bytes(one.upload.tensors, other.upload.tensors)
 
 
-def test_tasks_share_one_fit(tmp_path, events):
+def test_each_task_is_a_round_of_one_client(tmp_path, events):
     run, tasks = started(tmp_path, "sequential")
     loaded, *answers = served(TaskServer({}), [load(run), *requests_for(tasks[:4])])
     assert (loaded.result, loaded.refused) == (None, None)
-    assert events == [*LOADED, "SharedFit", "end"]
+    assert events == [*LOADED, *4 * SHARED]
     for answer, task in zip(answers, tasks, strict=False):
         assert same_result(answer.result, run.worker.run(task))
 
@@ -435,19 +445,18 @@ def test_each_task_is_answered_before_the_next_is_received(tmp_path):
 
 
 ALONE = {"trainer": {"accelerator": "cpu", "accumulate_grad_batches": 2}}
-SHARED, OWN = ["SharedFit", "end"], ["ClientModule", "end", "collect"]
 
 
 @pytest.mark.parametrize(
     ("first", "second", "fits"),
     [
-        ({}, {}, [*SHARED, *LOADED, "SharedFit", "end"]),
-        ({}, ALONE, [*SHARED, *LOADED, *OWN, *OWN]),
-        (ALONE, {}, [*OWN, *OWN, *LOADED, "SharedFit", "end"]),
+        ({}, {}, [*SHARED, *SHARED, *LOADED, *SHARED, *SHARED]),
+        ({}, ALONE, [*SHARED, *SHARED, *LOADED, *OWN, *OWN]),
+        (ALONE, {}, [*OWN, *OWN, *LOADED, *SHARED, *SHARED]),
     ],
-    ids=["shared fits", "then own fits", "first own fits"],
+    ids=["local loop", "then own fits", "first own fits"],
 )
-def test_another_worker_object_ends_the_shared_fit(tmp_path, events, first, second, fits):
+def test_another_worker_object_replaces_the_first(tmp_path, events, first, second, fits):
     (one, tasks), (other, others) = (
         started(tmp_path / str(n), "sequential", seed=n, **options) for n, options in enumerate((first, second))
     )
@@ -503,7 +512,7 @@ def test_a_client_fails_alone_and_warnings_are_sent_once(tmp_path, events, error
     run._build()
     tasks = [task_of_round(run, number, 0) for number in (1, 2, 3)]
     _, *answers = served(TaskServer({}), [load(run), *requests_for(tasks)])
-    assert events == [*LOADED, "SharedFit", "end"]
+    assert events == [*LOADED, *3 * SHARED]
     shown = [[(text, category) for text, category, _, _ in answer.warnings] for answer in answers]
     each = [(f"in round {number}", RuntimeWarning) for number in (1, 2, 3)]
     assert shown == [[("smoke is seen", UserWarning), each[0]], [each[1]], [each[2]]]

@@ -86,7 +86,7 @@ def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engi
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_process_has_its_threads_the_settings_of_this_one_and_shared_fits(tmp_path, threads):
+def test_a_process_has_its_threads_and_the_settings_of_this_one(tmp_path, threads):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -115,13 +115,15 @@ def test_a_client_that_always_kills_its_worker_fails_by_name(tmp_path, engine):
 
 def test_a_node_killed_in_mid_round_changes_nothing(tmp_path, cluster, engine):
     class Losing(Lasting):
-        def run(self, worker, tasks):
-            self.rounds += 1
-            for result in super().run(worker, tasks):
+        def run(self, worker, tasks, done):
+            def strike(result):
                 if self.rounds == 2 and cluster.worker_nodes:
                     self.struck = [len(one.tasks) for one in self._pool_workers]
                     cluster.remove_node(next(iter(cluster.worker_nodes)))
-                yield result
+                done(result)
+
+            self.rounds += 1
+            super().run(worker, tasks, strike)
 
     warm_up(tmp_path, engine)
     losing = Losing()

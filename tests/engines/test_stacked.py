@@ -44,15 +44,17 @@ from fl_lightning.algorithms import (
     Prototypical,
     WeightDistribution,
 )
+from fl_lightning.algorithms.base import Aggregation
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import RandomStates
+from fl_lightning.core.task import Tasks
 from fl_lightning.data import Arrays, Partition, Scenario
 from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.engines.stacked import OPTIMIZERS
 from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents
-from fl_lightning.engines.trainer import obstacle_to_shared_fit
+from fl_lightning.engines.trainer import obstacle_to_loop
 from fl_lightning.models import (
     CNN,
     CNN4,
@@ -216,8 +218,13 @@ class Ended(FedAvg):
         at = torch.tensor([module.steps, module.current_epoch, module.global_step])
         return super().upload(module, *rest).plus({"at": {"at": at}})
 
-    def aggregate(self, state, uploads):
-        return super().aggregate(state, (upload._replace(message=upload.message.without("at")) for upload in uploads))
+    def aggregation(self, round):
+        return WithoutProgress(self, round)
+
+
+class WithoutProgress(Aggregation):
+    def add(self, upload):
+        super().add(upload._replace(message=upload.message.without("at")))
 
 
 @pytest.mark.parametrize("moment", ["fit", 0, 1, "never"])
@@ -299,19 +306,17 @@ def test_the_size_of_a_stack_changes_rounding_at_most(tmp_path):
 
 
 @pytest.mark.parametrize(("clients", "fitting"), [(4, 64), (64, 4)])
-def test_one_fit_trains_as_many_tasks_as_are_stacked(tmp_path, monkeypatch, clients, fitting):
+def test_a_batch_of_the_round_trains_as_many_tasks_as_are_stacked(tmp_path, monkeypatch, clients, fitting):
     run = experiment(tmp_path, rounds=1)
     run._build()
     largest = max(parameter.nbytes for parameter in run.worker.template.parameters())
     monkeypatch.setattr("fl_lightning.engines.stacked.MAX_TENSOR", fitting * largest + 1)
     fits, fit = [], L.Trainer.fit
     monkeypatch.setattr(L.Trainer, "fit", lambda *args, **options: (fits.append(1), fit(*args, **options)))
-    taken = []
-    arriving = StackedEngine(clients).run(run.worker, (taken.append(task) or task for task in tasks(run, 1)))
-    next(arriving)
-    assert (len(fits), len(taken)) == (1, 4)
-    rest = list(arriving)
-    assert (len(fits), len(taken), len(rest)) == (2, 6, 5)
+    taken, seen = [], []
+    made = (taken.append(task) or task for task in tasks(run, 1))
+    StackedEngine(clients).run(run.worker, Tasks(range(6), made), lambda result: seen.append((len(fits), len(taken))))
+    assert seen == [(1, 4)] * 4 + [(1, 6)] * 2
 
 
 # --- One client's failure ---
@@ -443,7 +448,7 @@ class Seen(SharedKnowledge):
     def summarize(self, module, batches, num_classes):
         return {"mean": self.mean, "last": self.last}
 
-    def merge(self, previous, uploads):
+    def merge(self, previous, uploads, round):
         return previous
 
 
@@ -593,12 +598,12 @@ def test_refusals_before_round_1(tmp_path, message):
     assert not (tmp_path / "metrics.csv").exists()
 
 
-def test_a_gradient_scaler_prevents_a_shared_fit():
+def test_a_gradient_scaler_prevents_the_local_loop():
     """On a CPU Lightning makes bf16 of 16-mixed."""
     plugin = object.__new__(MixedPrecision)
     plugin.precision = "16-mixed"
     trainer = {"callbacks": [], "accumulate_grad_batches": 1, "limit_train_batches": 1.0, "precision_plugin": plugin}
-    odd = obstacle_to_shared_fit(SimpleNamespace(**trainer))
+    odd = obstacle_to_loop(SimpleNamespace(**trainer))
     assert odd == ("trainer.precision 16-mixed", "gradients are scaled for all clients alike")
 
 

@@ -6,7 +6,7 @@ from experiments import NormMLP, digits, experiment
 from stacking import DOUBLE, Spoilt, assert_equal_rounds, results, tasks
 from task_runners import run_tasks
 from test_client_slot import MEDDLES, Meddler, replace_layer, replace_weight
-from test_shared_fit import Terminated
+from test_round_fit import Terminated
 from torch import nn
 
 from fl_lightning.algorithms import FedAvg, FedPer, FedProx, FedSKC

@@ -4,41 +4,15 @@ import logging
 import warnings
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from experiments import ONE_EPOCH, experiment
-from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from fl_lightning.algorithms import FedAvg, FedBABU
 from fl_lightning.client.module import LossTerm
 from fl_lightning.engines import AutoEngine, ProcessesEngine, SequentialEngine, StackedEngine
-from fl_lightning.engines import trainer as trainers
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
-
-
-def test_plugins_and_gpus_are_looked_for_once(monkeypatch):
-    asked = []
-    monkeypatch.setattr(trainers, "_entry_points", lambda group: asked.append(group) or ())
-    monkeypatch.setattr(trainers, "_device_count", lambda: asked.append("GPUs") or 0)
-    monkeypatch.setattr(registry, "entry_points", lambda group: pytest.fail("looked for plugins"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("counted GPUs"))
-    quiet_trainer({"accelerator": "cpu"})
-    assert "lightning.pytorch.callbacks_factory" in asked
-
-
-def test_callbacks_of_other_packages_are_still_added(monkeypatch):
-    class Plugin:
-        name = "theirs"
-
-        def load(self):
-            return lambda: [L.Callback()]
-
-    monkeypatch.setattr(trainers, "_entry_points", lambda group: [Plugin()])
-    ours = [quiet_trainer({"accelerator": "cpu"}).callbacks for _ in range(2)]
-    own = [next(c for c in callbacks if type(c) is L.Callback) for callbacks in ours]
-    assert own[0] is not own[1]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +61,7 @@ class Saying(LossTerm):
     "engine",
     [
         SequentialEngine,
-        partial(SequentialEngine, 0),
+        partial(SequentialEngine, local_loop=False),
         StackedEngine,
         partial(ProcessesEngine, 2),
         partial(AutoEngine, 1),
@@ -110,9 +84,9 @@ def test_a_warning_that_is_an_error_is_one_in_a_fit(tmp_path):
         experiment(tmp_path, FedAvg(loss_terms=[Saying("the maths have changed")])).fit()
 
 
-def test_warnings_and_searches_are_as_before_after_a_fit():
+def test_warnings_and_loggers_are_as_before_after_a_fit():
     def state():
-        return warnings.showwarning, registry.entry_points, torch.cuda.device_count, list(warnings.filters)
+        return warnings.showwarning, logging.getLogger("lightning.pytorch").handlers, list(warnings.filters)
 
     before = state()
     with quiet_lightning():
@@ -124,7 +98,7 @@ def test_warnings_and_searches_are_as_before_after_a_fit():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("shared", [False, True])
 def test_fits_as_they_are_warn_of_nothing(tmp_path, shared):
-    experiment(tmp_path, FedBABU(tune_epochs=1), engine=SequentialEngine(shared), rounds=1).fit()
+    experiment(tmp_path, FedBABU(tune_epochs=1), engine=SequentialEngine(local_loop=shared), rounds=1).fit()
 
 
 def test_a_warning_says_that_max_epochs_ends_a_fit_before_max_steps(tmp_path):

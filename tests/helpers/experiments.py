@@ -146,14 +146,24 @@ def assert_near(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def record_rounds(run: FederatedOrchestrator) -> list[tuple[Any, list[Any], Any]]:
     """Return a list that receives, for each round, the state before, the uploads and the state after."""
     rounds: list[tuple[Any, list[Any], Any]] = []
-    aggregate = run.algorithm.aggregate
+    begin = run.algorithm.aggregation
 
-    def watch(state, uploads):
-        uploads = list(uploads)
-        rounds.append((state, uploads, aggregate(state, iter(uploads))))
-        return rounds[-1][-1]
+    def watch(round):
+        aggregation, uploads = begin(round), []
+        add, finish = aggregation.add, aggregation.finish
 
-    run.algorithm.aggregate = watch
+        def note(upload):
+            uploads.append(upload)
+            add(upload)
+
+        def end():
+            rounds.append((round.before, uploads, finish()))
+            return rounds[-1][-1]
+
+        aggregation.add, aggregation.finish = note, end
+        return aggregation
+
+    run.algorithm.aggregation = watch
     return rounds
 
 
@@ -188,7 +198,9 @@ def untested(data: FederatedData, clients: Collection[int]) -> list[Shard]:
 
 def publish(run: FederatedOrchestrator) -> None:
     """Let every client publish its untrained model, as at the start of a run without a server."""
-    run.server.aggregate(0, run.evaluator.initial_uploads(range(run.clients)))
+    run.server.begin_round(0)
+    run.evaluator.initial_uploads(range(run.clients), run.server.add)
+    run.server.end_round()
 
 
 def local_batches(run: FederatedOrchestrator, round: int, client: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:

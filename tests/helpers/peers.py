@@ -12,10 +12,10 @@ class Watching(Engine):
     def __init__(self):
         self.tasks = []
 
-    def run(self, worker, tasks):
+    def run(self, worker, tasks, done):
         for task in tasks:
             self.tasks += [task] if task.fit else []
-            yield worker.run(task)
+            done(worker.run(task))
 
     def of_round(self, round):
         return {task.client: task for task in self.tasks if task.round == round}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from fl_lightning.client.fit import ClientTrainerView
 from fl_lightning.client.module import LossTerm
-from fl_lightning.engines.shared_fit import ClientTrainerView
 
 
 class Witness(LossTerm):

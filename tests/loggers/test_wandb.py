@@ -31,13 +31,10 @@ DIVERGING = """
 from fl_lightning.algorithms import FedAvg
 
 class Diverging(FedAvg):
-    rounds = 0
-
-    def aggregate(self, state, uploads):
-        self.rounds += 1
-        if self.rounds == 2:
+    def aggregation(self, round):
+        if round.number == 2:
             raise ArithmeticError("diverged")
-        return super().aggregate(state, uploads)
+        return super().aggregation(round)
 """
 
 

@@ -10,6 +10,7 @@ from experiments import ONE_EPOCH, NormMLP, digits, experiment, same_bytes
 from stacking import Spoilt
 
 from fl_lightning.algorithms import Aggregator, FedAvg
+from fl_lightning.algorithms.base import Aggregation
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, TooFewClients
 from fl_lightning.core.message import Message
@@ -80,9 +81,14 @@ def test_dropped_client_has_no_influence(tmp_path):
         run.fit()
     assert run.csv.rows[0]["client/failed"] == 1
 
+    class Others(Aggregation):
+        def add(self, upload):
+            if upload.client != victim:
+                super().add(upload)
+
     class Without(FedAvg):
-        def aggregate(self, state, uploads):
-            return super().aggregate(state, (u for u in uploads if u.client != victim))
+        def aggregation(self, round):
+            return Others(self, round)
 
     without = experiment(tmp_path / "without", Without(), rounds=1)
     without.fit()
@@ -106,9 +112,14 @@ def test_each_engine_continues_without_dropped_clients(tmp_path, engine, process
     assert sorted(found.groups() for found in dropped) == [("1", "1"), ("1", "2"), ("4", "1"), ("4", "2")]
     assert [row["client/failed"] for row in run.csv.rows] == [2, 2]
 
+    class Others(Aggregation):
+        def add(self, upload):
+            if upload.client not in failing:
+                super().add(upload)
+
     class Without(FedAvg):
-        def aggregate(self, state, uploads):
-            return super().aggregate(state, (u for u in uploads if u.client not in failing))
+        def aggregation(self, round):
+            return Others(self, round)
 
     without = experiment(tmp_path / "without", Without(loss_terms=[Spoilt("nan", set())]), **options)
     without.fit()
@@ -170,10 +181,7 @@ def test_messages_hold_tensors_and_numbers_only(tmp_path):
 
 def test_an_aggregators_own_error_is_raised_unchanged(tmp_path):
     class Broken(Aggregator):
-        def fold(self, uploads):
-            return list(uploads)
-
-        def finish(self, folded, before, knowledge):
+        def finish(self, folded, round, knowledge):
             raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):

@@ -19,6 +19,7 @@ from torch import nn
 
 from fl_lightning import LossTerm, RoundCallback, RoundFigure
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedRep, StructuralKnowledge
+from fl_lightning.algorithms.base import Aggregation
 from fl_lightning.core.errors import CheckpointError, ClientFailure, ConfigError, Interrupted
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.data.truncation import truncate_dataset
@@ -221,12 +222,15 @@ def test_dry_run_finds_a_failure_in_round_two(tmp_path):
 
 
 def test_dry_run_finds_a_state_that_cannot_be_saved(tmp_path):
+    class Extra(Aggregation):
+        def finish(self):
+            return super().finish() | {"extra": {"seen": object()}}
+
     class Listing(FedAvg):
         """Add an object to the state that cannot be saved."""
 
-        def aggregate(self, state, uploads):
-            after = super().aggregate(state, uploads)
-            return after | {"extra": {"seen": object()}}
+        def aggregation(self, round):
+            return Extra(self, round)
 
     with pytest.raises(CheckpointError, match="checkpoint"):
         experiment(tmp_path / "run", Listing()).fit(fast=True)

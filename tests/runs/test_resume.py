@@ -61,13 +61,13 @@ class Interrupter(Engine):
     def __init__(self, round, signum):
         self.round, self.signum = round, signum
 
-    def run(self, worker, tasks):
+    def run(self, worker, tasks, done):
         for task in tasks:
             result = worker.run(task)
             if task.round == self.round and task.fit:
                 signal.raise_signal(self.signum)
                 self.round = None
-            yield result
+            done(result)
 
 
 @pytest.mark.fast_cases(1)

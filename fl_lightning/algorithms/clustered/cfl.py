@@ -19,6 +19,7 @@ from fl_lightning.algorithms.clustered.ifca import section
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, VisibleState, flatten, weighted_mean
 
 START = "start"
@@ -116,29 +117,25 @@ class Splits(Aggregator):
         """Return the model of the cluster that a client belongs to."""
         return state[section(int(state["assignment"]["cluster"][client]))]
 
-    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return the list of all uploads of the round, because `finish` needs all of them to split clusters."""
-        return list(uploads)
-
-    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+    def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
         """Split each cluster for which `should_split` is true, then average the uploads in each cluster."""
-        assignment = before["assignment"]
-        clusters, heard, round = assignment["cluster"].clone(), assignment["heard"].clone(), assignment["round"] + 1
+        assignment = round.before["assignment"]
+        clusters, heard, number = assignment["cluster"].clone(), assignment["heard"].clone(), assignment["round"] + 1
         count = existing = int(clusters.max()) + 1
         norms = torch.full((2, existing), torch.nan, dtype=torch.float64)
         for cluster, members in group_by_cluster(folded, clusters):
-            start = before[section(cluster)]
+            start = round.before[section(cluster)]
             updates = torch.stack([update(start, upload.message.section("model"), self.buffers) for upload in members])
             norms[:, cluster] = self.norms(updates, members)
-            allowed = round > self.min_rounds and len(members) > self.min_size
+            allowed = number > self.min_rounds and len(members) > self.min_size
             if allowed and self.should_split(*norms[:, cluster].tolist()):
-                clusters[leaving_clients(before, cluster, members, updates)] = count
+                clusters[leaving_clients(round.before, cluster, members, updates)] = count
                 count += 1
         heard[[upload.client for upload in folded]] = True
         means = {section(cluster): self.mean(members) for cluster, members in group_by_cluster(folded, clusters)}
         return means | {
             "model": self.mean(folded),
-            "assignment": {"cluster": clusters, "heard": heard, "round": round},
+            "assignment": {"cluster": clusters, "heard": heard, "round": number},
             "norms": {"mean": norms[0], "max": norms[1]},
         }
 

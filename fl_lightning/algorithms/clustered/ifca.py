@@ -6,7 +6,7 @@ model averaging.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, reinitialised
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State
 
 CHOICE = "choice"
@@ -76,18 +77,19 @@ class ClusterMeans(Aggregator):
         """Return the tensors of a model, except those of the layers that all clusters share."""
         return {name: value for name, value in model.items() if not name.startswith(self.shared_layers)}
 
-    def fold(self, uploads: Iterable[Upload]) -> ClusterFold:
-        """Add each client's weights to the mean over all clients and to the mean of the cluster that it chose."""
-        folded = ClusterFold(RunningMean(), {}, [])
-        for upload in uploads:
-            weight = upload.n_samples if self.weighting == "samples" else 1
-            model, cluster = upload.message.section("model"), int(upload.message.numbers["cluster"])
-            folded.overall.add(model, weight)
-            folded.members.setdefault(cluster, RunningMean()).add(self.without_shared_layers(model), weight)
-            folded.choices.append((upload.client, cluster))
-        return folded
+    def begin(self, round: Round) -> ClusterFold:
+        """Return empty means."""
+        return ClusterFold(RunningMean(), {}, [])
 
-    def finish(self, folded: ClusterFold, before: State, knowledge: State) -> State:
+    def fold(self, folded: ClusterFold, upload: Upload) -> None:
+        """Add a client's weights to the mean over all clients and to the mean of the cluster that it chose."""
+        weight = upload.n_samples if self.weighting == "samples" else 1
+        model, cluster = upload.message.section("model"), int(upload.message.numbers["cluster"])
+        folded.overall.add(model, weight)
+        folded.members.setdefault(cluster, RunningMean()).add(self.without_shared_layers(model), weight)
+        folded.choices.append((upload.client, cluster))
+
+    def finish(self, folded: ClusterFold, round: Round, knowledge: State) -> State:
         """Return each chosen cluster's mean model, the mean of all uploaded models, and each participant's cluster."""
         clients, clusters = torch.tensor(folded.choices).T
         means = {section(cluster): mean.value() for cluster, mean in folded.members.items()}

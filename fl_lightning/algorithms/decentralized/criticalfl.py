@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from fl_lightning.algorithms.aggregators import fold_all
 from fl_lightning.algorithms.base import Batches, Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.topology import Graph
@@ -30,6 +31,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
 )
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.message import Message, Tensors, Upload, unbundle
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, pack_mask, parameter_names, unpack_mask
 
 CHANGED = "changed"
@@ -98,8 +100,8 @@ class PeerCriticalFL(PeerAlgorithm):
         uploads = [Upload(-1, own), *received]
         if any(MASK in upload.message.section("model") for upload in uploads):
             uploads = [Upload(client, mask_message(message, self.aggregator.buffers)) for client, message in uploads]
-        mean = EntryMean()
-        return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
+        mean, round = EntryMean(), Round(0, {"model": own.section("model")})
+        return mean.finish(fold_all(mean, uploads, round), round, {})["model"]
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Average the client's model with the collected models, and store the peers' gradient norms."""

@@ -7,7 +7,7 @@ collected messages count as communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,12 +15,13 @@ from torch import nn
 from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Weighting
-from fl_lightning.algorithms.base import OWN, Algorithm, Buffers, recall
+from fl_lightning.algorithms.base import OWN, Aggregation, Algorithm, Buffers, recall
 from fl_lightning.algorithms.decentralized.topology import Complete, Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import ExchangedMean, State, VisibleState, weighted_mean
 
 LAID_OUT = "laid_out"
@@ -127,7 +128,8 @@ class PeerAlgorithm(Algorithm):
             if module.round == 1 and start:  # untrained models have no useful knowledge
                 piece.load(start)
             else:
-                piece.load(piece.merge(memory.get(piece.name) or start, [Upload(-1, own), *received]))
+                round = Round(module.round, {"model": own.section("model")}, torch.initial_seed())
+                piece.load(piece.merge(memory.get(piece.name) or start, [Upload(-1, own), *received], round))
         recall(module, memory)
 
     def is_untrained(self, module: ClientModule, memory: State) -> bool:
@@ -146,19 +148,36 @@ class PeerAlgorithm(Algorithm):
         merged = {piece.name: dict(piece.named_buffers()) for piece in module.pieces()}
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the state with the mean over all clients' latest models, for evaluation."""
-        first, model = "sums" not in state, state["model"]
-        mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
-        for client, message in uploads:
-            if not first:
-                old = publication(state, client)
-                mean.remove(old.section("model"), self.weight(old))
-            model = message.section("model")
-            mean.add(model, self.weight(message))
-        samples = {"total": torch.tensor(mean.weight, dtype=torch.float64)}
-        untrained = {"untrained": model} if first else {}  # the same from every client
-        return state | untrained | {"model": mean.value(), "sums": mean.sums, "samples": samples}
+    def aggregation(self, round: Round) -> Aggregation:
+        """Return the aggregation of a round, which updates the mean over all clients' latest models for evaluation."""
+        return LatestModels(self, round)
+
+
+class LatestModels(Aggregation):
+    """The mean over all clients' latest models: an upload replaces the client's previous model."""
+
+    algorithm: PeerAlgorithm
+
+    def __init__(self, algorithm: PeerAlgorithm, round: Round) -> None:
+        super().__init__(algorithm, round)
+        state = round.before
+        self.first, self.model = "sums" not in state, state["model"]
+        self.mean = ExchangedMean() if self.first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
+
+    def add(self, upload: Upload) -> None:
+        """Replace a client's model in the mean. Before round 1, add the first one."""
+        weight = self.algorithm.weight
+        if not self.first:
+            old = publication(self.round.before, upload.client)
+            self.mean.remove(old.section("model"), weight(old))
+        self.model = upload.message.section("model")
+        self.mean.add(self.model, weight(upload.message))
+
+    def finish(self) -> State:
+        """Return the state with the mean model."""
+        samples = {"total": torch.tensor(self.mean.weight, dtype=torch.float64)}
+        untrained = {"untrained": self.model} if self.first else {}  # the same from every client
+        return self.round.before | untrained | {"model": self.mean.value(), "sums": self.mean.sums, "samples": samples}
 
 
 def publication(state: State, peer: int) -> Message:

@@ -27,6 +27,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import weighted_mean
 from fl_lightning.models import with_encoder
 
@@ -102,7 +103,7 @@ class UnitRepresentation(SharedKnowledge):
         features = with_encoder(module.backbone).encoder(unit)
         return {"distribution": unit_representation(module.backbone(unit)), "features": at_least_float32(features[0])}
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the average `I^Aux_avg` of the clients' features for the unit input.
 
         Between peers, the first upload is the client's own.

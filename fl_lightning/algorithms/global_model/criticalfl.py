@@ -10,7 +10,7 @@ changed most. Afterwards the number falls again and whole models are sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import buffer_names
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, pack_mask, unpack_mask
 
 MASK, VALUES = "entries/mask", "entries/values"
@@ -143,44 +144,54 @@ def mask_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
     return whole | {MASK: pack_mask(chosen), VALUES: flatten_entries(model, names)[chosen]}
 
 
+@dataclass
+class EntryMeans:
+    """The sums of a round from which `EntryMean` computes the next model.
+
+    Attributes:
+        whole: The mean of the tensors that were sent whole.
+        sums: For the entries sent with a mask, `(2, P)`: the sums of their weighted values and of the weights, over the
+            clients that sent them. None if all models were sent whole.
+    """
+
+    whole: RunningMean
+    sums: Tensor | None = None
+
+
 class EntryMean(Aggregator):
     """Average each model entry over the clients that sent it. Entries that no client sent do not change.
 
     In a round, either all clients send whole models, or all send the result of `mask_entries`.
     """
 
-    def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
-        """Return the running mean of tensors sent whole and, for entries sent with a mask, sums that give their means.
+    def begin(self, round: Round) -> EntryMeans:
+        """Return empty means."""
+        return EntryMeans(RunningMean())
 
-        The sums, `(2, P)`, are over the clients that sent the entry: of its weighted values, and of the weights. They
-        are None if all models were sent whole.
-        """
-        mean, sums = RunningMean(), None
-        for upload in uploads:
-            model, weight = upload.message.section("model"), upload.n_samples
-            if MASK in model:
-                bits, values = model.pop(MASK), model.pop(VALUES)
-                chosen = unpack_mask(bits, torch.Size([8 * len(bits)]))  # including padding, which is never chosen
-                if sums is None:
-                    sums = torch.zeros(2, len(chosen), dtype=torch.float64)
-                sums[0, chosen] += weight * values.double()
-                sums[1, chosen] += weight
-            mean.add(model, weight)
-        return mean, sums
+    def fold(self, folded: EntryMeans, upload: Upload) -> None:
+        """Add an upload's tensors to the mean of those sent whole, and its masked entries to the sums."""
+        model, weight = upload.message.section("model"), upload.n_samples
+        if MASK in model:
+            bits, values = model.pop(MASK), model.pop(VALUES)
+            chosen = unpack_mask(bits, torch.Size([8 * len(bits)]))  # including padding, which is never chosen
+            if folded.sums is None:
+                folded.sums = torch.zeros(2, len(chosen), dtype=torch.float64)
+            folded.sums[0, chosen] += weight * values.double()
+            folded.sums[1, chosen] += weight
+        folded.whole.add(model, weight)
 
-    def finish(self, folded: tuple[RunningMean, Tensor | None], before: State, knowledge: State) -> State:
+    def finish(self, folded: EntryMeans, round: Round, knowledge: State) -> State:
         """Return the next model: each entry is its mean over the clients that sent it, weighted by samples."""
-        mean, sums = folded
-        model = mean.value()
-        if sums is None:
+        model, before = folded.whole.value(), round.before["model"]
+        if folded.sums is None:
             return {"model": model}
-        names = [name for name in before["model"] if name not in model]
-        old = flatten_entries(before["model"], names).double()
-        total, weight = sums[:, : len(old)]
-        new = torch.where(weight > 0, total / weight, old).split([before["model"][name].numel() for name in names])
+        names = [name for name in before if name not in model]
+        old = flatten_entries(before, names).double()
+        total, weight = folded.sums[:, : len(old)]
+        new = torch.where(weight > 0, total / weight, old).split([before[name].numel() for name in names])
         for name, values in zip(names, new, strict=True):
-            model[name] = values.view_as(before["model"][name]).to(before["model"][name].dtype)
-        return {"model": {name: model[name] for name in before["model"]}}
+            model[name] = values.view_as(before[name]).to(before[name].dtype)
+        return {"model": {name: model[name] for name in before}}
 
 
 def check_shares(max_share: float, keep: float) -> None:
@@ -304,14 +315,27 @@ class CriticalFL(Algorithm):
         masked = message.without("model").plus({"model": mask_entries(model, names, chosen)})
         return Message(masked.tensors, numbers)
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+    def aggregation(self, round: Round) -> NormAggregation:
+        """Return the aggregation of a round, which also updates the detector of critical learning periods."""
+        return NormAggregation(self, round)
+
+
+class NormAggregation(Aggregation):
+    """The mean of a round's models, and the next state of the detector from the clients' gradient norms."""
+
+    algorithm: CriticalFL
+
+    def __init__(self, algorithm: CriticalFL, round: Round) -> None:
+        super().__init__(algorithm, round)
+        self.norms: list[float] = []
+
+    def add(self, upload: Upload) -> None:
+        """Add an upload to the means, and its gradient norm to the norms."""
+        self.norms.append(upload.message.numbers["gradient_norm"])
+        super().add(upload)
+
+    def finish(self) -> State:
         """Return the mean of the uploaded models, and the updated detector of critical learning periods."""
-        norms: list[float] = []
-
-        def record_norms() -> Iterator[Upload]:
-            for upload in uploads:
-                norms.append(upload.message.numbers["gradient_norm"])
-                yield upload
-
-        after = super().aggregate(state, record_norms())
-        return after | {DETECTOR: self.periods.update(state[DETECTOR], sum(norms) / len(norms), len(norms))}
+        norm = sum(self.norms) / len(self.norms)
+        detector = self.algorithm.periods.update(self.round.before[DETECTOR], norm, len(self.norms))
+        return super().finish() | {DETECTOR: detector}

@@ -15,6 +15,7 @@ from fl_lightning.algorithms.global_model.fedprox import Proximal
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 MOMENTUM = "momentum"
@@ -50,10 +51,11 @@ class LookAhead(WeightedMean):
         moved = {name: state["model"][name] + self.lam * value for name, value in state[MOMENTUM].items()}
         return state["model"] | moved if self.lam else state["model"]
 
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+    def finish(self, folded: RunningMean, round: Round, knowledge: State) -> State:
         """Return the mean of the uploads as the next model, and its change from the old model as the next momentum."""
         model = folded.value()
-        return {"model": model, MOMENTUM: {name: model[name] - before["model"][name] for name in before[MOMENTUM]}}
+        old, names = round.before["model"], round.before[MOMENTUM]
+        return {"model": model, MOMENTUM: {name: model[name] - old[name] for name in names}}
 
 
 class FedACG(Algorithm):

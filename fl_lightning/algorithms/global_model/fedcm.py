@@ -5,8 +5,8 @@ Xu, Wang, Wang, Yao: "FedCM: Federated Learning with Client-level Momentum", 202
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 DIRECTION = "direction"
@@ -75,7 +76,8 @@ class ClientMomentum(LossTerm):
         return (1 - self.alpha) * sum(parts[1:], start=parts[0])
 
 
-class PathMeans(NamedTuple):
+@dataclass
+class PathMeans:
     """Two means of a round's uploaded models: unweighted, and weighted by `1 / (steps * learning rate)`.
 
     `K` is a client's number of steps, and `η` is its learning rate.
@@ -83,12 +85,12 @@ class PathMeans(NamedTuple):
     Attributes:
         models: The unweighted mean.
         by_path: The mean with weights `1 / (K η)`.
-        inverse: Mean of `1 / (K η)` over the participants.
+        inverses: The sum of `1 / (K η)` over the participants.
     """
 
     models: RunningMean
-    by_path: Tensors
-    inverse: float
+    by_path: RunningMean
+    inverses: float = 0.0
 
 
 class DirectionServer(ServerStep):
@@ -111,27 +113,26 @@ class DirectionServer(ServerStep):
         """Return the initial descent direction `Δ`, all zeros."""
         return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model, self.buffers)}}
 
-    def fold(self, uploads: Iterable[Upload]) -> PathMeans:  # type: ignore[override]
-        """Return an unweighted mean of the uploaded models, and a mean weighted by `1 / (steps * learning rate)`.
+    def begin(self, round: Round) -> PathMeans:  # type: ignore[override]
+        """Return two empty means: an unweighted one, and one weighted by `1 / (steps * learning rate)`."""
+        return PathMeans(RunningMean(), RunningMean())
 
-        A client without steps has weight 0 in the second mean.
-        """
-        plain, by_path, inverses = RunningMean(), RunningMean(), 0.0
-        for upload in uploads:
-            model, length = upload.message.section("model"), upload.message.numbers[LENGTH]
-            inverse = 1 / length if length else 0.0
-            plain.add(model, 1)
-            by_path.add(model, inverse)
-            inverses += inverse
-        return PathMeans(plain, by_path.value(), inverses / plain.count)
+    def fold(self, folded: PathMeans, upload: Upload) -> None:  # type: ignore[override]
+        """Add an uploaded model to both means. A client without steps has weight 0 in the second one."""
+        model, length = upload.message.section("model"), upload.message.numbers[LENGTH]
+        inverse = 1 / length if length else 0.0
+        folded.models.add(model, 1)
+        folded.by_path.add(model, inverse)
+        folded.inverses += inverse
 
-    def finish(self, folded: PathMeans, before: State, knowledge: State) -> State:  # type: ignore[override]
+    def finish(self, folded: PathMeans, round: Round, knowledge: State) -> State:  # type: ignore[override]
         """Return the model after the server's step, and the next descent direction."""
+        old, mean, inverse = round.before["model"], folded.by_path.value(), folded.inverses / folded.models.count
         direction = {
-            name: (folded.inverse * (before["model"][name].double() - folded.by_path[name].double())).to(value.dtype)
-            for name, value in before[DIRECTION].items()
+            name: (inverse * (old[name].double() - mean[name].double())).to(value.dtype)
+            for name, value in round.before[DIRECTION].items()
         }
-        return super().finish(folded.models, before, knowledge) | {DIRECTION: direction}
+        return super().finish(folded.models, round, knowledge) | {DIRECTION: direction}
 
 
 class FedCM(Algorithm):

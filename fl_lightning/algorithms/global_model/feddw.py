@@ -25,6 +25,7 @@ from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
+from fl_lightning.core.round import Round
 from fl_lightning.models import classification_layer
 
 # --- Section III: the two matrices --------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class SoftLabels(SharedKnowledge):
         sums, counts = class_sums_over(batches, lambda x: at_least_float32(module(x)).softmax(dim=1), num_classes)
         return {"values": soft_label_matrix(sums, counts), "counts": counts}
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the mean of the clients' soft-label matrices, weighted by their class counts (Eq. 7)."""
         sections = [upload.message.section(self.name) for upload in uploads]
         local, counts = (torch.stack([section[name] for section in sections]) for name in ("values", "counts"))

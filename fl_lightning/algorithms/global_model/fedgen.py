@@ -9,7 +9,7 @@ recognises the class. No data are needed for that, only the heads and the client
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Aggregation, Algorithm, Buffers
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import descend, load_optimizer_tensors, optimizer_tensors
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, stack
 from fl_lightning.models.base import with_encoder
 
@@ -188,7 +189,7 @@ class SharedGenerator(SharedKnowledge):
         assert module.class_counts is not None
         return {COUNTS: module.class_counts.float()}
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the previous generator unchanged, because `FedGen.aggregate` trains it."""
         return previous
 
@@ -328,20 +329,9 @@ class FedGen(Algorithm):
         training = {"seed": torch.tensor(int(rng.integers(2**62))), "round": torch.tensor(1)}
         return super().initial_state(backbone, num_classes, clients, rng) | {TRAINING: training}
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the next weights, and the generator after its training on the ensemble of the uploaded heads."""
-        heads, counts = [], []
-
-        def record_heads() -> Iterator[Upload]:
-            for upload in uploads:
-                model = upload.message.section("model")
-                own = {name.removeprefix(HEAD): v.clone() for name, v in model.items() if name.startswith(HEAD)}
-                heads.append(self.head.state_dict() | own)  # frozen entries are not sent
-                counts.append(upload.message.section(SharedGenerator.name)[COUNTS])
-                yield upload
-
-        after = super().aggregate(state, record_heads())
-        return after | self.train_generator(state, stack(heads), torch.stack(counts))
+    def aggregation(self, round: Round) -> Aggregation:
+        """Return the aggregation of a round, which also trains the generator."""
+        return GeneratorAggregation(self, round)
 
     def train_generator(self, state: State, heads: Tensors, counts: Tensor) -> State:
         """Train the generator. Return its new weights and its training state: optimizer, seed and next round.
@@ -379,3 +369,27 @@ class FedGen(Algorithm):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int(state[TRAINING]["seed"]))
             return Generator(num_classes, self.feature_dim, self.noise_dim, self.hidden_dim)
+
+
+class GeneratorAggregation(Aggregation):
+    """The mean of a round's models, and the training of the generator on the ensemble of the uploaded heads."""
+
+    algorithm: FedGen
+
+    def __init__(self, algorithm: FedGen, round: Round) -> None:
+        super().__init__(algorithm, round)
+        self.heads: list[Tensors] = []
+        self.counts: list[Tensor] = []
+
+    def add(self, upload: Upload) -> None:
+        """Add an upload's weights to the mean, and keep its head and its numbers of samples."""
+        model = upload.message.section("model")
+        own = {name.removeprefix(HEAD): v.clone() for name, v in model.items() if name.startswith(HEAD)}
+        self.heads.append(self.algorithm.head.state_dict() | own)  # frozen entries are not sent
+        self.counts.append(upload.message.section(SharedGenerator.name)[COUNTS])
+        super().add(upload)
+
+    def finish(self) -> State:
+        """Return the next weights, and the generator after its training."""
+        after, before = super().finish(), self.round.before
+        return after | self.algorithm.train_generator(before, stack(self.heads), torch.stack(self.counts))

@@ -6,8 +6,8 @@ Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State
 from fl_lightning.models.base import Backbone, with_encoder
 from fl_lightning.models.heads import CosineLinear
@@ -64,7 +65,8 @@ def update_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: flo
     return torch.where(is_moved[:, None], moved, prototypes)
 
 
-class RoundSums(NamedTuple):
+@dataclass
+class RoundSums:
     """Running sums over a round's uploads: weights, class prototypes and class counts.
 
     Attributes:
@@ -95,21 +97,23 @@ class PrototypeAveraging(Aggregator):
         check_number("algorithm.rho", rho, "[0, 1]", "the paper uses 0.9")
         self.rho = rho
 
-    def fold(self, uploads: Iterable[Upload]) -> RoundSums:
-        """Return running sums over the round's uploads, of weights, class prototypes and class counts."""
-        mean, sums, counts = RunningMean(), torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for upload in uploads:
-            mean.add(upload.message.section("model"), 1)
-            own = upload.message.section(PROTOTYPES)
-            sums = sums + own["counts"].double()[:, None] * own["values"].double()
-            counts = counts + own["counts"].double()
-        return RoundSums(mean, sums, counts)
+    def begin(self, round: Round) -> RoundSums:
+        """Return empty sums."""
+        zero = torch.zeros((), dtype=torch.float64)
+        return RoundSums(RunningMean(), zero, zero)
 
-    def finish(self, folded: RoundSums, before: State, knowledge: State) -> State:
+    def fold(self, folded: RoundSums, upload: Upload) -> None:
+        """Add an upload's weights, class prototypes and class counts to the sums."""
+        folded.mean.add(upload.message.section("model"), 1)
+        own = upload.message.section(PROTOTYPES)
+        folded.sums = folded.sums + own["counts"].double()[:, None] * own["values"].double()
+        folded.counts = folded.counts + own["counts"].double()
+
+    def finish(self, folded: RoundSums, round: Round, knowledge: State) -> State:
         """Return the next model: the mean of the clients' weights, with the updated class prototypes."""
         model = folded.mean.value()
-        (name,) = before["model"].keys() - model.keys()
-        model[name] = update_prototypes(before["model"][name], folded.sums, folded.counts, self.rho)
+        (name,) = round.before["model"].keys() - model.keys()
+        model[name] = update_prototypes(round.before["model"][name], folded.sums, folded.counts, self.rho)
         return {"model": model}
 
 

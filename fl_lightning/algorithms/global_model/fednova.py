@@ -6,8 +6,8 @@ NeurIPS 2020, Eq. 8 and Section 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
@@ -15,7 +15,8 @@ from fl_lightning.algorithms.global_model.fedprox import Proximal
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.sgd import check_equal_steps, sgd_groups
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 EFFECTIVE = "effective_steps"
@@ -46,20 +47,25 @@ def effective_steps(
     return -position
 
 
-class NormalizedMeans(NamedTuple):
+@dataclass
+class NormalizedMeans:
     """Two weighted means of a round's uploads: one of the parameters, one of all other state dict entries.
 
-    `p_k` are the clients' shares of the samples.
+    `n_k` are the clients' numbers of samples.
 
     Attributes:
-        parameters: Mean of the parameters with weights `p_k / ||a_k||₁`.
-        others: Mean of all other entries with weights `p_k`.
-        scale: `τ_eff Σ p_k / ||a_k||₁`, the factor on the distance from the old parameters to their mean.
+        parameters: Mean of the parameters with weights `n_k / ||a_k||₁`.
+        others: Mean of all other entries with weights `n_k`.
+        samples: `Σ n_k`.
+        steps: `Σ n_k ||a_k||₁`.
+        inverse: `Σ n_k / ||a_k||₁`.
     """
 
-    parameters: Tensors
-    others: Tensors
-    scale: float
+    parameters: RunningMean
+    others: RunningMean
+    samples: float = 0.0
+    steps: float = 0.0
+    inverse: float = 0.0
 
 
 class NormalizedAveraging(Aggregator):
@@ -71,29 +77,32 @@ class NormalizedAveraging(Aggregator):
 
     only_in = "FedNova"
 
-    def fold(self, uploads: Iterable[Upload]) -> NormalizedMeans:
-        """Return two weighted means: of the uploaded parameters, and of other entries such as BatchNorm's statistics.
+    def begin(self, round: Round) -> NormalizedMeans:
+        """Return two empty means: of the uploaded parameters, and of other entries such as BatchNorm's statistics."""
+        return NormalizedMeans(RunningMean(), RunningMean())
+
+    def fold(self, folded: NormalizedMeans, upload: Upload) -> None:
+        """Add an upload to the two means.
 
         The weight of a client's parameters is its number of samples divided by its number of effective steps. The
         weight of its other entries is its number of samples.
         """
-        parameters, others, samples, steps, inverse = RunningMean(), RunningMean(), 0.0, 0.0, 0.0
-        for upload in uploads:
-            model, n, length = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]
-            names = set(parameter_names(model, self.buffers))
-            weight = n / length if length else 0.0  # a client without steps does not move the model
-            parameters.add({name: value for name, value in model.items() if name in names}, weight)
-            others.add({name: value for name, value in model.items() if name not in names}, n)
-            samples, steps, inverse = samples + n, steps + n * length, inverse + weight
-        return NormalizedMeans(parameters.value(), others.value(), steps / samples * inverse / samples)
+        model, n, length = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]
+        names = set(parameter_names(model, self.buffers))
+        weight = n / length if length else 0.0  # a client without steps does not move the model
+        folded.parameters.add({name: value for name, value in model.items() if name in names}, weight)
+        folded.others.add({name: value for name, value in model.items() if name not in names}, n)
+        folded.samples, folded.steps = folded.samples + n, folded.steps + n * length
+        folded.inverse += weight
 
-    def finish(self, folded: NormalizedMeans, before: State, knowledge: State) -> State:
+    def finish(self, folded: NormalizedMeans, round: Round, knowledge: State) -> State:
         """Return the next model, `x - τ_eff Σ p_k d_k` (Eq. 8): a step along the clients' mean normalized change."""
-        model = {}
-        for name, mean in folded.parameters.items():
-            start = before["model"][name].double()
-            model[name] = (start + folded.scale * (mean.double() - start)).to(mean.dtype)
-        return {"model": {name: (model | folded.others)[name] for name in before["model"]}}
+        scale = folded.steps / folded.samples * folded.inverse / folded.samples
+        model, old = folded.others.value(), round.before["model"]
+        for name, mean in folded.parameters.value().items():
+            start = old[name].double()
+            model[name] = (start + scale * (mean.double() - start)).to(mean.dtype)
+        return {"model": {name: model[name] for name in old}}
 
 
 class EqualSteps(ClientModule):

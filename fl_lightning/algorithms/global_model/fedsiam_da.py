@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import torch
@@ -26,6 +25,7 @@ from fl_lightning.client.optimizers import descend
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 from fl_lightning.models import Backbone, frozen_encoder, with_encoder
 
@@ -197,11 +197,7 @@ class DualAggregation(Aggregator):
 
     leaves = ("weights",)
 
-    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return the list of all uploads, because each aggregation weight depends on the mean of all models."""
-        return list(uploads)
-
-    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+    def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
         """Return the weighted mean of the clients' models, `w = Σ ξ_k w_k` (Eq. 16), and the weights `ξ_k`."""
         models = [upload.message.section("model") for upload in folded]
         weights = dual_weights(flatten(models, self.buffers))

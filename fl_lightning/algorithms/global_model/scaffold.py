@@ -9,7 +9,6 @@ own. Each local step adds `c - c_i` to the gradient. A client's next `c_i` is th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -17,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.client.weights import to_cpu, trainable_parameters
 from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State
 
 CONTROL = "control"
@@ -190,22 +190,31 @@ class SCAFFOLD(Algorithm):
         _, change = control_term(module).controls(module)
         return super().upload(module, batches, n_samples, num_classes).plus(to_cpu({CONTROL: change}))
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the next weights, and the server's next control variate `c` from the uploaded `Δc`."""
-        changes = RunningMean()
+    def aggregation(self, round: Round) -> Aggregation:
+        """Return the aggregation of a round, which also computes the server's next control variate."""
+        return ControlAggregation(self, round)
 
-        def record_changes() -> Iterator[Upload]:
-            for client, message in uploads:
-                changes.add(message.section(CONTROL), 1)
-                yield Upload(client, message.without(CONTROL))
 
-        after = super().aggregate(state, record_changes())
-        clients, mean = len(self.samples), changes.value()
+class ControlAggregation(Aggregation):
+    """The mean of a round's models, and the server's next control variate `c` from the mean of the uploaded `Δc`."""
+
+    def __init__(self, algorithm: SCAFFOLD, round: Round) -> None:
+        super().__init__(algorithm, round)
+        self.changes = RunningMean()
+
+    def add(self, upload: Upload) -> None:
+        """Add an upload's weights and its `Δc` to their means."""
+        self.changes.add(upload.message.section(CONTROL), 1)
+        super().add(Upload(upload.client, upload.message.without(CONTROL)))
+
+    def finish(self) -> State:
+        """Return the next weights, and the server's next control variate `c`."""
+        clients, mean = len(self.algorithm.samples), self.changes.value()
         control = {
-            name: next_server_control(value, mean[name], changes.count, clients)
-            for name, value in state[CONTROL].items()
+            name: next_server_control(value, mean[name], self.changes.count, clients)
+            for name, value in self.round.before[CONTROL].items()
         }
-        return after | {CONTROL: control}
+        return super().finish() | {CONTROL: control}
 
 
 def control_term(module: ClientModule) -> ControlVariates:

@@ -21,6 +21,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.weights import to_cpu, trainable_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, VisibleState
 
 Schedule = Literal["epsilon", "cosine"]
@@ -158,15 +159,15 @@ class Cores(Aggregator):
 
     only_in = "APPLE"
 
-    def fold(self, uploads: Iterable[Upload]) -> list[int]:
-        """Return the ids of the clients that uploaded a core model this round."""
-        return [client for client, _ in uploads]
+    def fold(self, folded: list[int], upload: Upload) -> None:
+        """Keep the id of a client that uploaded a core model this round."""
+        folded.append(upload.client)
 
-    def finish(self, folded: list[int], before: State, knowledge: State) -> State:
+    def finish(self, folded: list[int], round: Round, knowledge: State) -> State:
         """Return the server's record of the clients that have trained a core model in any round."""
-        trained = before[CORES]["trained"].clone()
+        trained = round.before[CORES]["trained"].clone()
         trained[folded] = True
-        return {CORES: before[CORES] | {"trained": trained}}
+        return {CORES: round.before[CORES] | {"trained": trained}}
 
 
 class APPLE(Algorithm):

@@ -23,6 +23,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, combine, stack, to_float64, weighted_mean
 from fl_lightning.models import classification_layer
 
@@ -155,7 +156,7 @@ class ClassShares(SharedKnowledge):
         assert module.class_counts is not None
         return {"values": class_shares(module.class_counts)}
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return no tensors, because class shares are only read by the aggregator."""
         return {}
 
@@ -224,11 +225,7 @@ class ClassWise(Aggregator):
                 own = {name: value[client % rows].to(sources[name].dtype, copy=True) for name, value in mixed.items()}
                 yield state | {start_section(client): own}
 
-    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return all uploads of the round as a list: `finish` needs all of them at once to average each class model."""
-        return list(uploads)
-
-    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+    def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
         """Return the uploads and their weights in each class model (Eq. 4-5).
 
         A class of weight 0 keeps its model.
@@ -240,7 +237,7 @@ class ClassWise(Aggregator):
         clients = [upload.client for upload in folded]
         kept = (q.sum(dim=0) == 0).nonzero()[:, 0]
         if len(kept):
-            old = combine(before["weights"]["value"].T[kept], before["sources"])
+            old = combine(round.before["weights"]["value"].T[kept], round.before["sources"])
             models += [{name: value[i] for name, value in old.items()} for i in range(len(kept))]
             q = torch.cat([q, torch.eye(q.shape[1], dtype=q.dtype)[kept]])
         latest = {str(client): row for client, row in zip(clients, distributions, strict=True)}
@@ -248,7 +245,7 @@ class ClassWise(Aggregator):
             "model": weighted_mean(models[: len(clients)], samples.tolist()),
             "sources": stack(models),
             "weights": {"client": torch.tensor(clients + [-1] * len(kept)), "value": q},
-            "distributions": before["distributions"] | latest,
+            "distributions": round.before["distributions"] | latest,
         }
 
     def _distribution(self, upload: Upload) -> Tensor:

@@ -6,7 +6,7 @@ Algorithm 1, with `A(x) = 1 - exp(-x/σ)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, VisibleState, flatten, weighted_mean
 
 UPLOADED = "uploaded"
@@ -71,15 +72,15 @@ class LastUploads(Aggregator):
 
     only_in = "FedAMP"
 
-    def fold(self, uploads: Iterable[Upload]) -> list[int]:
-        """Return the ids of the clients that uploaded this round."""
-        return [upload.client for upload in uploads]
+    def fold(self, folded: list[int], upload: Upload) -> None:
+        """Keep the id of a client that uploaded this round."""
+        folded.append(upload.client)
 
-    def finish(self, folded: list[int], before: State, knowledge: State) -> State:
+    def finish(self, folded: list[int], round: Round, knowledge: State) -> State:
         """Return the server's record of clients that have uploaded, with this round's participants added."""
-        last = torch.zeros_like(before["heard"]["ever"])
+        last = torch.zeros_like(round.before["heard"]["ever"])
         last[folded] = True
-        return {"heard": {"last": last, "ever": before["heard"]["ever"] | last}}
+        return {"heard": {"last": last, "ever": round.before["heard"]["ever"] | last}}
 
 
 class FedAMP(Algorithm):

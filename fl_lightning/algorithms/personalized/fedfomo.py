@@ -6,7 +6,7 @@ Equations below are the paper's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, VisibleState, flatten, weighted_mean
 from fl_lightning.evaluation.evaluation import evaluate
 
@@ -78,20 +79,20 @@ class Affinities(Aggregator):
 
     only_in = "FedFomo"
 
-    def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
-        """Return each participant's id and its uploaded benefits: how much each received model helped it (Eq. 3)."""
-        return [(client, message.section(AFFINITY)) for client, message in uploads]
+    def fold(self, folded: list[tuple[int, Tensors]], upload: Upload) -> None:
+        """Keep a participant's id and its uploaded benefits: how much each received model helped it (Eq. 3)."""
+        folded.append((upload.client, upload.message.section(AFFINITY)))
 
-    def finish(self, folded: list[tuple[int, Tensors]], before: State, knowledge: State) -> State:
+    def finish(self, folded: list[tuple[int, Tensors]], round: Round, knowledge: State) -> State:
         """Add this round's uploaded benefits (Eq. 3) to the affinity matrix, and return the new matrix.
 
         A benefit is added in the participant's row and in the column of the client whose model it received.
         """
-        matrix, trained = before[AFFINITY]["matrix"].clone(), before[AFFINITY]["trained"].clone()
+        matrix, trained = round.before[AFFINITY]["matrix"].clone(), round.before[AFFINITY]["trained"].clone()
         for client, benefits in folded:
             trained[client] = True
             matrix[client, benefits["peer"]] += benefits["worth"]
-        return {AFFINITY: {"matrix": matrix, "trained": trained, "rounds": before[AFFINITY]["rounds"] + 1}}
+        return {AFFINITY: {"matrix": matrix, "trained": trained, "rounds": round.before[AFFINITY]["rounds"] + 1}}
 
 
 class FedFomo(Algorithm):

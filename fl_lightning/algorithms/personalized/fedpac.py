@@ -24,6 +24,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, combine, stack, weighted_mean
 from fl_lightning.models.base import with_encoder
 
@@ -41,7 +42,7 @@ class Centroids(Prototypes):
         sums, counts = self._passed(module, batches, num_classes)
         return {"sums": sums, "counts": counts}
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the mean feature of each class over all samples of the round's participants.
 
         A class without samples in this round keeps its previous mean.
@@ -142,7 +143,7 @@ class FeatureStatistics(SharedKnowledge):
         """
         return module.notes[self.name]
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return no tensors: the aggregator reads the uploaded statistics, and nothing is sent to the clients."""
         return {}
 
@@ -171,11 +172,7 @@ class ClassifierCollaboration(Aggregator):
         """Return the shared body with the client's own mixture of heads."""
         return state["model"] | state.get(head_section(client), {})
 
-    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return all uploads of the round as a list, because each mixture of heads needs all clients' statistics."""
-        return list(uploads)
-
-    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+    def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
         """Return the mean body, and each participant's mixture of all heads."""
         models = [upload.message.section("model") for upload in folded]
         heads, bodies = ([entries_of(model, head) for model in models] for head in (True, False))
@@ -186,7 +183,7 @@ class ClassifierCollaboration(Aggregator):
             head_section(upload.client): {name: value[i].clone() for name, value in combined.items()}
             for i, upload in enumerate(folded)
         }
-        return {"model": before["model"] | weighted_mean(bodies, weights)} | own
+        return {"model": round.before["model"] | weighted_mean(bodies, weights)} | own
 
 
 def entries_of(model: Tensors, head: bool) -> Tensors:

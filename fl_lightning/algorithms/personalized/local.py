@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State
 
 
@@ -41,11 +40,17 @@ class Local(Algorithm):
         """Return an empty message, because clients do not send their models."""
         return Message()
 
-    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Return the server's state unchanged, after reading all uploads.
+    def aggregation(self, round: Round) -> Aggregation:
+        """Return an aggregation that ignores all uploads."""
+        return NoAggregation(self, round)
 
-        A client trains when its upload is read.
-        """
-        for _ in uploads:
-            pass
-        return state
+
+class NoAggregation(Aggregation):
+    """Leaves the server's state unchanged."""
+
+    def add(self, upload: Upload) -> None:
+        """Ignore an upload."""
+
+    def finish(self) -> State:
+        """Return the state at the start of the round."""
+        return self.round.before

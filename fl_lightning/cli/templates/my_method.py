@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning import Aggregator, Algorithm, ClientModule, LossTerm, SharedKnowledge, Step, Upload
+from fl_lightning import Aggregator, Algorithm, ClientModule, LossTerm, Round, SharedKnowledge, Step, Upload
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import RunningMean, State
 
@@ -37,7 +37,7 @@ class ClassCounts(SharedKnowledge):
         """Return the tensors that a client uploads after its training."""
         return {"counts": torch.stack([F.one_hot(y, num_classes).sum(dim=0) for _, y in batches]).sum(dim=0).float()}
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Merge the clients' uploads on the server, and return the tensors to send in the next round."""
         return {"counts": torch.stack([one.message.section(self.name)["counts"] for one in uploads]).sum(dim=0)}
 
@@ -75,15 +75,16 @@ class PowerMean(Aggregator):
     def __init__(self, power: float) -> None:
         self.power = power
 
-    def fold(self, uploads: Iterable[Upload]) -> RunningMean:
-        """Add the model of each upload to a running mean as the uploads of a round arrive, and return the mean."""
-        mean = RunningMean()
-        for upload in uploads:
-            mean.add(upload.message.section("model"), upload.n_samples**self.power)
-        return mean
+    def begin(self, round: Round) -> RunningMean:
+        """Return what the uploads of a round are added to."""
+        return RunningMean()
 
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """Return the next state: the global model, and anything else for the next round. `before` is the old state."""
+    def fold(self, folded: RunningMean, upload: Upload) -> None:
+        """Add the model of an upload to the mean, as soon as the upload arrives."""
+        folded.add(upload.message.section("model"), upload.n_samples**self.power)
+
+    def finish(self, folded: RunningMean, round: Round, knowledge: State) -> State:
+        """Return the next state: the global model, and anything else for the next round. The old is `round.before`."""
         return {"model": folded.value()}
 
 

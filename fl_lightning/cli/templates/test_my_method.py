@@ -8,7 +8,7 @@ import pytest
 import torch
 from my_method import MyMethod, PowerMean, PriorMatching
 
-from fl_lightning import Algorithm, FedAvg, FederatedOrchestrator, LocalTraining, Message, Step, Upload
+from fl_lightning import Algorithm, FedAvg, FederatedOrchestrator, LocalTraining, Message, Round, Step, Upload
 from fl_lightning.cli.main import main
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.models import MLP
@@ -30,8 +30,11 @@ def test_the_aggregator_weights_by_a_power_of_the_samples(power: float, expected
         Upload(client, Message.pack({"model": {"w": torch.tensor([w])}}, n_samples=n))
         for client, (w, n) in enumerate([(1.0, 1), (4.0, 16)])
     ]
-    aggregator = PowerMean(power)
-    state = aggregator.finish(aggregator.fold(uploads), before={}, knowledge={})
+    aggregator, round = PowerMean(power), Round(1, {})
+    folded = aggregator.begin(round)
+    for upload in uploads:
+        aggregator.fold(folded, upload)
+    state = aggregator.finish(folded, round, knowledge={})
     torch.testing.assert_close(state["model"]["w"], torch.tensor([expected]))
 
 

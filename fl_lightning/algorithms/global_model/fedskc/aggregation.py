@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -17,6 +16,7 @@ from fl_lightning.algorithms.global_model.fedskc.knowledge import (
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, extrapolate, weighted_mean
 
 GdaScale = Literal["count", "share"]
@@ -89,11 +89,7 @@ class GlobalDiscrepancy(Aggregator):
         """The structural knowledge (mean logits per class), from which the aggregation weights are computed."""
         return (self.structural,)
 
-    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Return the list of all uploads: the aggregation weights (Eq. 4) depend on the mean logits of all clients."""
-        return list(uploads)
-
-    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+    def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
         """Return the weighted mean of the clients' models, `w_g = Σ e_k w_k`, and the weights `e_k` (Eq. 4)."""
         local, held = stacked_knowledge(folded)
         distances = discrepancy(local, held, knowledge[self.structural.name]["values"], self.gda_scale)
@@ -200,14 +196,18 @@ class GlobalPeriodReview(Aggregator):
         """Whether the inner aggregator only averages the uploaded weights."""
         return self.inner.only_averages
 
-    def fold(self, uploads: Iterable[Upload]) -> object:
-        """Combine a round's uploads as the inner (wrapped) aggregator does, and return the result."""
-        return self.inner.fold(uploads)
+    def begin(self, round: Round) -> object:
+        """Return what the inner (wrapped) aggregator folds uploads into."""
+        return self.inner.begin(round)
 
-    def finish(self, folded: object, before: State, knowledge: State) -> State:
+    def fold(self, folded: object, upload: Upload) -> None:
+        """Add an upload as the inner (wrapped) aggregator does."""
+        self.inner.fold(folded, upload)
+
+    def finish(self, folded: object, round: Round, knowledge: State) -> State:
         """Return the inner (wrapped) aggregator's model, corrected with the previous round's global model (Eq. 5)."""
-        inner = self.inner.finish(folded, before, knowledge)
-        last, now = before[self.structural.name], knowledge[self.structural.name]
+        inner = self.inner.finish(folded, round, knowledge)
+        last, now = round.before[self.structural.name], knowledge[self.structural.name]
         if not bool(last["known"].any()):  # round 1
             return inner
         classes_now, classes_last = self.compared(now["known"], last["known"])
@@ -215,4 +215,4 @@ class GlobalPeriodReview(Aggregator):
         keep, step = self.beta, (1 - self.beta) * ratio
         if self.review == "interpolation":
             keep, step = 1.0, min(max(step, 0.0), 1.0)
-        return inner | {"model": extrapolate(inner["model"], before["model"], keep, step)}
+        return inner | {"model": extrapolate(inner["model"], round.before["model"], keep, step)}

@@ -12,6 +12,7 @@ from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sum
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.round import Round
 
 
 def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
@@ -84,7 +85,7 @@ class StructuralKnowledge(SharedKnowledge):
         sums, counts = class_sums_over(batches, module, num_classes)
         return {"values": local_knowledge(sums, counts), "known": counts > 0}
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the merged mean logits per class (Eq. 1). Classes without samples in the round keep the old ones."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         values = torch.where(known[:, None], values, previous["values"])
@@ -118,7 +119,7 @@ class ReferenceKnowledge(StructuralKnowledge):
         _, sums, counts = self._observed or (0, *class_sums_over(batches, module, num_classes))
         return {"values": local_knowledge(sums, counts, silu=False), "known": counts > 0}
 
-    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+    def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the merged mean logits per class (Eq. 1), and the mask of the classes with samples in this round."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         return {"values": values, "known": known}

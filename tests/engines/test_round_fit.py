@@ -1,4 +1,4 @@
-"""Several clients in one fit: to the bit what each would be in a fit of its own, which some of them get."""
+"""A round in one fit: each client is to the bit what it would be in a fit of its own, which some of them get."""
 
 import gc
 import os
@@ -12,17 +12,22 @@ import lightning as L
 import pytest
 import torch
 from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.profilers import SimpleProfiler
 from methods import FEW_QUICK, METHODS, assert_same_run
 from stacking import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
-from task_runners import run_tasks
+from task_runners import run_tasks, tasks_in
 from torch.optim.lr_scheduler import ExponentialLR
 
-from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
+from fl_lightning.algorithms import FedAvg, FedProx, FedSKC, WeightedMean
 from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.core.message import Message
-from fl_lightning.engines import SequentialEngine, shared_fit
+from fl_lightning.core.task import Tasks
+from fl_lightning.engines import SequentialEngine
+from fl_lightning.engines.round_fit import RoundFit
 
-ALONE = SequentialEngine(shared_fit=False)
+ALONE = SequentialEngine(local_loop=False)
 CPU = {"accelerator": "cpu", "max_epochs": 2}
 
 
@@ -44,7 +49,7 @@ def compare(tmp_path, method=FedAvg, shared=True, **options):
     alone.fit()
     common.fit()
     assert_same_run(alone, common)
-    assert shared is None or shared_fit.can_share_fit(common.worker) == shared
+    assert shared is None or common.worker.can_loop == shared
 
 
 @pytest.mark.thorough
@@ -52,8 +57,8 @@ def compare(tmp_path, method=FedAvg, shared=True, **options):
 def test_every_method(tmp_path, fits, name):
     method, options = METHODS[name]
     compare(tmp_path, method, shared=None, rounds=2, **options)
-    kinds, common = {type(module) for module in fits}, {ClientModule, shared_fit.SharedFit}
-    assert kinds == common or not kinds & common  # a client module of the method's own gets fits of its own
+    kinds = {type(module) for module in fits}
+    assert kinds == {RoundFit, ClientModule} or ClientModule not in kinds  # a method's own module gets its own fits
 
 
 @pytest.mark.fast_cases(1)
@@ -130,8 +135,8 @@ def ends(tmp_path, fits, shared, moment, **options):
     run._build()
     tasks = [task_of_round(run, 1, client) for client in (0, 1)]
     fits.clear()
-    results = run_tasks(SequentialEngine(shared), run.worker, tasks)
-    assert [type(module) for module in fits] == ([shared_fit.SharedFit] if shared else [ClientModule, ClientModule])
+    results = run_tasks(SequentialEngine(local_loop=shared), run.worker, tasks)
+    assert [type(module) for module in fits] == [RoundFit, *([] if shared else [ClientModule, ClientModule])]
     return results, method.seen
 
 
@@ -187,7 +192,7 @@ def test_what_a_client_changes_for_good_is_put_back(tmp_path, shared):
     run = experiment(tmp_path, FedAvg(loss_terms=[Meddler()]))
     run.load()
     tasks = [replace(task_of_round(run, 1, 0), lr_scale=scale) for scale in (1.0, 2.0, 1.0)]
-    before, meddling, after = run_tasks(SequentialEngine(shared), run.worker, tasks)
+    before, meddling, after = run_tasks(SequentialEngine(local_loop=shared), run.worker, tasks)
     torch.set_grad_enabled(True)
     assert "the disk is on fire" in str(meddling.failure)
     assert same_bytes(before.upload.tensors, after.upload.tensors)
@@ -210,46 +215,107 @@ def test_a_sigterm_ends_a_fit_after_its_step(tmp_path, shared):
     run = experiment(tmp_path, FedAvg(loss_terms=[Terminated()]), batch_size=8)
     run._build()
     with pytest.raises(SystemExit):
-        run_tasks(SequentialEngine(shared), run.worker, [task_of_round(run, 1, 0)])
+        run_tasks(SequentialEngine(local_loop=shared), run.worker, [task_of_round(run, 1, 0)])
     assert Terminated.steps == 1
 
 
 # --- How many fits ---
 
 
-def test_the_clients_of_a_run_share_a_fit(tmp_path, fits):
-    experiment(tmp_path, rounds=2).fit()
-    assert [type(module) for module in fits] == [shared_fit.SharedFit]
+def test_a_round_is_a_fit_and_a_client_is_a_batch(tmp_path, fits):
+    """Also for what plain Lightning counts: a callback, a Timer and a profiler on the trainer of the rounds."""
+    seen, timer = Batches(), Timer()
+    engine = SequentialEngine([seen, timer], SimpleProfiler(tmp_path, "profile"))
+    run = experiment(tmp_path, engine=engine, rounds=3)
+    run.fit()
+    assert [type(module) for module in fits] == [RoundFit] * 3
+    clients = [(round, client) for round in (1, 2, 3) for client in run.server.participants(round)]
+    assert seen.starts == seen.ends == clients
+    assert timer.time_elapsed("train") > 0
+    (table,) = (path.read_text() for path in tmp_path.glob("*profile*"))
+    lines = [line for line in table.splitlines() if "run_training_batch" in line]
+    assert [int(line.split("|")[3]) for line in lines] == [4, 8, 12]  # each fit adds a table of all fits so far
 
 
-def test_a_client_outside_of_a_round_has_its_own_fit(tmp_path, fits):
+class Batches(L.Callback):
+    """Notes the clients and rounds that plain Lightning hooks see."""
+
+    def __init__(self):
+        self.starts, self.ends = [], []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.starts.append((trainer.current_epoch + 1, batch))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.ends.append((trainer.current_epoch + 1, batch))
+
+
+def test_a_profiler_that_would_print_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"engine\.profiler"):
+        SequentialEngine(profiler=SimpleProfiler())
+
+
+def test_one_trainer_serves_the_run(tmp_path, monkeypatch):
+    built = []
+    init = L.Trainer.__init__
+    monkeypatch.setattr(
+        L.Trainer, "__init__", lambda own, *args, **rest: (built.append(own), init(own, *args, **rest))[1]
+    )
+    experiment(tmp_path, rounds=3).fit()
+    assert len(built) == 2  # and the one with the options of the clients, which is never fitted
+
+
+class StopsRound(L.Callback):
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = True
+
+
+def test_a_callback_cannot_leave_clients_out(tmp_path):
+    run = experiment(tmp_path, engine=SequentialEngine(callbacks=[StopsRound()]))
+    with pytest.raises(FLError, match=r"engine\.callbacks: .* after 1 of 4 batches"):
+        run.fit()
+
+
+def test_an_error_of_the_server_ends_the_run_as_it_is(tmp_path, fits):
+    class Broken(WeightedMean):
+        def fold(self, folded, upload):
+            raise ZeroDivisionError("mine")
+
+    run = experiment(tmp_path, FedAvg(aggregator=Broken()))
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        run.fit()
+    assert caught.value.__cause__ is caught.value.__context__ is None
+
+
+def test_a_client_gets_the_same_in_a_fit_of_its_own(tmp_path, fits):
     run = experiment(tmp_path)
     run.load()
-    engine, tasks = SequentialEngine(), [task_of_round(run, 1, client) for client in (0, 1)]
-    (shared,) = run_tasks(engine, run.worker, tasks[:1])
-    (alone,) = engine.run(run.worker, tasks[:1])
-    assert [type(module) for module in fits] == [shared_fit.SharedFit, ClientModule]
+    task = task_of_round(run, 1, 0)
+    (shared,), alone = run_tasks(SequentialEngine(), run.worker, [task]), run.worker.run(task)
+    assert [type(module) for module in fits] == [RoundFit, ClientModule]
     assert same_bytes(shared.upload.tensors, alone.upload.tensors)
 
 
-def test_a_result_is_used_before_the_next_client_is_taken(tmp_path):
+@pytest.mark.parametrize("local_loop", [True, False])
+def test_a_result_is_used_before_the_next_task_is_made(tmp_path, local_loop):
     run, events = experiment(tmp_path), []
     run.load()
-    tasks = (events.append(f"task {client}") or task_of_round(run, 1, client) for client in range(3))
-    engine = SequentialEngine()
-    engine.in_one_fit(run.worker, lambda: [events.append(f"result {r.client}") for r in engine.run(run.worker, tasks)])
-    assert events == [f"{what} {client}" for client in range(3) for what in ("task", "result")]
+    engine = SequentialEngine(local_loop=local_loop)
+    for _ in range(2):  # the second fit of a trainer makes its iterators anew
+        made = (events.append(f"task {client}") or task_of_round(run, 1, client) for client in range(3))
+        engine.run(run.worker, Tasks([0, 1, 2], made), lambda result: events.append(f"result {result.client}"))
+    assert events == 2 * [f"{what} {client}" for client in range(3) for what in ("task", "result")]
 
 
 def test_results_are_gone_once_nobody_has_them(tmp_path):
     """Not only once Python has looked for garbage: a fit's trainer is some, and has held them."""
     run = experiment(tmp_path)
     run.load()
-    tasks = [task_of_round(run, 1, client) for client in range(3)]
+    tasks, results = [task_of_round(run, 1, client) for client in range(3)], []
     gc.disable()
     try:
         engine = SequentialEngine()
-        results = engine.in_one_fit(run.worker, lambda: [weakref.ref(one) for one in engine.run(run.worker, tasks)])
+        engine.run(run.worker, tasks_in(tasks), lambda result: results.append(weakref.ref(result)))
         assert [result() for result in results] == [None, None, None]
     finally:
         gc.enable()
@@ -294,11 +360,10 @@ class WithOwnModule(FedAvg):
 def test_what_is_meant_for_one_fit_gets_one(tmp_path, fits, method, options):
     run = experiment(tmp_path, method(), rounds=1, **options)
     run.fit()
-    assert len(fits) == 4
-    assert not any(isinstance(module, shared_fit.SharedFit) for module in fits)
+    assert [isinstance(module, RoundFit) for module in fits] == [True, *[False] * 4]
 
 
-def test_own_schedules_and_callbacks_of_plugins_prevent_a_shared_fit(tmp_path):
+def test_own_schedules_and_callbacks_of_plugins_prevent_the_local_loop(tmp_path):
     class Own:
         def __init__(self, optimizer):
             self.optimizer = optimizer
@@ -309,6 +374,7 @@ def test_own_schedules_and_callbacks_of_plugins_prevent_a_shared_fit(tmp_path):
     own, plugin = experiment(tmp_path, lr_scheduler=Own), experiment(tmp_path)
     for run, shares in ((own, False), (plugin, True)):
         run.load()
-        assert shared_fit.can_share_fit(run.worker) == shares
+        assert run.worker.can_loop == shares
+    del plugin.worker.can_loop
     plugin.worker.idle_trainer.callbacks.append(Counts())
-    assert not shared_fit.can_share_fit(plugin.worker)
+    assert not plugin.worker.can_loop

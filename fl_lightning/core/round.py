@@ -1,0 +1,37 @@
+"""`Round`: what the server's side of a method can use of the round whose uploads it aggregates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from fl_lightning.core.state_dicts import State
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round as the aggregation sees it. Aggregators and shared knowledge get it.
+
+    Args:
+        number: The round, from 1.
+        before: The server's state at the start of the round, such as the weights `before["model"]`. Do not change its
+            tensors in place: a checkpoint of it may be being written.
+        seed: Seed of `rng`.
+        metrics: Metrics of the server for the log. Whoever aggregates adds them, such as `{"server/step": 0.1}`.
+
+    Example:
+        >>> bool(Round(3, {}, seed=1).rng.random() == Round(3, {}, seed=1).rng.random())
+        True
+    """
+
+    number: int
+    before: State
+    seed: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """The round's random numbers. A resumed run draws the same."""
+        return np.random.default_rng(self.seed)

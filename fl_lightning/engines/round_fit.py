@@ -1,0 +1,152 @@
+"""One round as one `Trainer.fit`: a batch is a client, and its training step trains that client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import Profiler
+
+from fl_lightning.core.errors import ConfigError, FLError
+from fl_lightning.engines.base import Done, Engine
+from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
+from fl_lightning.engines.unread_result import ResultReader, UnreadResult
+from fl_lightning.engines.worker import Worker
+
+ROUND_OPTIONS: dict[str, Any] = {
+    "accumulate_grad_batches": 1,
+    "gradient_clip_algorithm": None,
+    "gradient_clip_val": None,
+    "limit_train_batches": 1.0,
+    "max_epochs": 0,
+    "max_steps": -1,
+    "max_time": None,
+    "min_epochs": None,
+    "min_steps": None,
+    "plugins": None,
+    "precision": "32-true",
+}
+"""Options of the round's `Trainer` that differ from those of the clients' training, which the local loop applies."""
+
+
+class RoundFit(L.LightningModule):
+    """The module of a round's `Trainer.fit`. It has no weights: each training step trains one client, or a group.
+
+    A batch holds the ids of its clients. The task of a batch is made in its training step, and its results are passed
+    on at the end of the batch, before the next task is made.
+
+    Args:
+        batches: The batches of the epoch.
+        run_batch: Trains the clients of a batch, and returns their results.
+        reader: Receives the results.
+    """
+
+    def __init__(
+        self, batches: Sequence[Any], run_batch: Callable[[Any], Iterable[UnreadResult]], reader: ResultReader
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.batches, self.run_batch, self.reader = batches, run_batch, reader
+        self.trained: Iterable[UnreadResult] = ()
+        self.finished = 0
+
+    def configure_optimizers(self) -> list[Any]:
+        """Return no optimizer: each client builds its own."""
+        return []
+
+    def train_dataloader(self) -> RoundLoader:
+        """Return the loader of the round's batches."""
+        return RoundLoader(self.batches)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Train the clients of a batch."""
+        self.trained = self.run_batch(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Pass on the results of the batch's clients."""
+        for unread in self.trained:
+            self.reader.add(unread)
+        self.trained = ()
+        self.finished += 1
+
+    def on_train_epoch_end(self) -> None:
+        """Pass on the results that are still on the device."""
+        self.reader.flush()
+
+
+class RoundLoader:
+    """Loader of a round's batches. It has a length, so that Lightning does not fetch a batch ahead."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class RoundEngine(Engine):
+    """Base class of the engines that train a round's clients in this process, in one `Trainer.fit`.
+
+    Args:
+        callbacks: Lightning callbacks of the round's `Trainer`, for which an epoch is a round and a batch is a client.
+        profiler: Lightning profiler of the round's `Trainer`.
+
+    Raises:
+        ConfigError: The profiler has no file.
+    """
+
+    def __init__(self, callbacks: list[Callback] | None = None, profiler: Profiler | None = None) -> None:
+        if profiler and profiler.filename is None:
+            raise ConfigError("engine.profiler: its table would not be shown. Set its dirpath and its filename.")
+        self.callbacks, self.profiler = callbacks, profiler
+        self._trainer: L.Trainer | None = None
+        self._worker: Worker | None = None
+
+    def trainer_for(self, worker: Worker) -> L.Trainer:
+        """Return the trainer that serves all rounds of a run."""
+        if self._trainer is None or self._worker is not worker:
+            options = worker.training.trainer | ROUND_OPTIONS | {"callbacks": self.callbacks, "profiler": self.profiler}
+            self._trainer, self._worker = quiet_trainer(options, worker.shown), worker
+        return self._trainer
+
+    def fit_round(
+        self, worker: Worker, batches: Sequence[Any], run_batch: Callable[[Any], Iterable[UnreadResult]], done: Done
+    ) -> None:
+        """Train a round's clients in one `Trainer.fit`.
+
+        Args:
+            worker: The worker.
+            batches: The ids of the clients: of one client, or of a group of clients.
+            run_batch: Trains the clients of a batch, and returns their results.
+            done: Receives each result.
+
+        Raises:
+            FLError: A callback has stopped the trainer before the last batch.
+        """
+        trainer = self.trainer_for(worker)
+        module = RoundFit(batches, run_batch, ResultReader(worker.device, done))
+        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
+        interrupt = None
+        try:
+            with quiet_lightning(worker.shown):
+                trainer.fit(module)
+        except BaseException as error:
+            self._trainer = None  # it is in the middle of an epoch
+            if not isinstance(error.__context__, KeyboardInterrupt):
+                raise
+            interrupt = error.__context__  # which Lightning turns into the end of the process
+        if interrupt:
+            raise interrupt
+        if module.finished < len(batches):
+            self._trainer = None
+            what = f"a callback stopped the round after {module.finished} of {len(batches)} batches of clients"
+            raise FLError(f"engine.callbacks: {what}")
+
+    def close(self) -> None:
+        """Release the trainer."""
+        self._trainer = self._worker = None
