@@ -46,8 +46,10 @@ def backwards(name, text):
 def test_only_the_orchestrator_is_outside_of_a_folder():
     loose = {path.stem for path in (ROOT / "fl_lightning").glob("*.py")}
     assert loose == {"__init__", "__main__", "orchestrator"}
-    folders = {path.parent.name for path in (ROOT / "fl_lightning").glob("*/__init__.py")}
-    assert folders | {"orchestrator", "callbacks"} == {*PACKAGES}
+    folders = [path.parent for path in (ROOT / "fl_lightning").glob("*/__init__.py")]
+    assert {path.name for path in folders if not path.is_symlink()} | {"orchestrator", "callbacks"} == {*PACKAGES}
+    links = {path.name: path.readlink().as_posix() for path in folders if path.is_symlink()}
+    assert links == {name: f"../{name}" for name in ("callbacks", "configs", "papers", "sweeps")}
 
 
 def test_the_wheel_contains_every_folder():

@@ -153,7 +153,8 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg
     from fl_lightning.algorithms.personalized.pfedme import PFedMe as PFedMe
 
-__all__ = sorted(["State", *public_classes()])
+if not TYPE_CHECKING:  # type checkers export the names above, and cannot read a computed list
+    __all__ = sorted(["State", *public_classes()])
 
 for _name, _module in public_classes().items():
     globals()[_name] = getattr(import_module(f"{__name__}.{_module}"), _name)
