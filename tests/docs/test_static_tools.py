@@ -1,4 +1,4 @@
-"""The folders beside the package (`callbacks/`, `configs/` and others) belong to it, also for tools that run nothing."""
+"""The folders beside the package (`callbacks/`, `configs/`, ...) belong to it, also for tools that run nothing."""
 
 import os
 import shutil
