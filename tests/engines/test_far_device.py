@@ -191,7 +191,7 @@ def transfers(tmp_path: Path, method: Any, **options: Any) -> tuple[int, FarDevi
 
 
 ENGINES = {
-    "shared fits": SequentialEngine(),
+    "local loop": SequentialEngine(),
     "own fits": SequentialEngine(local_loop=False),
     "stacked": StackedEngine(),
 }
@@ -228,7 +228,7 @@ def test_a_step_copies_nothing(tmp_path: Path, engine: str) -> None:
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("engine", ["shared fits", "stacked"])
+@pytest.mark.parametrize("engine", ["local loop", "stacked"])
 @pytest.mark.fast_cases(2)
 def test_a_round_waits_as_often_for_any_number_of_clients(tmp_path: Path, engine: str) -> None:
     waits = []
