@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
+from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.callbacks.base import RoundCallback, is_own
-
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import suggest
 from fl_lightning.core.task import Score
@@ -20,7 +20,6 @@ from fl_lightning.evaluation.summary import COLUMN, is_lower_better
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.evaluation.summary import Row
 
 ACCURACIES = ("global/acc", "client/acc_mean")
@@ -134,7 +133,9 @@ def round_metrics(run: FederatedRun) -> list[str]:
         few_shot = ["acc", "loss", "acc_interval"] if run.data.data.evaluate else []
         shared = few_shot or list(score.values)
         names += [f"global/{name}" for name in shared]
-        names += [f"global/uncalibrated_{name}" for name in shared if run.algorithm.calibrates and name != "loss"]
+        names += [
+            f"global/uncalibrated_{name}" for name in shared if isinstance(run.algorithm, Calibrates) and name != "loss"
+        ]
     if scored:
         names += [*client_summary([score]), *["client/untrained"] * evaluation.of_received]
     if evaluation.client_model == "both" and any(len(shard.test) for shard in shards):

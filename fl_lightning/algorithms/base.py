@@ -177,11 +177,6 @@ class Algorithm(ArgumentsMixin, Capable):
         return self.aggregator.only_averages and self.uploads_by_copying and self.aggregates_by_parts
 
     @property
-    def calibrates(self) -> bool:
-        """Whether the method has a `calibrate`, which changes the global model before it is evaluated."""
-        return type(self).calibrate is not Algorithm.calibrate
-
-    @property
     def of_classes(self) -> Iterator[str]:
         """Names of the method's parts (loss terms, knowledge, aggregator) that only work with class labels."""
         parts: Iterable[Any] = (self, *self.loss_terms, *self.knowledge, self.aggregator)
@@ -335,38 +330,6 @@ class Algorithm(ArgumentsMixin, Capable):
         kept = {term_section(term): term.remember(module) for term in module.terms()}
         kept[OWN] = self._own(module.backbone)
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
-
-    def describe(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
-        """Client: return statistics of its data, such as class means, with which the server adjusts the global model.
-
-        The server receives them in `calibrate`.
-
-        Args:
-            module: The global model, in eval mode, without gradients.
-            batches: The client's training data in fixed order, without augmentation.
-            num_classes: Number of classes, `C`.
-        """
-        return {}
-
-    def calibrate(self, module: ClientModule, descriptions: Iterable[Tensors]) -> None:
-        """Server: adjust the global model with the clients' data statistics before it is evaluated, exported or saved.
-
-        The model is changed in place. The shared state does not change, so training continues without the change.
-
-        Args:
-            module: The global model, in eval mode, without gradients.
-            descriptions: The result of `describe` of every client, in ascending client id. They arrive one at a time.
-        """
-
-    def cohort(self, state: State, participants: int, clients: int) -> int:
-        """Server: return the number of clients that take part in the next round.
-
-        Args:
-            state: The state after the previous round.
-            participants: `clients_per_round` of the experiment.
-            clients: Number of clients of the experiment.
-        """
-        return participants
 
     def aggregation(self, round: Round) -> Aggregation:
         """Server: return the aggregation of a round, to which its uploads are added as they arrive.

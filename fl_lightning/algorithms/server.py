@@ -9,6 +9,7 @@ from torch import nn
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler
+from fl_lightning.algorithms.protocols import SizesCohort
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -108,7 +109,9 @@ class Server:
         All methods with the same seed see the same clients, except methods that choose the number of clients from
         their state.
         """
-        cohort = self.algorithm.cohort(self.state, self.clients_per_round, self.clients)
+        method, cohort = self.algorithm, self.clients_per_round
+        if isinstance(method, SizesCohort):
+            cohort = method.cohort(self.state, cohort, self.clients)
         return self.sampler.sample(round, cohort)
 
     def download(self, round: int, client: int) -> Message:

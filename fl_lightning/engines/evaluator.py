@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import OWN
+from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.algorithms.server import ClientStates, Server
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import to_cpu
@@ -161,13 +162,13 @@ class Evaluator:
         """Build the module of the global model after a round. Algorithms such as CCVR calibrate it."""
         worker, algorithm = self.worker, self.server.algorithm
         module = worker.modules.build_shared(self.server.state["model"])
-        if algorithm.calibrates:
+        if isinstance(algorithm, Calibrates):
             module.batch_size, module.lr_scale = worker.training.batch_size, self.server.lr_scales.of(round)
             seed_everything(self.server.seed, Stream.CALIBRATION, round)
             data, classes = worker.client_data, worker.data.data.num_classes
             every = (data.training_batches(client) for client in range(self.server.clients))
             with inference(module, worker.idle_trainer):
-                algorithm.calibrate(module, (algorithm.describe(module, batches, classes) for batches in every))
+                algorithm.calibrate(module, (algorithm.statistics(module, batches, classes) for batches in every))
         return module
 
     def _measure(
@@ -184,7 +185,7 @@ class Evaluator:
         new = self._new_client_results(round, module)
         row = measured(shared, scores, on_global, [result.local for result in new if result.local], trained)
         row |= {} if self.trains_new_clients else self._count_untrained(new, "new_client")
-        if shared and self.server.algorithm.calibrates:
+        if shared and isinstance(self.server.algorithm, Calibrates):
             plain = self._score(self.worker.modules.build_shared(self.server.state["model"]))
             row |= {f"global/uncalibrated_{name}": value for name, value in plain.values.items() if name != "loss"}
         return row
@@ -220,7 +221,7 @@ class Evaluator:
         if not self.new_clients:
             return []
         algorithm, state = self.server.algorithm, self.server.state
-        if shared and algorithm.calibrates:
+        if shared and isinstance(algorithm, Calibrates):
             weights = shared.backbone.state_dict()
             state = state | {"model": to_cpu({"model": {name: weights[name] for name in state["model"]}})["model"]}
         fit = self.trains_new_clients

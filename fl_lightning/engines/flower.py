@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.core.errors import ConfigError, FLError, check_number, describe_error, one_short_line
 from fl_lightning.core.names import join_names
 from fl_lightning.core.task import Result, Task, Tasks, failed_result
@@ -147,7 +148,7 @@ class FlowerEngine(Engine):
         if not worker.data.is_remote:
             fix = "`fl-lightning deploy` writes the config of a run on the clients' machines"
             raise ConfigError(f"engine: FlowerEngine needs scenario.dataset RemoteClients. {fix}")
-        if worker.algorithm.calibrates:
+        if isinstance(worker.algorithm, Calibrates):
             name = type(worker.algorithm).__name__
             raise ConfigError(f"algorithm: {name} needs the clients' data on the server. Use another method")
 

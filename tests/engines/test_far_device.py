@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fl_lightning.callbacks as figures
 import pytest
 import torch
 from experiments import experiment, same_bytes, task_of_round
@@ -16,6 +15,7 @@ from methods import METHODS, assert_same_run
 from task_runners import run_tasks
 from torch import nn
 
+import fl_lightning.callbacks as figures
 from fl_lightning.algorithms import (
     CFL,
     Ditto,

@@ -131,7 +131,7 @@ class CCVR(FedAvg):
         with_encoder(backbone)
         return super().initial_state(backbone, num_classes, clients, rng)
 
-    def describe(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
+    def statistics(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
         """Return, for each class, the client's number of samples, and the mean and covariance of their features."""
         if not self.epochs:
             return {}
@@ -139,14 +139,14 @@ class CCVR(FedAvg):
         features, targets = (torch.cat(part) for part in zip(*parts, strict=True))
         return class_moments(features, targets, num_classes)._asdict()
 
-    def calibrate(self, module: ClientModule, descriptions: Iterable[Tensors]) -> None:
+    def calibrate(self, module: ClientModule, statistics: Iterable[Tensors]) -> None:
         """Train the head on features drawn from one Gaussian per class, fitted to all clients' data.
 
         The head stays in eval mode.
         """
         if not self.epochs:
             return
-        moments = merge_moments(ClassMoments(**description) for description in descriptions)
+        moments = merge_moments(ClassMoments(**one) for one in statistics)
         drawn, classes = virtual_features(moments, self.features)
         head = with_encoder(module.backbone).head
         like = next(head.parameters())

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
+from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.analysis.export import (
     FORMATS,
     described_model,
@@ -53,7 +54,9 @@ def describe_model(run: FederatedOrchestrator, client: int | None) -> str:
     if client is None:
         return "the global model"
     same = False
-    if run.algorithm.one_model and not run.algorithm.calibrates:  # a calibrated global model differs from all clients'
+    if run.algorithm.one_model and not isinstance(
+        run.algorithm, Calibrates
+    ):  # a calibrated global model differs from all clients'
         modules = (run.client_module(client), run.evaluator.global_module(run.round))
         own, shared = (module.backbone.cpu().state_dict() for module in modules)
         same = all(torch.equal(own[name], value) for name, value in shared.items())

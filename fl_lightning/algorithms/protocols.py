@@ -1,0 +1,54 @@
+"""What only a few methods do. A method takes part in a protocol by having its Python methods; nothing is inherited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.state_dicts import State
+
+
+@runtime_checkable
+class Calibrates(Protocol):
+    """A method that adjusts the global model to all clients' data before the model is evaluated, exported or saved.
+
+    Training continues with the model as it was before.
+    """
+
+    def statistics(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """Client: return statistics of its data, such as class means, for `calibrate`.
+
+        Args:
+            module: The global model, in eval mode, without gradients.
+            batches: The client's training data in fixed order, without augmentation.
+            num_classes: Number of classes, `C`.
+        """
+        ...
+
+    def calibrate(self, module: ClientModule, statistics: Iterable[Tensors]) -> None:
+        """Server: adjust the global model in place.
+
+        Args:
+            module: The global model, in eval mode, without gradients.
+            statistics: The statistics of every client, in ascending client id. They arrive one at a time.
+        """
+        ...
+
+
+@runtime_checkable
+class SizesCohort(Protocol):
+    """A method that chooses the number of participants of each round."""
+
+    def cohort(self, state: State, participants: int, clients: int) -> int:
+        """Server: return the number of clients that take part in the next round.
+
+        Args:
+            state: The state after the previous round.
+            participants: `clients_per_round` of the experiment.
+            clients: Number of clients of the experiment.
+        """
+        ...
