@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
 
-from fl_lightning.core.errors import ConfigError, FLError
+from fl_lightning.core.errors import ConfigError, FLError, blame
 from fl_lightning.engines.base import Done, Engine
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.engines.unread_result import ResultReader, UnreadResult
@@ -106,6 +106,15 @@ class RoundEngine(Engine):
         self.callbacks, self.profiler = callbacks, profiler
         self._trainer: L.Trainer | None = None
         self._worker: Worker | None = None
+
+    def check(self, worker: Worker) -> None:
+        """Check, by building the round's trainer, that it takes the callbacks.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        with blame("engine.callbacks"):
+            self.trainer_for(worker)
 
     def trainer_for(self, worker: Worker) -> L.Trainer:
         """Return the trainer that serves all rounds of a run."""

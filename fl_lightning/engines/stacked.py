@@ -75,6 +75,7 @@ class StackedEngine(RoundEngine):
         Raises:
             ConfigError: Something cannot be stacked; the message says what and why.
         """
+        super().check(worker)
         trainer = worker.idle_trainer
         if odd := obstacle_to_loop(trainer):
             raise refusal(*odd)

@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.profilers import SimpleProfiler
 from methods import FEW_QUICK, METHODS, assert_same_run
 from stacking import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
@@ -24,7 +24,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Tasks
-from fl_lightning.engines import SequentialEngine
+from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.engines.round_fit import RoundFit
 
 ALONE = SequentialEngine(local_loop=False)
@@ -263,6 +263,14 @@ def test_one_trainer_serves_the_run(tmp_path, monkeypatch):
     )
     experiment(tmp_path, rounds=3).fit()
     assert len(built) == 2  # and the one with the options of the clients, which is never fitted
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, StackedEngine])
+def test_callbacks_that_the_trainer_does_not_take_are_refused_before_the_run(tmp_path, engine):
+    run = experiment(tmp_path / "run", engine=engine(callbacks=[ModelCheckpoint()]))
+    with pytest.raises(ConfigError, match=r"^engine\.callbacks: .*ModelCheckpoint"):
+        run.fit()
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 class StopsRound(L.Callback):
