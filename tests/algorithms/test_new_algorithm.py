@@ -82,8 +82,6 @@ assert "| `lr` | `0.5` | The share of the way. |" in filled
 def test_a_new_algorithm_needs_only_a_file_in_a_family_folder(tmp_path, script):
     package = tmp_path / "fl_lightning"
     shutil.copytree(ROOT / "fl_lightning", package, ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in ("callbacks", "configs", "papers", "sweeps"):
-        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (package / "algorithms" / "global_model" / "fedhalf.py").write_text(ALGORITHM)
     done = subprocess.run(
