@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import cohort
-from fl_lightning.callbacks import RoundCallback
-from fl_lightning.callbacks.base import FederatedRun
 from torch import nn
 
+from fl_lightning.callbacks import RoundCallback
+from fl_lightning.callbacks.base import FederatedRun
 from fl_lightning.data import LoadedData
 from fl_lightning.evaluation.summary import Row
 

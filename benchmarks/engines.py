@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from fl_lightning.callbacks import Checkpointing, RoundProgress
 from rich.console import Console
 
 from fl_lightning import Evaluation, FederatedOrchestrator, LocalTraining, engines
 from fl_lightning.algorithms import FedAvg
+from fl_lightning.callbacks import Checkpointing, RoundProgress
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.models import CNN, MLP, ModelFactory, ResNet8, ResNet18
 

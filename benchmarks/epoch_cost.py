@@ -20,10 +20,10 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from fl_lightning.callbacks import RoundCallback
 
 from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import UAPDFL, Algorithm, CwFedAvg, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.data.loaders import Batches, ClientDataModule
 from fl_lightning.engines.trainer import quiet_lightning

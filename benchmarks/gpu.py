@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from fl_lightning.callbacks import Checkpointing, RoundProgress
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
@@ -40,6 +39,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fl_lightning import Evaluation, FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import FedAvg
+from fl_lightning.callbacks import Checkpointing, RoundProgress
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.engines import ProcessesEngine, SequentialEngine, StackedEngine
 from fl_lightning.models import ModelFactory, ResNet8, ResNet18

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fl_lightning.callbacks import Checkpointing, RoundProgress
 
 from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import CwFedAvg, FedAvg
+from fl_lightning.callbacks import Checkpointing, RoundProgress
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fl_lightning.callbacks import RoundProgress
 
 from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import FedAvg
+from fl_lightning.callbacks import RoundProgress
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.models import MLP
 

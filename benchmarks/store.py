@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-from fl_lightning.callbacks import RoundCallback, RoundProgress
 
 from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import UAPDFL, FedAvg, HistoryContrast
+from fl_lightning.callbacks import RoundCallback, RoundProgress
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.models import ResNet18
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from matplotlib.figure import Figure
+
 from fl_lightning.callbacks.base import require
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from fl_lightning.callbacks.plots import bars, heat_maps, panels
-from matplotlib.figure import Figure
-
 from fl_lightning.core.names import labels
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.evaluation.summary import Row
 
 

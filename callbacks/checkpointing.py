@@ -6,12 +6,10 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.callbacks.monitor import Monitor
-
 from fl_lightning.core.errors import check_positive
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.evaluation.summary import Row
 
 SECONDS = 1.0

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fl_lightning.callbacks.figures import Arrays, RoundFigure
-from fl_lightning.callbacks.plots import heat_maps
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.global_model.feddw import class_relations, consistency_loss, soft_label_matrix
+from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.plots import heat_maps
 from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines.trainer import inference
@@ -18,7 +18,6 @@ from fl_lightning.models import classification_layer
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.evaluation.summary import Row
 
 

@@ -9,7 +9,6 @@ from fl_lightning.callbacks.base import RoundCallback, require
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.evaluation.summary import Row
 
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.figure import Figure
+
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from fl_lightning.callbacks.plots import lines, panels
-from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.summary import Row
 

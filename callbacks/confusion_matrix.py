@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from fl_lightning.callbacks.figures import Arrays, RoundFigure, received_module, scored_module
-from fl_lightning.callbacks.plots import panels
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, received_module, scored_module
+from fl_lightning.callbacks.plots import panels
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines.trainer import inference
 from fl_lightning.runs.paper_figure import set_ticks
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.client.module import ClientModule
     from fl_lightning.engines import Result
 

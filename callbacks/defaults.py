@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.callbacks import Callback
+
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.checkpointing import Checkpointing
 from fl_lightning.callbacks.communication import CommunicationMeter
 from fl_lightning.callbacks.monitor import Monitor
 from fl_lightning.callbacks.progress import RoundProgress
-from lightning.pytorch.callbacks import Callback
-
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines.client_callbacks import refused
 

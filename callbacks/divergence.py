@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
-from fl_lightning.callbacks.plots import heat_map, lines, panels
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from fl_lightning.algorithms.decentralized.ua_pdfl import DIVERGENCES, unit_input, unit_representation
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
+from fl_lightning.callbacks.plots import heat_map, lines, panels
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import labels
 from fl_lightning.engines.trainer import inference
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.summary import Row
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
-from fl_lightning.callbacks.plots import bars, panels
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
+from fl_lightning.callbacks.plots import bars, panels
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.names import labels
@@ -19,7 +19,6 @@ from fl_lightning.core.state_dicts import flatten
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.summary import Row
 

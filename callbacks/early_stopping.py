@@ -6,12 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.callbacks.monitor import ACCURACIES, Monitor
-
 from fl_lightning.core.errors import ConfigError, check_positive
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.evaluation.summary import Row
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
-from fl_lightning.callbacks.base import RoundCallback
-from fl_lightning.callbacks.plots import to_png
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.base import OWN
+from fl_lightning.callbacks.base import RoundCallback
+from fl_lightning.callbacks.plots import to_png
 from fl_lightning.client.weights import load_weights
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.files import write_atomically
@@ -25,7 +25,6 @@ from fl_lightning.engines.trainer import inference
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.client.module import ClientModule
     from fl_lightning.core.message import Tensors
     from fl_lightning.engines import Result

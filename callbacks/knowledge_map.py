@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
-from fl_lightning.callbacks.plots import panels
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,6 +15,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 from fl_lightning.algorithms.global_model.fedskc.knowledge import local_knowledge
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
+from fl_lightning.callbacks.plots import panels
 from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
@@ -26,7 +26,6 @@ from fl_lightning.runs.paper_figure import TICK_LETTERS
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.engines import Result
 
 

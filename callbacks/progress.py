@@ -6,20 +6,19 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fl_lightning.callbacks.base import RoundCallback
-from fl_lightning.callbacks.run_summary import summarize_run
 from rich.console import Console, RenderableType  # a type
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
+from fl_lightning.callbacks.base import RoundCallback
+from fl_lightning.callbacks.run_summary import summarize_run
 from fl_lightning.core.console import SafeConsole
 from fl_lightning.evaluation.summary import label_of
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
     from fl_lightning.callbacks.notebook_view import NotebookView
-
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.summary import Row
 

@@ -7,18 +7,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
-from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
-from fl_lightning.callbacks.plots import heat_maps
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.personalized.cwfedavg import class_layer, class_layer_name, class_models
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
+from fl_lightning.callbacks.plots import heat_maps
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.names import labels
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.summary import Row
 

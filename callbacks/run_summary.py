@@ -10,9 +10,8 @@ from fl_lightning.core.inputs import describe_inputs
 from fl_lightning.models import FromModule
 
 if TYPE_CHECKING:
-    from fl_lightning.callbacks.base import FederatedRun
-
     from fl_lightning.algorithms import Algorithm
+    from fl_lightning.callbacks.base import FederatedRun
 
 SHOWN_PARTS = 3
 """Maximum number of personal (never sent) parts of the model that the summary names."""

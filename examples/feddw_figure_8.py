@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fl_lightning.callbacks import Checkpointing, ClassRelations
-from fl_lightning.callbacks.plots import heat_maps, write_png
 
 from fl_lightning import Evaluation, FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import Algorithm, FedAvg, FedDW
+from fl_lightning.callbacks import Checkpointing, ClassRelations
+from fl_lightning.callbacks.plots import heat_maps, write_png
 from fl_lightning.data import IID, Digits, Dirichlet, FashionMNIST, Partition, Scenario
 from fl_lightning.models import MLP, Head, LeNet
 

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from fl_lightning.callbacks import RoundProgress
 from rich.console import Console
 
 from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import UAPDFL
+from fl_lightning.callbacks import RoundProgress
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
 from fl_lightning.data import Digits, DisjointClasses, FashionMNIST, Scenario

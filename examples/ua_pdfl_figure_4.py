@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fl_lightning.callbacks.plots import panels, write_png
 from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon, symmetric_kl, unit_input, unit_representation
+from fl_lightning.callbacks.plots import panels, write_png
 from fl_lightning.data import Digits, FashionMNIST
 from fl_lightning.models import MLP
 

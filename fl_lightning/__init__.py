@@ -8,6 +8,7 @@ from fl_lightning.core.public_names import public_classes
 if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning import runs as runs
     from fl_lightning.algorithms import *
+    from fl_lightning.algorithms.base import Aggregation as Aggregation
     from fl_lightning.analysis.figures import plot_runs as plot_runs
     from fl_lightning.callbacks import *
     from fl_lightning.callbacks import RoundFigure as RoundFigure
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "algorithms": " ".join(["State", *public_classes()]),
+    "algorithms.base": "Aggregation",
     "analysis.figures": "plot_runs",
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter

@@ -50,9 +50,8 @@ class Algorithm(ArgumentsMixin, Capable):
 
     Attributes:
         server: Whether there is a server. Otherwise a client's upload stays with the client, and its peers collect it.
-        public: The section of the client state that peers can read, if any. The state that is passed to `download` and
-            `aggregation` is then a `VisibleState`: `state.peer(k)` is this section of client `k` at the start of the
-            round.
+        public: The section of the client state that peers can read, if any. The state in `download` and `Round.before`
+            is then a `VisibleState`: `state.peer(k)` is this section of client `k` at the start of the round.
         optimizer_state: Whether a client's optimizer state is `kept` between its rounds or `fresh`, by default.
         drop_last: Whether clients skip a last training batch with fewer samples than the others.
         one_model: Whether the state's `model` is a model for all clients, which is evaluated as the global model.

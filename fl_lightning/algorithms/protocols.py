@@ -1,4 +1,4 @@
-"""What only a few methods do. A method takes part in a protocol by having its Python methods; nothing is inherited."""
+"""Protocols of which only a few methods are part: a method is, if it has the protocol's Python methods."""
 
 from __future__ import annotations
 

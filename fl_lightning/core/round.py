@@ -1,4 +1,4 @@
-"""`Round`: what the server's side of a method can use of the round whose uploads it aggregates."""
+"""`Round`: the round whose uploads the server aggregates, with the state before it and random numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Round:
         before: The server's state at the start of the round, such as the weights `before["model"]`. Do not change its
             tensors in place: a checkpoint of it may be being written.
         seed: Seed of `rng`.
-        metrics: Metrics of the server for the log. Whoever aggregates adds them, such as `{"server/step": 0.1}`.
+        metrics: Metrics of the server for the log. The aggregator or the shared knowledge adds them; `step` becomes
+            the column `server/step`.
 
     Example:
         >>> bool(Round(3, {}, seed=1).rng.random() == Round(3, {}, seed=1).rng.random())

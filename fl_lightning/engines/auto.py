@@ -65,9 +65,9 @@ class AutoEngine(Engine):
         (self._chosen or self._here["sequential"]).run(worker, tasks, done)
 
     def close(self) -> None:
-        """Close the chosen engine, if an engine was chosen."""
-        if self._chosen:
-            self._chosen.close()
+        """Close all engines."""
+        for engine in filter(None, (*self._here.values(), self._chosen)):
+            engine.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the name of the chosen engine for checkpoints; empty before the choice."""

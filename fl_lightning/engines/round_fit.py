@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -10,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
 
 from fl_lightning.core.errors import ConfigError, FLError, blame
+from fl_lightning.core.task import Task, Tasks
 from fl_lightning.engines.base import Done, Engine
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.engines.unread_result import ResultReader, UnreadResult
@@ -98,7 +102,12 @@ class RoundEngine(Engine):
 
     Raises:
         ConfigError: The profiler has no file.
+
+    Attributes:
+        local_loop: Whether the local loop may train clients. Otherwise each client has a `Trainer.fit` of its own.
     """
+
+    local_loop: bool = True
 
     def __init__(self, callbacks: list[Callback] | None = None, profiler: Profiler | None = None) -> None:
         if profiler and profiler.filename is None:
@@ -123,22 +132,41 @@ class RoundEngine(Engine):
             self._trainer, self._worker = quiet_trainer(options, worker.shown), worker
         return self._trainer
 
-    def fit_round(
-        self, worker: Worker, batches: Sequence[Any], run_batch: Callable[[Any], Iterable[UnreadResult]], done: Done
-    ) -> None:
-        """Train a round's clients in one `Trainer.fit`.
+    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+        """Run the tasks in order: those that train in one `Trainer.fit`, others one after another.
 
-        Args:
-            worker: The worker.
-            batches: The ids of the clients: of one client, or of a group of clients.
-            run_batch: Trains the clients of a batch, and returns their results.
-            done: Receives each result.
+        On a CPU, the task of a batch is made only when `done` has received the results of the batch before.
 
         Raises:
             FLError: A callback has stopped the trainer before the last batch.
         """
-        trainer = self.trainer_for(worker)
-        module = RoundFit(batches, run_batch, ResultReader(worker.device, done))
+        reader, arriving = ResultReader(worker.device, done), iter(tasks)
+        if tasks.fit:
+            run_batch = partial(self.run_batch, worker, arriving)
+            self._fit_round(worker, RoundFit(self.batches(worker, tasks.clients), run_batch, reader))
+            return
+        for task in arriving:
+            reader.add(self.run_alone(worker, task))
+        reader.flush()
+
+    @abstractmethod
+    def batches(self, worker: Worker, clients: Sequence[int]) -> Sequence[Any]:
+        """Return the batches of a round: ids of clients, or lists of ids."""
+
+    @abstractmethod
+    def run_batch(self, worker: Worker, arriving: Iterator[Task], batch: Any) -> Iterable[UnreadResult]:
+        """Take the tasks of a batch from the iterator, train its clients, and return their results."""
+
+    def run_alone(self, worker: Worker, task: Task) -> UnreadResult:
+        """Run one task, by the local loop if it can train the client, and return its result."""
+        loops = self.local_loop and worker.can_loop
+        result = worker.start(task, self.trainer_for(worker) if loops else None)
+        if task.fit and not loops:
+            gc.collect()  # a used Trainer is a cycle that holds its model
+        return result
+
+    def _fit_round(self, worker: Worker, module: RoundFit) -> None:
+        trainer, count = self.trainer_for(worker), len(module.batches)
         trainer.fit_loop.max_epochs = trainer.current_epoch + 1
         interrupt = None
         try:
@@ -151,9 +179,9 @@ class RoundEngine(Engine):
             interrupt = error.__context__  # which Lightning turns into the end of the process
         if interrupt:
             raise interrupt
-        if module.finished < len(batches):
+        if module.finished < count:
             self._trainer = None
-            what = f"a callback stopped the round after {module.finished} of {len(batches)} batches of clients"
+            what = f"a callback stopped the round after {module.finished} of {count} batches of clients"
             raise FLError(f"engine.callbacks: {what}")
 
     def close(self) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
 
-from fl_lightning.core.task import Tasks
-from fl_lightning.engines.base import Done
+from fl_lightning.core.task import Task
 from fl_lightning.engines.round_fit import RoundEngine
-from fl_lightning.engines.unread_result import ResultReader, UnreadResult
+from fl_lightning.engines.unread_result import UnreadResult
 from fl_lightning.engines.worker import Worker
 
 
@@ -34,22 +32,10 @@ class SequentialEngine(RoundEngine):
         super().__init__(callbacks, profiler)
         self.local_loop = local_loop
 
-    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
-        """Run tasks in order. On a CPU, a task is made only when `done` has received the result of the one before."""
-        arriving, trainer = iter(tasks), self.trainer_for(worker)
-        around = trainer if self.local_loop and worker.can_loop else None
+    def batches(self, worker: Worker, clients: Sequence[int]) -> Sequence[int]:
+        """Return the ids of the clients: each is a batch."""
+        return clients
 
-        def run_next(client: int) -> Iterator[UnreadResult]:
-            task = next(arriving)
-            unread = worker.start(task, around, keep=task.keep_upload)
-            if task.fit and not around:
-                gc.collect()  # a used Trainer is a cycle that holds its model
-            return iter([unread])
-
-        if tasks.fit:
-            self.fit_round(worker, tasks.clients, run_next, done)
-            return
-        reader = ResultReader(worker.device, done)
-        for client in tasks.clients:
-            reader.add(next(run_next(client)))
-        reader.flush()
+    def run_batch(self, worker: Worker, arriving: Iterator[Task], batch: int) -> list[UnreadResult]:
+        """Train the client of a batch, and return its result."""
+        return [self.run_alone(worker, next(arriving))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -18,14 +18,13 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.task import Task, Tasks, failed_result, is_interrupt
-from fl_lightning.engines.base import Done
+from fl_lightning.core.task import Task, failed_result, is_interrupt
 from fl_lightning.engines.round_fit import RoundEngine
 from fl_lightning.engines.stacked_fit import StackedFit, in_rows
 from fl_lightning.engines.stacked_slots import StackedSlots
 from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
 from fl_lightning.engines.trainer import obstacle_to_loop, quiet_lightning
-from fl_lightning.engines.unread_result import ResultReader, UnreadResult, unread_result
+from fl_lightning.engines.unread_result import UnreadResult, unread_result
 from fl_lightning.engines.worker import Worker
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -98,23 +97,15 @@ class StackedEngine(RoundEngine):
         with trainer.precision_plugin.forward_context():
             check_steps(clients, x[:8], y[:8])
 
-    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
-        """Run tasks in groups of at most `self.clients` tasks. A group is a batch of the round's `Trainer.fit`."""
-        arriving, clients, size = iter(tasks), tasks.clients, self._group_size(worker)
+    def batches(self, worker: Worker, clients: Sequence[int]) -> list[list[int]]:
+        """Return the ids of the clients in groups of at most `self.clients`: each group is a batch."""
+        size = self._group_size(worker)
+        return [list(clients[start : start + size]) for start in range(0, len(clients), size)]
 
-        def run_group(group: Sequence[int]) -> Iterator[UnreadResult]:
-            taken = [next(arriving) for _ in group]
-            together = tasks.fit and len(taken) > 1
-            return self._run_together(worker, taken) if together else self._run_one_by_one(worker, taken)
-
-        groups = [list(clients[start : start + size]) for start in range(0, len(clients), size)]
-        if tasks.fit:
-            self.fit_round(worker, groups, run_group, done)
-            return
-        reader = ResultReader(worker.device, done)
-        for unread in chain.from_iterable(map(run_group, groups)):
-            reader.add(unread)
-        reader.flush()
+    def run_batch(self, worker: Worker, arriving: Iterator[Task], batch: list[int]) -> Iterator[UnreadResult]:
+        """Train the clients of a group together, and return an iterator over their results."""
+        tasks = list(islice(arriving, len(batch)))
+        return self._run_together(worker, tasks) if len(tasks) > 1 else self._run_one_by_one(worker, tasks)
 
     def _group_size(self, worker: Worker) -> int:
         """Return the maximum number of tasks in a group."""
@@ -128,8 +119,7 @@ class StackedEngine(RoundEngine):
         self._slots = None
 
     def _run_one_by_one(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[UnreadResult]:
-        trainer = self.trainer_for(worker) if worker.can_loop else None
-        return (worker.start(task, trainer) for task in tasks)
+        return (self.run_alone(worker, task) for task in tasks)
 
     def _run_together(self, worker: Worker, tasks: Sequence[Task]) -> Iterator[UnreadResult]:
         """Train the clients of several tasks of one round together, and return an iterator over their results."""

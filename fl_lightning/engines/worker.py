@@ -266,7 +266,7 @@ class Worker:
         """
         return next(read_together([self.start(task)]))
 
-    def start(self, task: Task, trainer: L.Trainer | None = None, keep: bool = True) -> UnreadResult:
+    def start(self, task: Task, trainer: L.Trainer | None = None) -> UnreadResult:
         """Run a client's task, and return a result whose losses can be read from the training device later.
 
         This avoids waiting for the device after each task. Otherwise it works as `run`.
@@ -275,7 +275,6 @@ class Worker:
             task: The task.
             trainer: The round's trainer, if the local loop trains the client; `can_loop` is true. By default a
                 `Trainer` of its own trains it.
-            keep: Whether the upload is needed when the next task runs. If not, a CPU keeps it in the module's memory.
         """
         try:
             slot = self.modules.intact_slot() if trainer else None
@@ -288,7 +287,7 @@ class Worker:
             module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
             state = optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {}
             result = self.finish(task, module, state)
-            if slot and module.spent and (keep or self.device.type != "cpu"):  # results of a GPU are read later
+            if slot and module.spent and (task.keep_upload or self.device.type != "cpu"):  # a GPU's are read later
                 slot.give_away()
             return result
         except BaseException as error:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from experiments import NormMLP, assert_near, digits, experiment, finished, in_float64, same_bytes, task_of_round
-from fl_lightning.callbacks import Checkpointing, EarlyStopping
-from fl_lightning.callbacks.defaults import by_name
 
 from fl_lightning.algorithms import DriftCorrection, FedAvg, GlobalPeriodReview
 from fl_lightning.algorithms.base import Aggregation
+from fl_lightning.callbacks import Checkpointing, EarlyStopping
+from fl_lightning.callbacks.defaults import by_name
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import Shard
 from fl_lightning.engines import SequentialEngine, StackedEngine

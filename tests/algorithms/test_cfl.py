@@ -9,12 +9,12 @@ import pytest
 import torch
 from aggregation import finish
 from experiments import UNEQUAL, NoDropout, experiment, finished, in_float64, same_bytes
-from fl_lightning.callbacks import ClusterNorms
 from loops import assert_equals_loop, cross_entropy_steps, steps_of
 from peers import mean_by_hand
 
 from fl_lightning.algorithms import CFL, Splits
 from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, is_nearer_to_second, update
+from fl_lightning.callbacks import ClusterNorms
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.state_dicts import VisibleState

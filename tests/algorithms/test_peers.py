@@ -19,7 +19,6 @@ from experiments import (
     in_float64,
     same_bytes,
 )
-from fl_lightning.callbacks import RoundCallback
 from loops import assert_publications_equal_loop, peers_by_hand
 from methods import assert_same_run
 from peers import Watching, mean_by_hand, model_of, peers_in, published
@@ -36,6 +35,7 @@ from fl_lightning.algorithms import (
     PeerAlgorithm,
     Ring,
 )
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError

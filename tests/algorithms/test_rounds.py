@@ -1,4 +1,4 @@
-"""What aggregators and shared knowledge see of a round: its number, the state before, random numbers, metrics."""
+"""The round in aggregators and shared knowledge: its number, the state before it, random numbers and metrics."""
 
 import numpy as np
 import pytest

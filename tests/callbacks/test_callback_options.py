@@ -15,6 +15,11 @@ import wandb
 import yaml
 from commands import TINY, contents, run, tiny
 from experiments import client_series, digits, experiment, same_bytes
+from methods import FEW_QUICK, METHODS
+from torch import nn
+
+from fl_lightning.algorithms import FedAvg, FedBABU, FedNH, FedPer, Local, PeerFedPer, Proximal
+from fl_lightning.algorithms.aggregators import WeightedMean
 from fl_lightning.callbacks import (
     AggregationWeights,
     BytesByRound,
@@ -31,11 +36,6 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.callbacks.figures import trained_model
 from fl_lightning.callbacks.monitor import is_among, round_metrics
-from methods import FEW_QUICK, METHODS
-from torch import nn
-
-from fl_lightning.algorithms import FedAvg, FedBABU, FedNH, FedPer, Local, PeerFedPer, Proximal
-from fl_lightning.algorithms.aggregators import WeightedMean
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Digits, Dirichlet, Scenario, Table
 from fl_lightning.evaluation.evaluation import Evaluation

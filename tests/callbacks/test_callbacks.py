@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from experiments import ONE_EPOCH, experiment, same_bytes, untimed
-from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
 from rich.console import Console
 
 import fl_lightning
+from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
 

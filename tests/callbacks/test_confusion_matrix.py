@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 from experiments import ONE_EPOCH, client_series, digits, experiment, untested
-from fl_lightning.callbacks import ConfusionMatrix
-from fl_lightning.callbacks.confusion_matrix import MOST_COUNTS, accuracy, confusion
 from matplotlib.image import imread
 from sklearn.metrics import confusion_matrix
 
@@ -26,6 +24,8 @@ from fl_lightning.algorithms import (
     PeerFedPer,
     PerFedAvg,
 )
+from fl_lightning.callbacks import ConfusionMatrix
+from fl_lightning.callbacks.confusion_matrix import MOST_COUNTS, accuracy, confusion
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Regression
 from fl_lightning.data import Shard

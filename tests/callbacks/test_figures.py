@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 import torch
 from experiments import ONE_EPOCH, client_series, experiment, in_float64
+from matplotlib.image import imread
+
+from fl_lightning.algorithms import CCVR, UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
+from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon
+from fl_lightning.algorithms.personalized.cwfedavg import class_models
 from fl_lightning.callbacks import (
     AggregationWeights,
     BytesByRound,
@@ -17,11 +22,6 @@ from fl_lightning.callbacks import (
     RowNorms,
     UnitDivergence,
 )
-from matplotlib.image import imread
-
-from fl_lightning.algorithms import CCVR, UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
-from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon
-from fl_lightning.algorithms.personalized.cwfedavg import class_models
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, Head
 

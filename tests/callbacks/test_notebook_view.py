@@ -7,10 +7,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from experiments import ONE_EPOCH, experiment
-from fl_lightning.callbacks import EarlyStopping, RoundCallback, RoundProgress
 from rich.console import Console
 
 from fl_lightning import FedPer
+from fl_lightning.callbacks import EarlyStopping, RoundCallback, RoundProgress
 from fl_lightning.runs import Run
 
 PNG = b"\x89PNG"

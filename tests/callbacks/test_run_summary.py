@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import torch
 from experiments import experiment
-from fl_lightning.callbacks import RoundProgress
 from rich.console import Console
 
 from fl_lightning.algorithms import (
@@ -21,6 +20,7 @@ from fl_lightning.algorithms import (
     PeerAlgorithm,
     Proximal,
 )
+from fl_lightning.callbacks import RoundProgress
 from fl_lightning.data import IID, Scenario, Table
 from fl_lightning.models import MLP, FromModule
 

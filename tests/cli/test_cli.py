@@ -405,7 +405,7 @@ class Term(LossTerm):
 
 class Method(FedAvg):
     def aggregation(self, round):
-        # the name is not there
+        super().aggregation(round)
         return {}["model"]  # line 14
 
 
@@ -569,12 +569,16 @@ def test_main_reads_the_shells_words_by_default(monkeypatch, capsys):
 
 
 BROKEN = """
-from fl_lightning.algorithms import FedAvg
+from fl_lightning.algorithms import FedAvg, WeightedMean
+
+class Breaking(WeightedMean):
+    def fold(self, folded, upload):
+        super().fold(folded, upload)
+        raise {error}
 
 class Broken(FedAvg):
-    def aggregation(self, round):
-        # before a client trains
-        raise {error}
+    def __init__(self):
+        super().__init__(aggregator=Breaking())
 """
 
 
@@ -610,7 +614,7 @@ def test_code_that_exits_inside_a_run_fails_it(error, here, monkeypatch):
     outcome = run(*broken(here, monkeypatch, error), "--run_dir", "run")
     assert outcome.code == 1
     assert outcome.err == (
-        f"fl-lightning: error: {error} was raised in {here / 'broken.py'}, line 7 (aggregation) before the command had "
+        f"fl-lightning: error: {error} was raised in {here / 'broken.py'}, line 7 (fold) before the command had "
         "finished\n"
     )
     assert not Path("run/final").exists()

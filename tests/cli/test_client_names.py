@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from commands import rows, run
-from fl_lightning.callbacks import ConfusionMatrix
-from fl_lightning.callbacks.plots import to_png
 
 from fl_lightning import runs
 from fl_lightning.analysis.figures import plot_runs
 from fl_lightning.analysis.html_report.contents import contents
 from fl_lightning.analysis.summary_tables import clients_table, last_metrics
+from fl_lightning.callbacks import ConfusionMatrix
+from fl_lightning.callbacks.plots import to_png
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.message import Message
 from fl_lightning.core.names import Names

@@ -16,13 +16,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 from commands import TINY, run, tiny
-from fl_lightning.callbacks import KnowledgeMap
-from fl_lightning.callbacks.knowledge_map import MOST_IN_LEGEND, MOST_LABELS, places_around
 from matplotlib.text import Text
 from rich.console import Console
 
 from fl_lightning.analysis import summary_tables as tables
 from fl_lightning.analysis.summary_tables import summary_table
+from fl_lightning.callbacks import KnowledgeMap
+from fl_lightning.callbacks.knowledge_map import MOST_IN_LEGEND, MOST_LABELS, places_around
 
 FAMILIES = ("global/acc", "client/acc_mean", "client/acc_weighted", "personal_on_global/acc_mean")
 SUMMARY = {

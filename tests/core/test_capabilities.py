@@ -3,10 +3,10 @@
 from inspect import getattr_static
 
 import pytest
-from fl_lightning.callbacks import RoundCallback, RoundFigure
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import Aggregator, Algorithm, FedAvg, WeightedMean
+from fl_lightning.callbacks import RoundCallback, RoundFigure
 from fl_lightning.cli.catalogue import classes
 
 

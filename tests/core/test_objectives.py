@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from experiments import experiment, in_float64, same_bytes, untimed, weights_after
-from fl_lightning.callbacks import ClassRelations, EarlyStopping
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSKC, FedUV
+from fl_lightning.callbacks import ClassRelations, EarlyStopping
 from fl_lightning.cli.catalogue import classes
 from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.core.objectives import Classification, MultiLabel, Objective, Regression, objective_of

@@ -4,10 +4,10 @@ import doctest
 import pkgutil
 from importlib import import_module
 
-import fl_lightning.callbacks
 import pytest
 
 import fl_lightning
+import fl_lightning.callbacks
 
 MODULES = ["fl_lightning", "fl_lightning.callbacks"]
 for package in (fl_lightning, fl_lightning.callbacks):

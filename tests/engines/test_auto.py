@@ -4,11 +4,11 @@ import io
 
 import pytest
 from experiments import experiment, same_bytes
-from fl_lightning.callbacks import RoundProgress
 from rich.console import Console
 from task_runners import run_tasks
 
 from fl_lightning.algorithms import UAPDFL, FedSiamDA
+from fl_lightning.callbacks import RoundProgress
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import AutoEngine, Engine, ProcessesEngine, SequentialEngine, StackedEngine, auto, engine_of
 from fl_lightning.engines.pool import WorkerLost

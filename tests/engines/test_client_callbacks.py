@@ -7,12 +7,12 @@ import pytest
 import torch
 from commands import TINY, run, tiny
 from experiments import NormMLP, client_series, digits, experiment, in_float64, same_bytes, untimed, weights_after
-from fl_lightning.callbacks import EarlyStopping as StopsRun
-from fl_lightning.callbacks import RowNorms
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, WeightAveraging
 
 from fl_lightning.algorithms import SCAFFOLD, FedAvg, FedCM, FedDC, FedNova, FedProx, MoFedSAM
+from fl_lightning.callbacks import EarlyStopping as StopsRun
+from fl_lightning.callbacks import RowNorms
 from fl_lightning.cli.catalogue import names
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError

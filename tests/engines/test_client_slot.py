@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from experiments import NormMLP, experiment, publish, same_bytes, task_of_round
-from fl_lightning.callbacks import RoundCallback
 from methods import METHODS, assert_same_run
 from task_runners import run_tasks, tasks_in
 from test_module_copier import everything
@@ -14,6 +13,7 @@ from torch import nn
 
 from fl_lightning.algorithms import CwFedAvg, FedAvg, FedPer, WeightedMean
 from fl_lightning.algorithms.aggregators import fold_all
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.flat_tensors import as_flat
 from fl_lightning.engines import SequentialEngine, Worker

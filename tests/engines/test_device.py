@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from experiments import experiment, in_float64, same_bytes, task_of_round
-from fl_lightning.callbacks.run_summary import describe_device
 from torch import nn
 from torch._dynamo.utils import counters
 
 from fl_lightning.algorithms import FedSKC
+from fl_lightning.callbacks.run_summary import describe_device
 from fl_lightning.data import Digits
 from fl_lightning.engines import worker
 from fl_lightning.engines.checks import warn_of_emulation

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torchmetrics
 from experiments import experiment, same_bytes, untimed
-from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from sklearn.metrics import (
     accuracy_score,
     average_precision_score,
@@ -31,6 +30,7 @@ from test_objectives import Made, made
 
 from fl_lightning.algorithms import Local
 from fl_lightning.analysis.comparison import compare
+from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.data import IID, Digits, Pathological, Scenario

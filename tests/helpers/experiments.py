@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fl_lightning.callbacks import Checkpointing, RoundProgress
 from torch import nn
 
 from fl_lightning import Evaluation, FederatedOrchestrator
 from fl_lightning.algorithms import FedAvg
+from fl_lightning.callbacks import Checkpointing, RoundProgress
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.engines import Task

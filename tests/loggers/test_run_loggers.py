@@ -12,10 +12,10 @@ import pytest
 import yaml
 from commands import TINY, rows, run, tiny
 from experiments import experiment
-from fl_lightning.callbacks import RoundCallback
 from lightning.pytorch import loggers as lightnings
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers import files as file_loggers
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger

@@ -12,7 +12,6 @@ import torch
 import wandb  # noqa: F401 - it makes temporary folders once a process, which are not those of a test
 from commands import TINY, contents, run, tiny
 from experiments import NormMLP, experiment
-from fl_lightning.callbacks import BytesByRound, Checkpointing, ClientDrift, RowNorms
 from lightning.pytorch.loggers.logger import DummyLogger
 from methods import METHODS, Episodes
 from torch import nn
@@ -20,6 +19,7 @@ from torch import nn
 from fl_lightning import LossTerm, RoundCallback, RoundFigure
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedRep, StructuralKnowledge
 from fl_lightning.algorithms.base import Aggregation
+from fl_lightning.callbacks import BytesByRound, Checkpointing, ClientDrift, RowNorms
 from fl_lightning.core.errors import CheckpointError, ClientFailure, ConfigError, Interrupted
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.data.truncation import truncate_dataset

@@ -14,12 +14,12 @@ import pytest
 from commands import rows, tiny
 from commands import run as command
 from experiments import experiment
-from fl_lightning.callbacks import EarlyStopping
 
 import fl_lightning
 from fl_lightning import HOMES, open_run
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedProx
 from fl_lightning.analysis.comparison import comparable_runs, compare
+from fl_lightning.callbacks import EarlyStopping
 from fl_lightning.cli.catalogue import BASES, base, classes
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation

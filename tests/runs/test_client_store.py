@@ -13,10 +13,10 @@ from typing import ClassVar
 import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes, untimed
-from fl_lightning.callbacks import Checkpointing, RoundCallback
 from test_checkpoint import files_no_larger_than, flatten
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC, PeerAlgorithm
+from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.models import MLP, Head
 from fl_lightning.runs.background_writer import MAX_JOBS, Writer

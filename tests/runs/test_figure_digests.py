@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from commands import contents, run, tiny
 from experiments import ONE_EPOCH, experiment
+from matplotlib.figure import Figure
+
+from fl_lightning.algorithms import FedSKC
 from fl_lightning.callbacks import (
     AggregationWeights,
     BytesByRound,
@@ -18,9 +21,6 @@ from fl_lightning.callbacks import (
     RowNorms,
     UnitDivergence,
 )
-from matplotlib.figure import Figure
-
-from fl_lightning.algorithms import FedSKC
 from fl_lightning.core.errors import ConfigError
 
 

@@ -17,9 +17,9 @@ from typing import ClassVar
 import pytest
 from commands import TINY, contents, rows, run, tiny, untimed_rows
 from experiments import experiment
-from fl_lightning.callbacks import RoundCallback
 from killed_runs import results_of
 
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.cli.main import main
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs import folder

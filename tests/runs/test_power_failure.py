@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from experiments import experiment
+
 from fl_lightning.callbacks import Checkpointing
 
 

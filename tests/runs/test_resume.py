@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 from experiments import ONE_EPOCH, experiment, same_bytes, untimed
-from fl_lightning.callbacks import EarlyStopping, RoundCallback
 from killed_runs import FIVE, command_line, survive_kills
 from methods import CLASSES
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
+from fl_lightning.callbacks import EarlyStopping, RoundCallback
 from fl_lightning.core.config_files import shipped, shipped_text
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.engines import Engine

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from commands import contents
 from experiments import experiment
-from fl_lightning.callbacks import RoundCallback
 
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers import collection as loggers
 from fl_lightning.runs import record
