@@ -1,4 +1,4 @@
-"""Protocols of which only a few methods are part: a method is, if it has the protocol's Python methods."""
+"""Optional protocols for methods. A method follows one by defining its Python methods; it inherits nothing."""
 
 from __future__ import annotations
 
