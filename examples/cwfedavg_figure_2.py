@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.algorithms import CwFedAvg
 from fl_lightning.algorithms.personalized.cwfedavg import class_shares, weight_distribution
 from fl_lightning.callbacks.plots import lines, panels, write_png
+from fl_lightning.client.module import FitContext
 from fl_lightning.data import Digits, Dirichlet, FashionMNIST, Scenario
 from fl_lightning.models import CNN4, MLP, classification_layer
 
@@ -58,7 +59,7 @@ def main(data: str | None = None, out: str | None = None, lam: float = 10.0) -> 
         shape, kind = tuple(x.shape[1:]), CNN4 if data else MLP
         optimizer = partial(torch.optim.SGD, lr=0.005)
         module = CwFedAvg(lam=weight).client_module(kind(in_shape=shape, num_classes=10), optimizer=optimizer)
-        module.class_counts = torch.from_numpy(counts[client])
+        module.context = FitContext(class_counts=torch.from_numpy(counts[client]))
         estimates = Estimates()
         silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = L.Trainer(max_epochs=1 if data else 10, accelerator="cpu", callbacks=[estimates], **silent)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.client.knowledge import SharedKnowledge as SharedKnowledge
     from fl_lightning.client.local_training import LocalTraining as LocalTraining
     from fl_lightning.client.module import ClientModule as ClientModule
+    from fl_lightning.client.module import FitContext as FitContext
     from fl_lightning.client.module import LossTerm as LossTerm
     from fl_lightning.client.module import Step as Step
     from fl_lightning.core.errors import CheckpointError as CheckpointError
@@ -55,7 +56,7 @@ _NAMES = {
         ConfusionMatrix EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence
     """,
     "client.local_training": "LocalTraining",
-    "client.module": "ClientModule LossTerm Step",
+    "client.module": "ClientModule FitContext LossTerm Step",
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses EMNIST
         FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB Inputs LoadedData

@@ -319,9 +319,10 @@ class Algorithm(ArgumentsMixin, Capable):
             n_samples: Number of the client's training samples, `N_k`.
             num_classes: Number of classes, `C`.
         """
-        weights = self._shared(module.backbone) if module.shared_weights is None else module.shared_weights
+        memory = module.weight_memory
+        weights = self._shared(module.backbone) if memory.flat is None else memory.flat
         knowledge = {piece.name: piece.summarize(module, batches, num_classes) for piece in module.pieces()}
-        model = detached({"model": weights}, None if module.stays else "cpu", copy=not module.spent)
+        model = detached({"model": weights}, None if memory.stays else "cpu", copy=not memory.spent)
         return Message.pack(model | to_cpu(knowledge), n_samples=n_samples)
 
     def remember(self, module: ClientModule, upload: Message) -> State:

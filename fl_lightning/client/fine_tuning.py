@@ -53,7 +53,7 @@ def fine_tune(
     optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)
     with torch.enable_grad():
         for _ in range(epochs):
-            for chosen in torch.randperm(len(y)).split(module.batch_size):
+            for chosen in torch.randperm(len(y)).split(module.context.batch_size):
                 if len(chosen) > normed:  # BatchNorm cannot train on one sample
                     descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
     learn_only(module, lambda name: True, among)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
@@ -19,10 +19,10 @@ from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.lightning_model import class_name, has_optimizer, own_optimizer, own_step, trains_itself
 from fl_lightning.client.losses import LossRecord, total_loss
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
-from fl_lightning.client.weights import load_weights
+from fl_lightning.client.weights import WeightMemory, load_weights
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.flat_tensors import FlatTensors, as_flat, matching_parts
+from fl_lightning.core.flat_tensors import as_flat, matching_parts
 from fl_lightning.core.inputs import Batch, Inputs
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.objectives import Classification, Objective
@@ -51,6 +51,29 @@ class Step:
     backbone: nn.Module | None = None
     taps: Tensors = field(default_factory=dict)
     loss: Tensor | None = None
+
+
+class FitContext(NamedTuple):
+    """The circumstances of a client's fit in one round, which loss terms and methods read.
+
+    Args:
+        round: The round, from 1, for terms that change over rounds.
+        lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
+        batch_size: Batch size of the fit, for methods that also train outside of it.
+        new_client: Whether the client is held out of the training, and only adapts the model to its data.
+        class_counts: Number of the client's training samples of each class, `(C,)`, or None if it is unknown. Sent only
+            by methods that document it.
+        class_weights: Weights of the classes in the objective's training loss, `(C,)`; None for equal weights.
+        logs_losses: Whether training losses are logged after each epoch if the `Trainer` has no logger.
+    """
+
+    round: int = 1
+    lr_scale: float = 1.0
+    batch_size: int = 64
+    new_client: bool = False
+    class_counts: Tensor | None = None
+    class_weights: Tensor | None = None
+    logs_losses: bool = True
 
 
 class LossTerm(ArgumentsMixin, nn.Module):
@@ -149,23 +172,13 @@ class ClientModule(L.LightningModule):
         objective: Classification with cross-entropy by default. In an exported checkpoint this is a description.
 
     Attributes:
-        round: The round, from 1, for terms that change over rounds.
-        lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
-        batch_size: Batch size of the fit, for methods that also train outside of it.
-        new_client: Whether the client is held out of the training, and only adapts the model to its data.
-        class_counts: Number of the client's training samples of each class, `(C,)`, or None if it is unknown. Sent only
-            by methods that document it.
-        class_weights: Weights of the classes in the objective's training loss, `(C,)`; None for equal weights.
+        context: The round and the client of the current fit. An experiment sets it before each fit.
         optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
         notes: Tensors that a method keeps within the client's round, written in `receive` or `prepare` and read in
             `prepare`, `upload` or `remember`. Training steps do not use them.
-        logs_losses: Whether training losses are logged after each epoch if the `Trainer` has no logger.
-        logged: Metrics that callbacks logged in the client's fit.
         loss_record: The losses of the current fit's training steps.
         eval_layers: Names of the backbone's layers that were in eval mode on creation. `train` keeps them in eval mode.
-        shared_weights: The weights that are sent, as views of one tensor, if the module belongs to a `ClientSlot`.
-        stays: Whether uploaded weights stay on the training device, where the server averages them.
-        spent: Whether the module is not used after its upload, so that the upload need not copy tensors.
+        weight_memory: How the weights are stored, and whether an upload copies them.
 
     Raises:
         ConfigError: Two loss terms have one name, or a checkpoint names a network outside of this package.
@@ -200,23 +213,15 @@ class ClientModule(L.LightningModule):
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
-        self.class_weights: Tensor | None = None
+        self.context = FitContext()
         self.objective = Classification()
         if isinstance(objective, Mapping):
             self.objective = rebuilt_objective(objective)
         elif objective:
             self.objective = objective
-        self.round = 1
-        self.lr_scale = 1.0
-        self.batch_size = 64
-        self.new_client = False
-        self.class_counts: Tensor | None = None
         self.optimizer_state: Tensors = {}
         self.notes: dict[str, Tensors] = {}
-        self.logs_losses = True
-        self.logged: dict[str, float] = {}
-        self.shared_weights: FlatTensors | None = None
-        self.stays = self.spent = False
+        self.weight_memory = WeightMemory()
         self.loss_record = LossRecord()
 
     def train(self, mode: bool = True) -> ClientModule:
@@ -242,8 +247,9 @@ class ClientModule(L.LightningModule):
 
     @property
     def objective(self) -> Objective:
-        """The objective (loss and metrics). Its loss is weighted if the client has `class_weights`."""
-        return self._objective if self.class_weights is None else self._objective.weighted(self.class_weights)
+        """The objective (loss and metrics). Its loss is weighted if the fit's context has `class_weights`."""
+        weights = self.context.class_weights
+        return self._objective if weights is None else self._objective.weighted(weights)
 
     @objective.setter
     def objective(self, objective: Objective) -> None:
@@ -251,7 +257,7 @@ class ClientModule(L.LightningModule):
 
     @property
     def unweighted_objective(self) -> Objective:
-        """The objective without the client's `class_weights`."""
+        """The objective without `class_weights`."""
         return self._objective
 
     def class_counts_for(self, term: LossTerm) -> Tensor:
@@ -263,12 +269,13 @@ class ClientModule(L.LightningModule):
             term: The loss term that needs them.
 
         Raises:
-            ConfigError: `class_counts` is not set. The message names the term.
+            ConfigError: The context has no `class_counts`. The message names the term.
         """
-        if self.class_counts is None:
-            fix = "Set it to the client's training samples per class."
-            raise ConfigError(f"{type(term).__name__}: module.class_counts is missing. {fix}")
-        return self.class_counts.to(self.device)
+        counts = self.context.class_counts
+        if counts is None:
+            fix = "Set module.context = FitContext(class_counts=...) to the client's training samples per class."
+            raise ConfigError(f"{type(term).__name__}: class_counts is missing. {fix}")
+        return counts.to(self.device)
 
     def load_weights(self, weights: Tensors) -> None:
         """Load received weights into the backbone. Entries that were not received do not change.
@@ -276,7 +283,7 @@ class ClientModule(L.LightningModule):
         Raises:
             ValueError: An entry is not in the backbone's state dict.
         """
-        ours, theirs = self.shared_weights, as_flat(weights)
+        ours, theirs = self.weight_memory.flat, as_flat(weights)
         if ours is None or theirs is None or ours.keys() != theirs.keys():
             load_weights(self.backbone, weights)
             return
@@ -382,7 +389,7 @@ class ClientModule(L.LightningModule):
 
         An experiment logs them for client callbacks only. Otherwise, losses on a GPU are checked at the end of the fit.
         """
-        if self.logs_losses or self.trainer.loggers:
+        if self.context.logs_losses or self.trainer.loggers:
             means = {f"train_{name}": value for name, value in self.loss_record.epoch_means().items()}
             self.log_dict(means, sync_dist=True)  # all devices take the same number of steps
         else:
@@ -466,7 +473,7 @@ class ClientModule(L.LightningModule):
             self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
         )
         for group in optimizer.param_groups:
-            group["lr"] *= self.lr_scale
+            group["lr"] *= self.context.lr_scale
         return optimizer
 
     def require_optimizer(self, key: str) -> None:

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError, NonFiniteError
-from fl_lightning.core.flat_tensors import as_flat, map_tensors
+from fl_lightning.core.flat_tensors import FlatTensors, as_flat, map_tensors
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import State, first_non_finite
 from fl_lightning.models.base import Backbone, options_with_head
 
 PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, nn.BatchNorm2d)}
+
+
+@dataclass
+class WeightMemory:
+    """How a client module's weights are stored, and whether an upload copies them. Engines set it to save copies.
+
+    Args:
+        flat: The weights that are sent, as views of one tensor, if the module belongs to a `ClientSlot`.
+        stays: Whether uploaded weights stay on the training device, where the server averages them.
+        spent: Whether the module is not used after its upload, so that the upload need not copy tensors.
+    """
+
+    flat: FlatTensors | None = None
+    stays: bool = False
+    spent: bool = False
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:

@@ -59,6 +59,11 @@ class Task:
     new_client: bool = False
     keep_upload: bool = True
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the client's model is evaluated after the upload."""
+        return self.evaluate or self.evaluate_globally
+
 
 class Tasks:
     """The tasks of several clients in one round, which are made one at a time.

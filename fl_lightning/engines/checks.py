@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client.lightning_model import class_name, has_optimizer
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
 from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
 from fl_lightning.core.inputs import Inputs
@@ -292,7 +292,7 @@ def check_schedule(module: ClientModule, epochs: int, scaled: bool) -> None:
         return
     rates: list[list[float]] = []
     for scale in (1.0, 0.5) if scaled else (1.0,):
-        module.lr_scale = scale
+        module.context = FitContext(lr_scale=scale)
         optimizer = module.optimizer_for(module.backbone.parameters())
         schedule = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
         rates.append([*islice(schedule, min(epochs + 1, LOOK_AHEAD))])  # one more for the step after the last epoch

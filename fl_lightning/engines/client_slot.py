@@ -26,7 +26,7 @@ class ClientSlot:
     """A reusable client module with its weights in one flat tensor. It is reset for one client after another.
 
     `reset` makes the module equal to a newly built one, in a tenth of the time. If the module is not used
-    after its upload (`ClientModule.spent`), the upload consists of the weights themselves, not of copies.
+    after its upload (`WeightMemory.spent`), the upload consists of the weights themselves, not of copies.
 
     Args:
         module: A newly built client module on the training device, for which `can_reset` is true.
@@ -86,7 +86,6 @@ class ClientSlot:
             self.place(self._new_flat())
         if not self._placed.keys() <= overwritten:
             self._placed.flat.copy_(self._initial)
-        self.module.shared_weights = self._placed
         return self.module
 
     def give_away(self) -> None:
@@ -94,17 +93,14 @@ class ClientSlot:
         self._given_away = True
 
     @property
-    def flat(self) -> Tensor:
-        """The tensor that the weights are views of."""
-        return self._placed.flat
+    def weights(self) -> FlatTensors:
+        """The weights that are sent, as views of one tensor."""
+        return self._placed
 
     def check_weights(self) -> None:
-        """Set `shared_weights` of the module to None if its weights can no longer be uploaded as one tensor.
-
-        The weights are then uploaded one by one.
-        """
+        """Let the module's weights be uploaded one by one if they can no longer be uploaded as one tensor."""
         if not self.is_intact:
-            self.module.shared_weights = None
+            self.module.weight_memory.flat = None
 
     @property
     def is_intact(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import OWN
 from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.algorithms.server import ClientStates, Server
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
@@ -163,7 +163,8 @@ class Evaluator:
         worker, algorithm = self.worker, self.server.algorithm
         module = worker.modules.build_shared(self.server.state["model"])
         if isinstance(algorithm, Calibrates):
-            module.batch_size, module.lr_scale = worker.training.batch_size, self.server.lr_scales.of(round)
+            scale = self.server.lr_scales.of(round)
+            module.context = FitContext(round, scale, worker.training.batch_size)
             seed_everything(self.server.seed, Stream.CALIBRATION, round)
             data, classes = worker.client_data, worker.data.data.num_classes
             every = (data.training_batches(client) for client in range(self.server.clients))

@@ -10,8 +10,8 @@ import lightning as L
 import torch
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule
-from fl_lightning.client.weights import load_weights, loads_plainly
+from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.weights import WeightMemory, load_weights, loads_plainly
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.task import Task
@@ -89,17 +89,17 @@ class ModuleFactory:
         # before seeding: compilation and copying may use random numbers
         module = slot.reset(overwritten.keys()) if slot else self.build(overwritten)
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
-        vars(module).update(
-            round=task.round,
-            lr_scale=task.lr_scale,
-            batch_size=self.clients.batch_size,
-            new_client=task.new_client,
-            stays=self._uploads_stay,
-            logs_losses=False,  # the engine reads them after the fit
+        module.context = FitContext(
+            task.round,
+            task.lr_scale,
+            self.clients.batch_size,
+            task.new_client,
             class_counts=self.clients.strata(task.client),
             class_weights=self.clients.loss_weights(task.client),
-            optimizer_state=task.memory.get("optimizer", {}),
+            logs_losses=False,  # the engine reads them after the fit
         )
+        module.optimizer_state = task.memory.get("optimizer", {})
+        module.weight_memory = WeightMemory(slot.weights if slot else None, stays=self._uploads_stay)
         self.algorithm.receive(module, download, task.memory)
         if task.round and type(self.algorithm).prepare is not Algorithm.prepare:
             self._prepare(module, task)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.lightning_model import class_name
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.seeding import RandomStates
@@ -86,7 +86,8 @@ class StackedEngine(RoundEngine):
         check_module(clients[0])
         classes = worker.data.data.num_classes
         for client in clients:
-            client.class_counts, client.trainer = torch.ones(worker.data.objective.stratum_count(classes)), trainer
+            client.context = FitContext(class_counts=torch.ones(worker.data.objective.stratum_count(classes)))
+            client.trainer = trainer
             for piece in client.pieces():
                 piece.load(piece.initial(classes))
             client.to(worker.device)

@@ -27,7 +27,7 @@ class StackedSlots:
         self._step: StackedStep | None = None
         self._slots: list[ClientSlot] = []
         self._unsent: list[list[tuple[Tensor, int]]] = []  # tensors that are not in the flat tensor, and their places
-        self._flat = first.flat.new_zeros(count, len(first.flat))
+        self._flat = first.weights.flat.new_zeros(count, len(first.weights.flat))
         parts = self._flat.split_with_sizes(first.layout.sizes, dim=1)[::2]
         sent = {name: part.view(count, *shape) for (name, shape), part in zip(first.layout.shapes, parts, strict=True)}
         tensors = tensors_of(first.module.backbone)

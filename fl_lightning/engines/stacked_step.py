@@ -34,8 +34,7 @@ BACKBONE = "client.backbone."
 _CONTAINERS = (dict, list, tuple)
 
 # Attributes that a client's step does not read. The first class that a module is an instance of counts.
-_FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "notes", "loss_record"}
-_FIT |= {"shared_weights", "stays", "spent"}
+_FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "notes", "loss_record", "weight_memory"}
 _MODULE, _LIGHTNING = (vars(kind()).keys() - {"training"} for kind in (nn.Module, L.LightningModule))
 _HIDDEN = {ClientModule: _LIGHTNING | _FIT, L.LightningModule: _LIGHTNING, nn.Module: _MODULE}
 

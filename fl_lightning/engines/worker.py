@@ -29,7 +29,7 @@ from fl_lightning.client.lightning_model import (
     own_step,
 )
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, blame
@@ -227,7 +227,7 @@ class Worker:
             if not module.has_own_optimizer:
                 module.configure_optimizers()
         with blame("algorithm"):
-            module.class_counts = torch.ones(objective.stratum_count(outputs))
+            module.context = FitContext(class_counts=torch.ones(objective.stratum_count(outputs)))
             module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, LocalWork.under(trainer, most)))
             for term in module.terms():
                 term.begin(module)
@@ -279,15 +279,17 @@ class Worker:
         try:
             slot = self.modules.intact_slot() if trainer else None
             module = self.modules.receive(task, slot)
-            optimizer = None
-            if task.fit:
-                optimizer = self.loop(module, task, trainer) if trainer else self.fit(module, task)
+            optimizer, logged = None, dict[str, float]()
+            if task.fit and trainer:
+                optimizer = self.loop(module, task, trainer)
+            elif task.fit:
+                optimizer, logged = self.fit(module, task)
             if slot:
                 slot.check_weights()
-            module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
+            module.weight_memory.spent = spent = self.algorithm.uploads_by_copying and not task.evaluates
             state = optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {}
-            result = self.finish(task, module, state)
-            if slot and module.spent and (task.keep_upload or self.device.type != "cpu"):  # a GPU's are read later
+            result = self.finish(task, module, state, logged)
+            if slot and spent and (task.keep_upload or self.device.type != "cpu"):  # a GPU's are read later
                 slot.give_away()
             return result
         except BaseException as error:
@@ -311,13 +313,13 @@ class Worker:
 
     def loop(self, module: ClientModule, task: Task, trainer: L.Trainer) -> torch.optim.Optimizer:
         """Train a client's module by the local loop, inside the round's `Trainer.fit`, and return its optimizer."""
-        if not module.shared_weights:  # newly built
+        if not module.weight_memory.flat:  # newly built
             module.to(self.device).train()
         data = self.client_data
         return fit_locally(module, data.batches(task), data.ready_to_train, self.idle_trainer, trainer)
 
-    def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
-        """Train a client's module with a new `Trainer`, and return the optimizer that was used."""
+    def fit(self, module: ClientModule, task: Task) -> tuple[torch.optim.Optimizer, dict[str, float]]:
+        """Train a client's module with a new `Trainer`. Return its optimizer, and the metrics that callbacks logged."""
         batches = self.client_data.batches(task)
         module.train()
         callbacks = [*self.client_callbacks, *([ModelHooks()] if module.trains_itself else [])]
@@ -330,10 +332,11 @@ class Worker:
             if parameter.requires_grad and name in self.frozen:
                 what = f"{name!r} is frozen when the model is built, so it is not sent, but unfrozen in the fit"
                 raise ConfigError(f"model: {what}. Build it trainable, and freeze it in on_fit_start.")
-        module.logged = logged_metrics(trainer, module.train_losses())
-        return trainer.optimizers[0]
+        return trainer.optimizers[0], logged_metrics(trainer, module.train_losses())
 
-    def finish(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> UnreadResult:
+    def finish(
+        self, task: Task, module: ClientModule, optimizer_state: Tensors, logged: dict[str, float] | None = None
+    ) -> UnreadResult:
         """Build the result of a task: the upload, client state, losses and scores.
 
         The task has trained the module before, unless it is a task without training.
@@ -342,13 +345,13 @@ class Worker:
             task: The task.
             module: The client's module, trained.
             optimizer_state: The final state of the client's optimizer if it is kept, as `optimizer_tensors` gives it.
+            logged: Metrics that callbacks logged in the client's fit.
         """
         samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
         training_batches = self.client_data.training_batches(task.client)
         upload, memory, local, on_global = None, task.memory, None, None
         untrained = task.evaluate and not task.fit and self.algorithm.is_untrained(module, memory)
-        evaluates = task.evaluate or task.evaluate_globally
-        runs_module = evaluates or module.knowledge or not self.algorithm.uploads_by_copying
+        runs_module = task.evaluates or module.knowledge or not self.algorithm.uploads_by_copying
         if runs_module and task.fit:
             module.loss_record.settle()  # a NaN is reported as such, not as an error that it causes here
         with inference(module, self.idle_trainer) if runs_module else torch.no_grad():
@@ -358,13 +361,13 @@ class Worker:
                 if optimizer_state:
                     memory = memory | to_cpu({"optimizer": optimizer_state})
                 memory = memory if self.device.type == "cpu" else on_cpu(memory)
-            if evaluates:
+            if task.evaluates:
                 self.algorithm.personalize(module, training_batches)
             if task.evaluate:
                 (local,) = self.scorer.local_scores(module, [task.client])
             if task.evaluate_globally:
                 on_global = self.scorer.score(module)
-        result = Result(task.client, task.download.nbytes, upload, memory, {}, module.logged, local, on_global)
+        result = Result(task.client, task.download.nbytes, upload, memory, {}, logged or {}, local, on_global)
         result = replace(result, untrained=untrained)
         return unread_result(task, result, module.loss_record if task.fit else None)
 

@@ -150,7 +150,7 @@ def test_class_counts_are_those_of_the_training_samples(tmp_path, method):
     run = experiment(tmp_path, method(), scenario=replace(digits(), held_out_clients=2))
     run.load()
     for client in range(6):
-        counts = run.worker.modules.receive(task_of_round(run, 1, client)).class_counts
+        counts = run.worker.modules.receive(task_of_round(run, 1, client)).context.class_counts
         labels = run.data.data.y_train[run.worker.client_data.split(client)[0]].tolist()
         assert counts.tolist() == [labels.count(c) for c in range(10)]
         assert counts.untyped_storage().nbytes() == counts.nbytes

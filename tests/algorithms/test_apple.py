@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import APPLE, FedAvg, Local, Proximal
 from fl_lightning.algorithms.personalized import apple
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.core.message import Message, tensors_to_message, unbundle
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -84,10 +84,10 @@ def test_the_penalty_equals_the_formula():
     module.set_mixture(0, ratios, first, like, [torch.zeros(2, *p.shape) for p in like])
     step = module.step((torch.randn(3, 6), torch.tensor([0, 1, 2])))
     for round, weight in ((1, 1.0), (3, 0.5)):
-        module.round = round
+        module.context = FitContext(round=round)
         expected = 0.3 * weight * (0.25**2 + 0.95**2)
         assert module.losses(step)["ratios"].item() == pytest.approx(expected, rel=1e-5)
-    module.round = 5
+    module.context = FitContext(round=5)
     assert list(module.losses(step)) == ["ce"]
 
 

@@ -137,4 +137,4 @@ def test_calibration_follows_the_schedule_over_rounds(tmp_path):
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     run = experiment(tmp_path, CCVR(epochs=1), rounds=2, round_lr_scheduler=schedule)
     run.fit()
-    assert run.evaluator.global_module(2).lr_scale == 0.5
+    assert run.evaluator.global_module(2).context.lr_scale == 0.5

@@ -480,7 +480,7 @@ def test_wdr_is_zero_outside_a_fit():
 
 def test_wdr_needs_class_counts():
     module = FedAvg(loss_terms=[WeightDistribution()]).client_module(SMALL())
-    with pytest.raises(ConfigError, match=r"WeightDistribution: module.class_counts is missing"):
+    with pytest.raises(ConfigError, match=r"WeightDistribution: class_counts is missing"):
         module.on_fit_start()
 
 

@@ -268,7 +268,7 @@ def test_weight_decay_and_kept_momentum_do_not_leave_the_mask(tmp_path, optimize
     upload = method.upload
 
     def looked_at(module, *rest):
-        if module.round:
+        if module.context.round:
             trained.append([(p.detach().clone(), module.masks[name]) for name, p in module.backbone.named_parameters()])
         return upload(module, *rest)
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedALA
 from fl_lightning.algorithms.personalized import fedala as ala
+from fl_lightning.client.module import FitContext
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -133,7 +134,7 @@ def test_mixing_weights_are_learnt_on_a_sample_in_batches(threshold, first):
     method = FedALA(rand_percent=50, threshold=threshold, max_epochs=15)
     for weights, passes in ((None, first), ({n: torch.ones(s) for n, s in HEAD.items()}, 1)):
         module, _, _ = client(method, weights=weights)
-        module.batch_size = 8
+        module.context = FitContext(batch_size=8)
         seen = []
         module.backbone.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         x, y = data(41)
@@ -149,7 +150,7 @@ def test_the_loss_of_a_pass_is_that_of_its_last_batch(monkeypatch):
     monkeypatch.setattr(ala, "has_converged", lambda losses, threshold: asked.append((list(losses), threshold)))
     method = FedALA(rand_percent=50, threshold=0.3, max_epochs=4)
     module, _, _ = client(method)
-    module.batch_size = 8
+    module.context = FitContext(batch_size=8)
     module.backbone.register_forward_hook(lambda _, args, logits: outputs.append((args[0], logits.detach())))
     x, y = data(41)
     target = {tuple(row.tolist()): label for row, label in zip(x, y, strict=True)}

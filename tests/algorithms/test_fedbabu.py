@@ -127,7 +127,9 @@ def test_an_unknown_part_is_refused_before_round_1(tmp_path):
 def test_clients_are_fine_tuned_at_the_learning_rate_of_the_last_round(tmp_path, monkeypatch, client_model):
     seen = []
     tune = fedbabu.fine_tune
-    monkeypatch.setattr(fedbabu, "fine_tune", lambda module, *args: seen.append(module.lr_scale) or tune(module, *args))
+    monkeypatch.setattr(
+        fedbabu, "fine_tune", lambda module, *args: seen.append(module.context.lr_scale) or tune(module, *args)
+    )
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.1)
     options = {"round_lr_scheduler": schedule, "evaluation": Evaluation(client_model=client_model)}
     run = experiment(tmp_path, FedBABU(tune_epochs=1), rounds=3, **options)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import DistillingWeights, FedAvg, FedDW, SoftLabels
 from fl_lightning.algorithms.global_model import feddw as dw
 from fl_lightning.client.knowledge import class_sums
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.module import ClientModule, FitContext, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
@@ -258,7 +258,7 @@ def test_reference_divides_mu_by_ten_in_every_ninth_round():
     (term,) = module.terms()
     expected = {1: 3.0, 8: 3.0, 9: 0.3, 10: 0.3, 17: 0.3, 18: 0.03, 26: 0.03, 27: 0.003}
     for round, mu in expected.items():
-        module.round = round
+        module.context = FitContext(round=round)
         term.begin(module)
         assert term.scale == pytest.approx(mu), round
     paper = FedDW(mu=3.0).client_module(MLP(in_shape=(4,), num_classes=3))

@@ -79,5 +79,5 @@ def test_without_margins_it_is_fedavg_bit_for_bit(tmp_path):
 
 
 def test_a_module_without_class_counts_is_refused():
-    with pytest.raises(ConfigError, match=r"^CalibratedLoss: module.class_counts is missing"):
+    with pytest.raises(ConfigError, match=r"^CalibratedLoss: class_counts is missing"):
         CalibratedLoss().begin(ClientModule(MLP((4,), 3)))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedPAC, FedRep
 from fl_lightning.cli.main import main
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.module import FitContext, LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.engines import StackedEngine, Task
@@ -205,7 +205,7 @@ def test_the_final_phase_skips_a_batch_of_one_sample_if_the_head_has_batchnorm()
 
     method = FedRep(final_epochs=1)
     module = method.client_module(Normed((4,), 3)).eval()
-    module.batch_size = 4
+    module.context = FitContext(batch_size=4)
     with torch.no_grad():
         method.personalize(module, [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))])
     assert int(module.backbone.head[0].num_batches_tracked) == 1

@@ -78,5 +78,5 @@ def test_a_head_of_several_layers_is_refused(tmp_path):
 
 
 def test_a_module_without_class_counts_is_refused():
-    with pytest.raises(ConfigError, match=r"^BalancedSoftmax: module.class_counts is missing"):
+    with pytest.raises(ConfigError, match=r"^BalancedSoftmax: class_counts is missing"):
         BalancedSoftmax().begin(ClientModule(MLP((4,), 3)))

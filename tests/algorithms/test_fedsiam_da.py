@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import DualAggregation, FedAvg, FedSiamDA, HistoryContrast, SiameseAlignment
 from fl_lightning.algorithms.global_model import fedsiam_da as siam
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head
@@ -181,7 +181,7 @@ def test_the_copy_is_updated_before_the_clients_half_is_computed(momentum):
 
 def test_the_copy_uses_the_learning_rate_of_the_round():
     module, _ = client(FedAvg(loss_terms=[SiameseAlignment(0.4)]), lr=0.3)
-    module.lr_scale = 0.5
+    module.context = FitContext(lr_scale=0.5)
     slow, _ = client(FedAvg(loss_terms=[SiameseAlignment(0.4)]), lr=0.15)
     losses = []
     for one in (module, slow):

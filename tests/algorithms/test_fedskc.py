@@ -38,7 +38,7 @@ from fl_lightning.algorithms.global_model.fedskc.contrastive_loss import (
 )
 from fl_lightning.algorithms.global_model.fedskc.knowledge import global_knowledge, local_knowledge
 from fl_lightning.client.knowledge import class_sums
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.module import ClientModule, FitContext, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
@@ -450,7 +450,7 @@ def test_reference_scales_lcl_by_the_round():
     module = ClientModule(nn.Linear(3, C), [term])
     losses = []
     for round in (25, 100, 180):
-        module.round = round
+        module.context = FitContext(round=round)
         term.begin(module)
         losses.append(float(term(step)))
     assert losses[0] == pytest.approx(losses[1] / 4)

@@ -59,7 +59,7 @@ class NaNInOneRound(LossTerm):
         self.round, self.n, self.bad = round, n, False
 
     def begin(self, module):
-        self.bad = module.round == self.round and int(module.class_counts.sum()) == self.n
+        self.bad = module.context.round == self.round and int(module.context.class_counts.sum()) == self.n
 
     def forward(self, step):
         return step.logits.sum() * (torch.nan if self.bad else 0.0)

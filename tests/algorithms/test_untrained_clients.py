@@ -110,7 +110,7 @@ class Failing(LossTerm):
     """Fails in the fit of every client with an even id."""
 
     def begin(self, module):
-        if module.trainer and module.round and int(module.class_counts.sum()) in self.sizes:
+        if module.trainer and module.context.round and int(module.context.class_counts.sum()) in self.sizes:
             raise RuntimeError("failed")
 
     def forward(self, step):

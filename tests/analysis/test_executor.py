@@ -38,7 +38,7 @@ class Slow(LossTerm):
     """Slow from round 2 on."""
 
     def begin(self, module):
-        self.round = module.round
+        self.round = module.context.round
 
     def forward(self, step):
         import time
@@ -49,7 +49,7 @@ class NoRoom(LossTerm):
     """Raises the error of a full disk in round 2, unless a file named `room` exists."""
 
     def begin(self, module):
-        self.full = module.round == 2 and not os.path.exists("room")
+        self.full = module.context.round == 2 and not os.path.exists("room")
 
     def forward(self, step):
         if self.full:

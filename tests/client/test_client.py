@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.client.losses import LossRecord
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.module import ClientModule, FitContext, LossTerm, Step
 from fl_lightning.core.arguments import describe
 from fl_lightning.core.errors import ConfigError, NonFiniteError
 from fl_lightning.models import MLP, FromModule
@@ -90,7 +90,7 @@ def test_schedules_within_a_fit_and_over_rounds_multiply():
         optimizer=partial(torch.optim.SGD, lr=0.4),
         lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1),
     )
-    module.lr_scale = 0.5
+    module.context = FitContext(lr_scale=0.5)
     trainer = quiet_trainer(max_epochs=2)
     trainer.fit(module, loader())
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4 * 0.5 * 0.1**2)
@@ -284,7 +284,7 @@ class Keeper(LossTerm):
         self.rounds, self.counts = torch.tensor(0.0), None
 
     def begin(self, module):
-        self.counts = module.class_counts
+        self.counts = module.context.class_counts
 
     def remember(self, module):
         return {"rounds": self.rounds + 1, "counts": self.counts}
@@ -325,7 +325,7 @@ def test_a_term_without_state_has_no_section_in_the_client_state(tmp_path):
 
 
 def test_a_module_has_its_clients_class_counts(tmp_path):
-    assert ClientModule(model()).class_counts is None
+    assert ClientModule(model()).context.class_counts is None
     run = experiment(tmp_path, FedAvg(loss_terms=[Keeper()]), rounds=1)
     run.fit()
     assert len(run.memory) == 4
@@ -337,7 +337,7 @@ def test_a_module_has_its_clients_class_counts(tmp_path):
 def test_an_optimizer_for_other_parameters_has_the_clients_options():
     other = nn.Linear(2, 2)
     module = ClientModule(model(), optimizer=partial(torch.optim.Adam, lr=0.4, weight_decay=0.1))
-    module.lr_scale = 0.5
+    module.context = FitContext(lr_scale=0.5)
     made, own = module.optimizer_for(other.parameters()), module.configure_optimizers()
     assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in other.parameters()]
     for optimizer in (made, own):
@@ -345,7 +345,7 @@ def test_an_optimizer_for_other_parameters_has_the_clients_options():
         assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.4, 0.1)
         assert optimizer.param_groups[0]["lr"] == 0.2
     plain = ClientModule(model())
-    plain.lr_scale = 0.5
+    plain.context = FitContext(lr_scale=0.5)
     (group,) = plain.optimizer_for(other.parameters()).param_groups
     assert (group["lr"], group["momentum"]) == (0.005, 0)
 

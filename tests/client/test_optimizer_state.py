@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, FedSiamDA, PeerAlgorithm
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_tensors
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine
@@ -278,7 +278,7 @@ def test_a_module_in_a_plain_trainer_continues_from_the_given_state():
     """In a plain `Trainer` the module's optimizer starts from the given state."""
     module = ClientModule(torch.nn.Linear(2, 2), optimizer=OPTIMIZERS["sgd"])
     given = {"0/momentum_buffer": torch.full((2, 2), 3.0)}
-    module.optimizer_state, module.lr_scale = given, 0.5
+    module.optimizer_state, module.context = given, FitContext(lr_scale=0.5)
     optimizer = module.configure_optimizers()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert torch.equal(optimizer.state[module.backbone.weight]["momentum_buffer"], given["0/momentum_buffer"])

@@ -49,7 +49,7 @@ def test_after_a_client_the_module_is_a_new_one(tmp_path, name):
     assert slot.is_intact
     module = slot.reset()
     assert all(parameter.grad is None for parameter in module.parameters())
-    module.shared_weights = None
+    module.weight_memory.flat = None
     assert everything(module) == everything(worker.modules.build().train())
 
 
@@ -62,10 +62,10 @@ class Meddler(LossTerm):
         self.register_buffer("seen", torch.zeros(2))
 
     def begin(self, module):
-        self.fits.append(module.round)
-        self.first = self.first or module.round
-        self.seen += module.round
-        if module.round % 2 == 0:
+        self.fits.append(module.context.round)
+        self.first = self.first or module.context.round
+        self.seen += module.context.round
+        if module.context.round % 2 == 0:
             self.meddle(module)
 
     def forward(self, step):
@@ -241,7 +241,7 @@ def test_a_client_that_is_given_away_is_a_module_of_its_own(tmp_path):
     run_tasks(SequentialEngine(), run.worker, [task_of_round(run, 1, client) for client in (0, 1)])
     assert same_bytes(module.state_dict(), before)
     assert type(module) is ClientModule
-    assert module.class_counts.sum() > 0
+    assert module.context.class_counts.sum() > 0
 
 
 AFTER_ROUNDS = Evaluation("received")  # otherwise, uploads are copies, because a trained model is used once more

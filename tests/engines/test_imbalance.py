@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import Ditto, FedAvg, FedDW, FedLC, FedProx
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.objectives import Classification, MultiLabel
@@ -134,7 +134,7 @@ def test_a_method_that_trains_a_second_model_weights_it_too(tmp_path):
 def test_a_module_without_an_orchestrator_takes_weights():
     module = ClientModule(MLP(in_shape=(4,), num_classes=3, hidden=(4,)))
     x, y, weights = torch.randn(8, 4), torch.randint(0, 3, (8,)), torch.tensor([1.0, 2.0, 0.5])
-    module.class_weights = weights
+    module.context = FitContext(class_weights=weights)
     assert torch.equal(module.losses(module.step((x, y)))["ce"], F.cross_entropy(module(x), y, weights))
 
 

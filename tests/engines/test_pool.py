@@ -493,7 +493,7 @@ class Trouble(LossTerm):
         self.rounds, self.round = rounds, 0
 
     def begin(self, module):
-        self.round = module.round
+        self.round = module.context.round
 
     def forward(self, step):
         warnings.warn("smoke is seen", UserWarning, stacklevel=1)

@@ -110,7 +110,7 @@ class Troubled(LossTerm):
         self.kind, self.round = kind, 0
 
     def begin(self, module):
-        self.round = module.round
+        self.round = module.context.round
 
     def forward(self, step):
         if self.round == 2:
@@ -187,7 +187,7 @@ class Hangs(LossTerm):
         self.samples, self.leader = samples, os.getpid()
 
     def begin(self, module):
-        if os.getpid() != self.leader and int(module.class_counts.sum()) == self.samples:
+        if os.getpid() != self.leader and int(module.context.class_counts.sum()) == self.samples:
             threading.Event().wait()
 
     def forward(self, step):

@@ -171,7 +171,7 @@ class Meddler(LossTerm):
     """Changes, for one client, what is everybody's."""
 
     def begin(self, module):
-        self.meddles = module.lr_scale == 2.0
+        self.meddles = module.context.lr_scale == 2.0
 
     def begin_epoch(self, module):
         assert torch.is_grad_enabled()

@@ -207,7 +207,7 @@ class Stops(LossTerm):
         return step.logits.square().mean()
 
     def _at(self, moment, module):
-        if moment == self.moment and module.class_counts.sum() > 30:
+        if moment == self.moment and module.context.class_counts.sum() > 30:
             module.trainer.should_stop = True
 
 
@@ -366,7 +366,7 @@ class LateRefusal(LossTerm):
     """Cannot be batched from the second round on."""
 
     def begin(self, module):
-        self.late = module.round > 1
+        self.late = module.context.round > 1
 
     def forward(self, step):
         return step.logits.sum() * (step.logits.detach().max().item() * 0 if self.late else 0)
@@ -377,7 +377,7 @@ class LateChange(LossTerm):
 
     def begin(self, module):
         self.weights = [torch.ones(())]
-        self.late = module.round > 1
+        self.late = module.context.round > 1
 
     def forward(self, step):
         if self.late and len(step.targets) < 32:
@@ -410,7 +410,7 @@ class Holder(LossTerm):
     """Holds tensors of the client in lists, dicts, tuples, modules and as the weights themselves."""
 
     def begin(self, module):
-        counts = module.class_counts.double()
+        counts = module.context.class_counts.double()
         self.shares = {"of": (counts / counts.sum(), [counts.sqrt()])}
         self.live = [module.backbone.head.weight]
         self.module = [module]
@@ -422,7 +422,7 @@ class Holder(LossTerm):
         shares, (root,) = self.shares["of"]
         with torch.no_grad():
             seen = self.teacher[0](step.inputs)
-        weight = self.live[0] * shares[:, None] + self.module[0].class_counts[:, None] * self.live[0]
+        weight = self.live[0] * shares[:, None] + self.module[0].context.class_counts[:, None] * self.live[0]
         return (
             (step.logits * root).square().mean() * 1e-3 + weight.square().mean() + (step.logits - seen).square().mean()
         )

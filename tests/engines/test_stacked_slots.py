@@ -53,9 +53,9 @@ def test_the_weights_of_all_clients_are_rows_of_one_tensor(tmp_path, groups):
     for row, client in enumerate(group.clients):
         for name, value in tensors_of(client.module.backbone):
             assert value.data_ptr() == group.slots.stacks[name][row].data_ptr()
-            is_sent = name in client.module.shared_weights and value.is_floating_point()
+            is_sent = name in client.module.weight_memory.flat and value.is_floating_point()
             assert (value.untyped_storage().data_ptr() == flat.data_ptr()) == is_sent
-        assert client.module.shared_weights.flat.data_ptr() == client.slot.flat.data_ptr()
+        assert client.module.weight_memory.flat is client.slot.weights
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedProx, FedPer])

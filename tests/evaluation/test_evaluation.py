@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSiamDA, FedSKC, PeerAlgorithm
+from fl_lightning.client.module import FitContext
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import Stream, derive
@@ -251,7 +252,7 @@ def score_in_new_module(run: Any, task: Task) -> tuple[Score, Score]:
     data, shard = run.data.data, run.data.shards[task.client]
     torch.manual_seed(derive(run.seed, Stream.TRAINING, task.round, task.client))
     module = run.worker.modules.build()
-    module.round, module.class_counts = task.round, torch.from_numpy(run.data.class_counts()[task.client])
+    module.context = FitContext(task.round, class_counts=torch.from_numpy(run.data.class_counts()[task.client]))
     run.algorithm.receive(module, task.download, task.memory)
     with torch.no_grad():
         own = evaluate(module.eval(), [(data.prepare(data.x_train[shard.test]), data.y_train[shard.test])])

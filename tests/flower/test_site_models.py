@@ -28,7 +28,7 @@ def test_each_machine_gets_the_model_that_the_simulation_gives_its_client(tmp_pa
     for client in range(alone.clients):
         module, text = written[client]
         assert same_bytes(module.backbone.state_dict(), alone.client_module(client).backbone.state_dict())
-        assert module.round == 2
+        assert module.context.round == 2
         assert text == "the experiment"
 
 

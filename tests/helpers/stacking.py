@@ -125,7 +125,7 @@ class Spoilt(LossTerm):
         self.factor = torch.zeros(())
 
     def begin(self, module):
-        self.bad = int(module.class_counts.sum()) in self.sizes
+        self.bad = int(module.context.class_counts.sum()) in self.sizes
         self.factor = torch.tensor(float("nan") if self.bad and self.how == "nan" else 0.0)
         if self.bad and self.how == "begin":
             raise ConfigError("not me")

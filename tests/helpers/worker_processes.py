@@ -47,8 +47,8 @@ class Deadly(LossTerm):
         self.leader, self.due = os.getpid(), False
 
     def begin(self, module):
-        wanted = self.samples is None or int(module.class_counts.sum()) == self.samples
-        self.due = wanted and module.round == 2
+        wanted = self.samples is None or int(module.context.class_counts.sum()) == self.samples
+        self.due = wanted and module.context.round == 2
 
     def forward(self, step):
         if self.due and os.getpid() != self.leader:

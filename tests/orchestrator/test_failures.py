@@ -26,7 +26,7 @@ class Trouble(LossTerm):
         self.kind, self.bad = kind, False
 
     def begin(self, module):
-        self.bad = module.round == 2
+        self.bad = module.context.round == 2
 
     def forward(self, step):
         if self.bad and self.kind == "exception":
@@ -219,7 +219,7 @@ class Raising(LossTerm):
         self.error, self.early, self.round = error, early, 0
 
     def begin(self, module):
-        self.round = module.round if module.class_counts.sum() > 10 else 0  # not the checks' ten ones
+        self.round = module.context.round if module.context.class_counts.sum() > 10 else 0  # not the checks' ten ones
         if self.early and self.round == 2:
             raise ODD[self.error]
 

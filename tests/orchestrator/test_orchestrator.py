@@ -241,7 +241,7 @@ def test_client_module_is_the_one_that_test_evaluates(tmp_path, algorithm):
         x, y = run.data.data.prepare(run.data.data.x_train[index]), run.data.data.y_train[index]
         accuracy = (module(x).argmax(dim=1) == y).float().mean().item()
         assert found[f"client_{client}/acc"] == pytest.approx(accuracy)
-        assert module.class_counts.tolist() == run.data.class_counts()[client].tolist()
+        assert module.context.class_counts.tolist() == run.data.class_counts()[client].tolist()
 
 
 def test_uploads_and_client_states_are_released_during_the_round(tmp_path, monkeypatch):

@@ -121,7 +121,7 @@ class PeerCriticalFL(PeerAlgorithm):
         """
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
-        if not module.round:
+        if not module.context.round:
             return Message(message.tensors, message.numbers | {"gradient_norm": 0.0, "peers": self.n_com})
         if module.critical and self.keep < 1:
             model = message.section("model")
@@ -138,7 +138,7 @@ class PeerCriticalFL(PeerAlgorithm):
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state, including the critical-period detector and the message that peers may collect."""
         kept = super().remember(module, upload)
-        return kept | {DETECTOR: module.notes[DETECTOR]} if module.round else kept
+        return kept | {DETECTOR: module.notes[DETECTOR]} if module.context.round else kept
 
 
 def collected_part(publication: Message, buffers: Collection[str] = ()) -> Message:

@@ -238,7 +238,7 @@ class DisPFL(PeerAlgorithm):
         assert isinstance(module, MaskedModule)
         kept = super().remember(module, upload)
         masks = {name: pack_mask(mask) for name, mask in module.next_masks.items()}
-        return kept | {NEXT: masks} if module.round else kept  # before round 1, it is the published mask
+        return kept | {NEXT: masks} if module.context.round else kept  # before round 1, it is the published mask
 
     def is_untrained(self, module: ClientModule, memory: State) -> bool:
         """Return whether the client has never trained, so that its weights are initial ones."""
@@ -249,8 +249,8 @@ class DisPFL(PeerAlgorithm):
 
         They do not change before round 1, at a rate of 0, or if `regrow` is `none`.
         """
-        rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
-        if not module.round or not rate or self.regrow == "none":
+        rate = search_rate(module.context.round - 1, self.prune_rate, self.search_rounds)
+        if not module.context.round or not rate or self.regrow == "none":
             return module.masks
         weights = {name: parameter.detach() for name, parameter in module.backbone.named_parameters()}
         if self.regrow == "gradient":

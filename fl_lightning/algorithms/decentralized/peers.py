@@ -124,11 +124,11 @@ class PeerAlgorithm(Algorithm):
         load_weights(module.backbone, own.section("model") | memory.get(OWN, {}))
         load_weights(module.backbone, self.mix(own, received))
         for piece in module.pieces():
-            start = piece.initial(len(module.class_counts) if module.class_counts is not None else 0)
-            if module.round == 1 and start:  # untrained models have no useful knowledge
+            start = piece.initial(len(module.context.class_counts) if module.context.class_counts is not None else 0)
+            if module.context.round == 1 and start:  # untrained models have no useful knowledge
                 piece.load(start)
             else:
-                round = Round(module.round, {"model": own.section("model")}, torch.initial_seed())
+                round = Round(module.context.round, {"model": own.section("model")}, torch.initial_seed())
                 piece.load(piece.merge(memory.get(piece.name) or start, [Upload(-1, own), *received], round))
         recall(module, memory)
 
@@ -143,7 +143,7 @@ class PeerAlgorithm(Algorithm):
         After training, it also has the merged shared knowledge and the states of the loss terms. The initial model is
         not part of it: the shared state holds it once.
         """
-        if not module.round:
+        if not module.context.round:
             return {LAID_OUT: message_to_tensors(upload.without("model"))}
         merged = {piece.name: dict(piece.named_buffers()) for piece in module.pieces()}
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}

@@ -154,5 +154,5 @@ class CCVR(FedAvg):
         optimizer = module.optimizer_for(p for p in head.parameters() if p.requires_grad)
         with torch.enable_grad():
             for _ in range(self.epochs):
-                for chosen in torch.randperm(len(classes)).split(module.batch_size):
+                for chosen in torch.randperm(len(classes)).split(module.context.batch_size):
                     descend(optimizer, module.objective.loss(head(drawn[chosen]), classes[chosen]))

@@ -194,7 +194,7 @@ class DistillingWeights(LossTerm):
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
                 "or allow_bias true for the term"
             )
-        self.scale = self.mu * 0.1 ** (module.round // 9) if self.reference else self.mu
+        self.scale = self.mu * 0.1 ** (module.context.round // 9) if self.reference else self.mu
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:

@@ -186,8 +186,8 @@ class SharedGenerator(SharedKnowledge):
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
         """Return the client's number of samples of each class, `(C,)`."""
-        assert module.class_counts is not None
-        return {COUNTS: module.class_counts.float()}
+        assert module.context.class_counts is not None
+        return {COUNTS: module.context.class_counts.float()}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the previous generator unchanged, because `FedGen.aggregate` trains it."""
@@ -225,7 +225,7 @@ class GeneratedFeatures(LossTerm):
     def begin(self, module: ClientModule) -> None:
         """Check that the model has an encoder and a head, and build the received generator."""
         weight = next(with_encoder(module.backbone).head.parameters())
-        self.scale = self.decay ** (module.round - 1)
+        self.scale = self.decay ** (module.context.round - 1)
         self._generator = []
         if self.active and self.shared.tensors:
             generator = Generator.of(self.shared.tensors).eval().requires_grad_(False)

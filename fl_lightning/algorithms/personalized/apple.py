@@ -127,7 +127,7 @@ class MixedModule(ClientModule):
     def losses(self, step: Step) -> dict[str, Tensor]:
         """Return the losses of a step and the penalty on the mixing ratios, `μ λ(r) ||p_i - p^0||²`."""
         losses = super().losses(step)
-        if scale := self.mu * penalty_weight(self.round - 1, self.length, self.schedule):
+        if scale := self.mu * penalty_weight(self.context.round - 1, self.length, self.schedule):
             losses["ratios"] = scale * (self.ratios - self.first).square().sum()
         return losses
 

@@ -153,8 +153,8 @@ class ClassShares(SharedKnowledge):
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
         """Return the client's class shares `p_i`, `(C,)`."""
-        assert module.class_counts is not None
-        return {"values": class_shares(module.class_counts)}
+        assert module.context.class_counts is not None
+        return {"values": class_shares(module.context.class_counts)}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return no tensors, because class shares are only read by the aggregator."""

@@ -158,7 +158,7 @@ class FedALA(Algorithm):
         weights = weights or {name: torch.ones_like(own) for name, own in local.items()}
         losses: list[float] = []
         while len(losses) < passes and not has_converged(losses, self.threshold):
-            for chosen in sample.split(module.batch_size):
+            for chosen in sample.split(module.context.batch_size):
                 model = {name: value.requires_grad_() for name, value in mix_models(local, received, weights).items()}
                 loss = module.objective.loss(functional_call(module.backbone, model, (x[chosen],)), y[chosen])
                 gradients = torch.autograd.grad(loss, list(model.values()))

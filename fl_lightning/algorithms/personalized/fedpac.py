@@ -229,13 +229,13 @@ class FedPAC(Algorithm):
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
         """Compute statistics of the client's features under the received model, and keep them for the upload."""
-        assert module.class_counts is not None
+        assert module.context.class_counts is not None
 
         def features_and_squares(x: Tensor) -> Tensor:
             features = at_least_float32(module.encoder(x))
             return torch.cat([features, features.square().sum(dim=1, keepdim=True)], dim=1)
 
         with torch.no_grad():
-            sums, counts = class_sums_over(batches, features_and_squares, len(module.class_counts))
+            sums, counts = class_sums_over(batches, features_and_squares, len(module.context.class_counts))
         means, variance = feature_statistics(sums[:, :-1], sums[:, -1].sum(), counts.sum())
         module.notes = {FeatureStatistics.name: {"means": means, "variance": variance}}

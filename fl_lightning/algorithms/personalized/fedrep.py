@@ -43,7 +43,7 @@ class HeadThenBody(ClientModule):
         """
         last = self.trainer.max_epochs if self.head_epochs else None
         limit, head_steps = self.trainer.max_steps, self.head_epochs * self.trainer.num_training_batches
-        unchecked = self.new_client or isinstance(self.trainer.limit_train_batches, int)
+        unchecked = self.context.new_client or isinstance(self.trainer.limit_train_batches, int)
         if 0 < limit <= head_steps < inf and not unchecked:  # inf: not known when a Trainer.fit starts
             raise ConfigError(
                 f"algorithm.head_epochs: the head takes {head_steps} steps of the client with most samples, and "
@@ -57,7 +57,7 @@ class HeadThenBody(ClientModule):
 
     def on_train_epoch_start(self) -> None:
         """Freeze the body in the first epochs and the head in the later ones. Held-out clients train only the head."""
-        first = self.current_epoch < self.head_epochs or (self.new_client and self.personal != ())
+        first = self.current_epoch < self.head_epochs or (self.context.new_client and self.personal != ())
         learn_only(self, lambda name: name.startswith(self.personal) == first, self.among)
         super().on_train_epoch_start()
 

@@ -63,7 +63,7 @@ def write_model(path: str | None, module: ClientModule, data: FederatedData, exp
         return
     file, described = Path(path), described_model(yaml.safe_load(experiment))
     write_network(network_of_module(module, data, described, takes_rows(data, file)), file, "export")
-    echo(f"wrote {one_line(path)}: this client's model after round {module.round}")
+    echo(f"wrote {one_line(path)}: this client's model after round {module.context.round}")
 
 
 def read_site(path: Path) -> Site:

@@ -161,7 +161,7 @@ class LocalContrastive(LossTerm):
         known = self.structural.known
         self.active = known is not None and bool(known.any())
         self.all_known = known is not None and bool(known.all())
-        self.scale = self.contrast.scale(module.round)
+        self.scale = self.contrast.scale(module.context.round)
 
     def forward(self, step: Step) -> Tensor:
         """Return the contrastive loss (Eq. 3) on a batch, or zero if no global mean logits were received."""
