@@ -68,11 +68,8 @@ class Algorithm(ArgumentsMixin, Capable):
         samples: Number of training samples of each client. `start` sets it.
         fixed: Names of the parameters that the model freezes (`requires_grad=False` when built). They are equal
             everywhere, so they are neither sent nor kept. `start` sets it.
-        receives_by_loading: Whether `receive` only loads the download and the client state into the module, whose
-            previous weights do not matter.
-        uploads_by_copying: Whether `upload` and `remember` only copy tensors of the module, which is not used
-            afterwards.
-        aggregates_by_parts: Whether `aggregation` leaves the uploads' weights to the aggregator.
+        plain_exchange: Whether `receive` only loads tensors into the module, `upload` and `remember` only copy its
+            tensors, and `aggregation` leaves the weights to the aggregator. Engines then save copies.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
         search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
@@ -80,14 +77,10 @@ class Algorithm(ArgumentsMixin, Capable):
     """
 
     capabilities: ClassVar = {
-        "receives_by_loading": ("receive",),
-        "uploads_by_copying": ("upload", "remember"),
-        "aggregates_by_parts": ("aggregation",),
+        "plain_exchange": ("receive", "upload", "remember", "aggregation"),
         "starts_alike": ("client_module", "download", "receive", "prepare", "personalize", "is_untrained"),
     }
-    receives_by_loading: bool = True
-    uploads_by_copying: bool = True
-    aggregates_by_parts: bool = True
+    plain_exchange: bool = True
     starts_alike: bool = True
     server: bool = True
     public: str | None = None
@@ -173,7 +166,7 @@ class Algorithm(ArgumentsMixin, Capable):
     @property
     def only_averages(self) -> bool:
         """Whether the server only averages the uploaded weights, so that they can stay on the GPU."""
-        return self.aggregator.only_averages and self.uploads_by_copying and self.aggregates_by_parts
+        return self.aggregator.only_averages and self.plain_exchange
 
     @property
     def of_classes(self) -> Iterator[str]:

@@ -22,7 +22,7 @@ from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, l
 from fl_lightning.client.weights import WeightMemory, load_weights
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.flat_tensors import as_flat, matching_parts
+from fl_lightning.core.flat_tensors import matching_parts
 from fl_lightning.core.inputs import Batch, Inputs
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.objectives import Classification, Objective
@@ -283,13 +283,13 @@ class ClientModule(L.LightningModule):
         Raises:
             ValueError: An entry is not in the backbone's state dict.
         """
-        ours, theirs = self.weight_memory.flat, as_flat(weights)
-        if ours is None or theirs is None or ours.keys() != theirs.keys():
+        own = self.weight_memory.flat
+        if own is None or own.keys() != weights.keys():
             load_weights(self.backbone, weights)
             return
         with torch.no_grad():
-            for own, received in matching_parts(ours, theirs):
-                own.copy_(received)
+            for ours, received in matching_parts(own, weights):
+                ours.copy_(received)
 
     def check_fit(self) -> None:
         """Check that the method works with the fit's `Trainer` options. Called before round 1 and before each fit.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.flat_tensors import FlatTensors, Tensors, as_flat, map_tensors
+from fl_lightning.core.flat_tensors import Tensors, map_tensors
 
 NUMBER_BYTES = 8  # a float64 or an int64
 
@@ -48,7 +48,7 @@ class Message:
 
     def _fill(self, sections: Mapping[str, Tensors], numbers: Mapping[str, int | float]) -> Message:
         for section, content in sections.items():
-            for name, tensor in () if isinstance(content, FlatTensors) else content.items():
+            for name, tensor in content.items():
                 if not isinstance(tensor, Tensor):
                     raise TypeError(f"Message.tensors['{section}/{name}'] is a {type(tensor).__name__}, not a tensor")
         for name, number in numbers.items():
@@ -67,8 +67,7 @@ class Message:
 
         The section `model`, for example, contains the weights.
         """
-        content = self.sections.get(name, {})
-        return content if as_flat(content) is not None else dict(content)
+        return self.sections.get(name, {})
 
     def without(self, name: str) -> Message:
         """Return a copy of the message without one section of tensors, such as `model` for the weights."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.flat_tensors import Tensors, as_flat, map_tensors, matching_parts
+from fl_lightning.core.flat_tensors import Tensors, map_tensors, matching_parts, owners
 
 State = dict[str, Tensors]
 """Tensors in named groups (sections).
@@ -285,12 +285,11 @@ def read_numbers(lists: Sequence[Sequence[Tensor]]) -> list[list[float]]:
 
 
 def sums_of(tensors: Tensors) -> list[Tensor]:
-    """Return the sums of a state dict's floating-point tensors. A sum is not finite if its tensor has NaN or Inf.
+    """Return the sums of a state dict's floating-point tensors; of a flat tensor's entries it is one sum.
 
-    For `FlatTensors`, it is one sum over the flat tensor.
+    A sum is not finite if its tensor has NaN or Inf.
     """
-    flat = as_flat(tensors)
-    return [value.sum() for value in (tensors.values() if flat is None else [flat.flat]) if value.is_floating_point()]
+    return [value.sum() for value in owners(tensors) if value.is_floating_point()]
 
 
 def first_non_finite(tensors: Tensors, sums: Sequence[float] | None = None) -> str | None:

@@ -98,7 +98,7 @@ def expected_answer(worker: Worker, client: int, logged: Collection[str]) -> Exp
     module, objective, scorer = worker.template, worker.data.objective, worker.scorer
     losses = {"loss", "training_step", objective.term, *module.loss_names, *(term.name for term in module.terms())}
     backbone = module.backbone
-    shared = worker.algorithm.shared_names(backbone) if worker.algorithm.uploads_by_copying else None
+    shared = worker.algorithm.shared_names(backbone) if worker.algorithm.plain_exchange else None
     train, test = worker.client_data.sample_count(client), len(worker.data.shard(client).test)
     bounds = {measure.name: measure.bounds for measure in scorer.measures} | objective.bounds
     metrics = {name: bounds.get(name, (-math.inf, math.inf)) for name in scorer.score_names}

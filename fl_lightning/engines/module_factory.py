@@ -45,7 +45,7 @@ class ModuleFactory:
     ) -> None:
         self.template, self.algorithm, self.clients, self.trainer = template, algorithm, clients, trainer
         self.seed, self.compile = seed, compile
-        loads = algorithm.receives_by_loading
+        loads = algorithm.plain_exchange
         device = trainer.strategy.root_device
         self._built_on = device if loads else torch.device("cpu")
         self._overwrites = loads and loads_plainly(template.backbone)  # nothing reads the initial weights before

@@ -152,7 +152,7 @@ class StackedFit:
         module.trainer = progress = ClientTrainerView(self.trainer, self.alone, work)  # type: ignore[assignment]
         with own_settings():
             module.on_fit_start()
-        only_copied = self.worker.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
+        only_copied = self.worker.algorithm.plain_exchange and not task.evaluates
         random_states = RandomStates(self.device) if self.draws or not only_copied else None  # which takes time
         self.clients.append(Client(task, slot, module, tensors, batches, work, progress, random_states))
 
@@ -413,7 +413,7 @@ def differ_in_weights_only(worker: Worker) -> bool:
     algorithm, module = worker.algorithm, worker.template
     if worker.training.class_weights is not None:
         return False
-    unchanged = algorithm.receives_by_loading and type(algorithm).prepare is Algorithm.prepare
+    unchanged = algorithm.plain_exchange and type(algorithm).prepare is Algorithm.prepare
     return unchanged and type(module) is ClientModule and not (len(module.loss_terms) or len(module.knowledge))
 
 

@@ -286,7 +286,7 @@ class Worker:
                 optimizer, logged = self.fit(module, task)
             if slot:
                 slot.check_weights()
-            module.weight_memory.spent = spent = self.algorithm.uploads_by_copying and not task.evaluates
+            module.weight_memory.spent = spent = self.algorithm.plain_exchange and not task.evaluates
             state = optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {}
             result = self.finish(task, module, state, logged)
             if slot and spent and (task.keep_upload or self.device.type != "cpu"):  # a GPU's are read later
@@ -351,7 +351,7 @@ class Worker:
         training_batches = self.client_data.training_batches(task.client)
         upload, memory, local, on_global = None, task.memory, None, None
         untrained = task.evaluate and not task.fit and self.algorithm.is_untrained(module, memory)
-        runs_module = task.evaluates or module.knowledge or not self.algorithm.uploads_by_copying
+        runs_module = task.evaluates or module.knowledge or not self.algorithm.plain_exchange
         if runs_module and task.fit:
             module.loss_record.settle()  # a NaN is reported as such, not as an error that it causes here
         with inference(module, self.idle_trainer) if runs_module else torch.no_grad():

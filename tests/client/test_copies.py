@@ -9,7 +9,7 @@ from experiments import experiment, publish, same_bytes, task_of_round
 from methods import FEW_QUICK, METHODS
 from torch import Tensor, nn
 
-from fl_lightning.algorithms import FedAvg, FedPer
+from fl_lightning.algorithms import Algorithm, FedAvg, FedPer
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import detached, loads_plainly, to_cpu
@@ -64,18 +64,17 @@ def shared_with(module: ClientModule, upload: Message) -> int:
 
 
 @pytest.mark.parametrize("name", FEW_QUICK)
-def test_results_equal_those_with_all_copies(tmp_path: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_equal_those_with_all_copies(tmp_path: Any, name: str) -> None:
     method, options = METHODS[name]
-    worker, task = worker_and_task(tmp_path, method(), **options)
 
-    def outcome() -> list[dict[str, Tensor]]:
+    def outcome(algorithm: Algorithm) -> list[dict[str, Tensor]]:
+        worker, task = worker_and_task(tmp_path, algorithm, **options)
         start, result = worker.modules.receive(task).state_dict(), worker.run(task)
         return [start, result.upload.tensors, *(result.memory[key] for key in sorted(result.memory))]
 
-    without_copies = outcome()
-    monkeypatch.setattr(worker.modules, "_overwrites", False)
-    monkeypatch.setattr(worker.algorithm, "uploads_by_copying", False)
-    for one, other in zip(without_copies, outcome(), strict=True):
+    with_copies = method()
+    with_copies.plain_exchange = False
+    for one, other in zip(outcome(method()), outcome(with_copies), strict=True):
         assert same_bytes(one, other)
 
 

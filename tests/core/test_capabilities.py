@@ -34,7 +34,7 @@ class Mixed(Mixin, FedAvg):
 
 def test_an_override_removes_a_capability_and_a_declaration_restores_it():
     assert [kind.only_averages for kind in (WeightedMean, OwnFold, Declares, Inherits)] == [True, False, True, False]
-    assert (OwnFold.sends_one_model, Mixed.receives_by_loading, Mixed.uploads_by_copying) == (True, False, True)
+    assert (OwnFold.sends_one_model, Mixed.plain_exchange, FedAvg.plain_exchange) == (True, False, True)
     assert not Mixed.starts_alike
     assert FedAvg.starts_alike
 
