@@ -24,7 +24,7 @@ from fl_lightning.core.names import join_names
 from fl_lightning.core.objectives import Regression, objective_of
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, check_exists
-from fl_lightning.data.number_text import NumberFormat, is_number, written_numbers
+from fl_lightning.data.number_text import is_number, written_numbers
 from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.schema import TableSchema, finite_in_float32, is_numeric
 from fl_lightning.data.subsampling import stratified_sample
@@ -39,6 +39,9 @@ FEW = 20
 
 NO_HEADER = "If the first line is a sample, add a line with the names of the columns above it"
 """Hint for files in which names of columns are numbers."""
+
+WRITTEN_NUMBERS = "Write plain numbers, such as 1234.5, or set the options decimal and thousands of the table"
+"""Fix for numbers that are written as text."""
 
 SPLIT_NAMES = {
     "train": "train(?:ing)?|trn",
@@ -156,33 +159,26 @@ class Labels(NamedTuple):
     classes: Sequence[Any] | None
 
 
-def refuse_written_numbers(
-    column: pd.Series, key: str, otherwise: str, number_format: NumberFormat | None = None
-) -> None:
+def refuse_written_numbers(column: pd.Series, key: str, otherwise: str) -> None:
     """Raise a `ConfigError` if most values of a table column are numbers or dates that are written as text.
 
     Args:
         column: The column.
         key: The option that names it.
         otherwise: What to do if they are meant as categories or classes, for the message.
-        number_format: How numbers are written in the table; None if no option sets it.
     """
     import pandas as pd
 
     texts = pd.Series(column.to_numpy(object)).astype(str)
     if found := written_numbers(texts):
         what, mask = found
-        fix = "Convert them to numbers, such as days since the first date"
-        if what == "numbers":
-            fix = (number_format or NumberFormat()).fix(texts[mask], options=number_format is not None)
+        fix = WRITTEN_NUMBERS if what == "numbers" else "Convert them to numbers, such as days since the first date"
         row = int(mask.argmax())
         where = f"{one_line(repr(texts[row]))} in {row_location(column, row)}"
         raise column_error(column, key, f"holds {what} written as text, such as {where}. {fix}, {otherwise}")
 
 
-def read_labels(
-    columns: Sequence[pd.Series], regression: bool | None, number_format: NumberFormat | None = None
-) -> Labels:
+def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> Labels:
     """Convert a table's label columns to a tensor; return the tensor, the number of outputs and the classes.
 
     One column holds classes; several columns of 0 and 1 are multi-label targets. Labels are numbers to predict if
@@ -191,12 +187,11 @@ def read_labels(
     Args:
         columns: The label columns.
         regression: Whether labels are numbers to predict; None to decide by their values.
-        number_format: How numbers are written in the table; None if no option sets it.
     """
     for column in columns:
         refuse_missing(column, "label")
         if regression is not False and not is_numeric(column):
-            refuse_written_numbers(column, "label", "or set scenario.dataset.regression to false", number_format)
+            refuse_written_numbers(column, "label", "or set scenario.dataset.regression to false")
     is_given = regression is not None
     if not regression:
         columns = [_as_integers(column) if is_given or column.isin([0, 1]).all() else column for column in columns]

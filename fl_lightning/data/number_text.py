@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
-from unicodedata import normalize
 
 import numpy as np
 
@@ -16,9 +15,9 @@ AROUND = rf"[\s'\"\u2019()~\u2248\u200b\ufeff+\-\u2010-\u2015\u2212%‰°{CURREN
 """Matches what may stand before and after a number: signs, quotes, percent signs, currencies."""
 
 NUMBER = re.compile(
-    rf"(?P<before>{AROUND}(?P<currency>[^\W\d_]{{1,3}}\.?(?=[\s{CURRENCY}]))?{AROUND})"
-    r"(?P<whole>\d{1,3}(?P<mark>[\s.,'\u2019_])(?:\d{2,3}(?P=mark))*\d{3}|\d+|(?=[.,]\d))(?:[.,](?P<fraction>\d*))?"
-    rf"(?P<exponent>[eE][+-]?\d+)?{AROUND}(?P<unit>[^\W\d_]\D{{0,15}})?"
+    rf"{AROUND}(?P<currency>[^\W\d_]{{1,3}}\.?(?=[\s{CURRENCY}]))?{AROUND}"
+    r"(?P<whole>\d{1,3}(?P<mark>[\s.,'\u2019_])(?:\d{2,3}(?P=mark))*\d{3}|\d+|(?=[.,]\d))(?:[.,]\d*)?"
+    rf"(?:[eE][+-]?\d+)?{AROUND}(?P<unit>[^\W\d_]\D{{0,15}})?"
 )
 """Matches a text that holds one number, possibly with separators of thousands, a sign, a currency and a unit."""
 
@@ -33,10 +32,6 @@ LONGEST = 40
 
 FEW_WITH_LETTERS = 20
 """Maximum number of different texts with letters, such as `4 years`, that count as categories, not as numbers."""
-
-
-OTHERS = (".", ","), (",", None), (",", "."), (".", "'"), (".", " "), (",", " ")
-"""Common formats of numbers: the characters before the fraction and between thousands."""
 
 
 class NumberFormat(NamedTuple):
@@ -70,34 +65,6 @@ class NumberFormat(NamedTuple):
             texts = texts.str.replace(self.decimal, ".", regex=False)
         return pd.to_numeric(texts, errors="coerce")
 
-    def fix(self, texts: pd.Series, options: bool = True) -> str:
-        """Return how to fix numbers that are written as text, for an error message.
-
-        Args:
-            texts: The texts.
-            options: Whether the options `decimal` and `thousands` can be set.
-        """
-        texts = texts[[NUMBER.fullmatch(text) is not None for text in texts]]
-        if not len(texts):
-            return "Correct the value"
-        others = texts[self.parse(texts).isna()]
-        settings = self._fitting_options(texts) if options and len(others) else []
-        if settings:  # "1,234" fits both a decimal comma and a comma between thousands
-            single = [each for each in settings if " and " not in each]
-            return "Set " + ", or ".join(single or settings[:1])
-        text = (others if len(others) else texts).iloc[0]
-        plain = plain_number(text)
-        return "Store them as numbers" if text == plain else f"Write plain numbers, such as {plain}"
-
-    def _fitting_options(self, texts: pd.Series) -> list[str]:
-        """Return the settings of the options `decimal` and `thousands` with which all texts are numbers."""
-        fitting = [other for other in map(NumberFormat._make, OTHERS) if other.parse(texts).notna().all()]
-        options = [[name for name in self._fields if getattr(other, name) != getattr(self, name)] for other in fitting]
-        return [
-            " and ".join(f"scenario.dataset.{name} to {getattr(other, name)!r}" for name in names)
-            for other, names in zip(fitting, options, strict=True)
-        ]
-
 
 def is_number(text: str) -> bool:
     """Return whether `float` can read a text."""
@@ -106,21 +73,6 @@ def is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def plain_number(text: str) -> str:
-    """Return the number in a text that `NUMBER` matches, as `float` reads it.
-
-    Example:
-        >>> plain_number("$1,234.50"), plain_number("−7 %")
-        ('1234.50', '-7')
-    """
-    found = NUMBER.fullmatch(text)
-    assert found
-    sign = "-" if re.search(r"[(\-\u2010-\u2015\u2212]", found["before"]) else ""
-    fraction = f".{found['fraction']}" if found["fraction"] else ""
-    plain = sign + (re.sub(r"\D", "", found["whole"]) or "0") + fraction + (found["exponent"] or "")
-    return normalize("NFKC", plain)  # other digits, such as full-width ones
 
 
 def written_numbers(texts: pd.Series) -> tuple[str, np.ndarray] | None:

@@ -146,7 +146,7 @@ class FileTable(CustomDataset):
     def _read_labels(self, columns: Sequence[pd.Series]) -> Labels:
         if self.known_classes is not None and len(columns) == 1:
             return read_known_classes(columns[0], self.known_classes, "listed under classes")
-        return read_labels(columns, self.regression, self.number_format)
+        return read_labels(columns, self.regression)
 
     def _read(self, key: str, path: str, text: Collection[str]) -> pd.DataFrame:
         return read_table(key, path, self.separator, self.number_format, text)

@@ -38,7 +38,6 @@ from fl_lightning.data.custom_data import (
 from fl_lightning.data.files import BadFile
 from fl_lightning.data.image_files import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
-from fl_lightning.data.number_text import NumberFormat
 from fl_lightning.data.schema import Column, TableSchema, is_numeric
 from fl_lightning.data.table_files import FileTable
 from fl_lightning.data.text import check_lengths
@@ -195,7 +194,7 @@ class Table(FileTable):
             refuse_not_finite(column, "features")
             return self._standardize(described, column, fitted)
         if column.name not in self.categorical:
-            check_categories(column, self.number_format)
+            check_categories(column)
         refuse_nul(column, "features")
         import pandas as pd
 
@@ -381,13 +380,8 @@ def warn_of_unknown_categories(schema: TableSchema, rows: np.ndarray, fix: str, 
             warnings.warn(f"{KEY}.features: {what}. {fix.format(known)}", stacklevel=2)
 
 
-def check_categories(column: pd.Series, number_format: NumberFormat) -> None:
-    """Raise a `ConfigError` if a column has values that are probably no categories, such as numbers written as text.
-
-    Args:
-        column: The column.
-        number_format: How numbers are written in the table.
-    """
+def check_categories(column: pd.Series) -> None:
+    """Raise a `ConfigError` if a column has values that are probably no categories, such as numbers written as text."""
     import pandas as pd
 
     values = pd.Series(column.to_numpy(object))
@@ -399,8 +393,7 @@ def check_categories(column: pd.Series, number_format: NumberFormat) -> None:
     text = numbers.isna().to_numpy()
     if text.any() and not text.all():
         row = int(text.argmax())
-        how = number_format.fix(values[row : row + 1])
-        what = f"{row_location(column, row)}, {one_line(repr(values[row]))}. {how}, {fix}"
+        what = f"{row_location(column, row)}, {one_line(repr(values[row]))}. Correct the value, {fix}"
         raise column_error(column, "features", f"holds numbers and, in {what}")
     large = (numbers.abs() >= 2.0**64).to_numpy()  # read_csv returns these as text
     if large.any():
@@ -409,4 +402,4 @@ def check_categories(column: pd.Series, number_format: NumberFormat) -> None:
         raise column_error(
             column, "features", f"holds {what}, which is too large for a 64-bit integer. Make it smaller, {fix}"
         )
-    refuse_written_numbers(column, "features", fix, number_format)
+    refuse_written_numbers(column, "features", fix)
