@@ -19,6 +19,7 @@ from fl_lightning.data.images import (
     TinyImageNet,
 )
 from fl_lightning.data.leaf import FEMNIST, Sent140, Shakespeare
+from fl_lightning.data.mask_folder import MaskFolder
 from fl_lightning.data.natural_partitions import ByClient, PredefinedSplit
 from fl_lightning.data.partitions import (
     IID,
@@ -63,6 +64,7 @@ __all__ = [
     "ImageTable",
     "Inputs",
     "LoadedData",
+    "MaskFolder",
     "Partition",
     "PathMNIST",
     "Pathological",

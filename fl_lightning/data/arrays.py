@@ -27,8 +27,9 @@ class Arrays(Dataset):
     `uint8` inputs are scaled to 0-1, floating-point inputs are used as they are. Other whole numbers `(n, length)` are
     token ids, for networks with an embedding such as `TextCNN`; 0 is padding. Images may be `(n, height, width)`,
     `(n, height, width, channels)` with 1 or 3 channels, or `(n, channels, height, width)`. Labels are integers from 0,
-    one per sample; `(n, L)` of 0 and 1 for a multi-label target; or floating-point numbers to predict, `(n,)` or
-    `(n, T)`. Optional arrays `client_train` and `client_test` hold the client id of each sample.
+    one per sample; `(n, L)` of 0 and 1 for a multi-label target; masks `(n, height, width)` of classes from 0, in which
+    255 marks pixels that are not used; or floating-point numbers to predict, `(n,)` or `(n, T)`. Optional arrays
+    `client_train` and `client_test` hold the client id of each sample.
 
     For several inputs per sample, the arrays are `x_train_<name>` and `x_test_<name>`, and `name` is a parameter of the
     network's `forward`. They can have any shape `(n, ...)`, and can also hold booleans.
@@ -96,6 +97,8 @@ class Arrays(Dataset):
                 return torch.from_numpy(np.array(values, np.float32))
         if values.dtype == np.bool_:
             return torch.from_numpy(np.array(values, np.uint8 if values.ndim == 2 else np.int64))
+        if values.dtype == np.uint8 and values.ndim == 3:  # masks
+            return torch.from_numpy(values)
         if values.dtype.kind == "U":
             fix = "Save numbers, such as those of numpy.unique(labels, return_inverse=True)"
             raise self._error(f"{name} holds text. {fix}")
@@ -106,7 +109,7 @@ class Arrays(Dataset):
 
     def _outputs(self, *labels: Tensor) -> int:
         outputs, samples = count_outputs(*labels), sum(map(len, labels))
-        if labels[0].is_floating_point() or labels[0].ndim > 1:
+        if labels[0].is_floating_point() or labels[0].ndim == 2:
             if self.num_classes is not None:
                 raise ConfigError("scenario.dataset.num_classes: the labels are not classes. Leave it out")
         elif self.num_classes is None and outputs > samples:

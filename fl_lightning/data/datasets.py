@@ -19,7 +19,7 @@ from torch import Tensor
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.inputs import Inputs, Shapes
-from fl_lightning.core.objectives import Classification, Objective, describe_tensor, objective_of
+from fl_lightning.core.objectives import IGNORED, Classification, Objective, describe_tensor, objective_of
 from fl_lightning.core.task import Score
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.files import BadFile, check_exists
@@ -364,10 +364,12 @@ def warn_of_whole_numbers(who: str, y: Tensor) -> None:
 
 
 def count_outputs(*labels: Tensor) -> int:
-    """Return the number of outputs that a network needs for these labels: the number of classes or of label columns."""
+    """Return the number of outputs that a network needs for these labels: of classes or of label columns."""
     y = labels[0]
-    if y.is_floating_point() or y.ndim > 1:
+    if y.is_floating_point() or y.ndim == 2:
         return 1 if y.ndim == 1 else y.shape[1]
+    if y.ndim == 3:
+        labels = tuple(mask[mask != IGNORED] for mask in labels)
     return max((int(y.max()) for y in labels if len(y)), default=-1) + 1
 
 

@@ -234,23 +234,23 @@ def check_gradients(loss: Tensor, module: ClientModule, entries: Set[str]) -> No
         raise ConfigError(f"model: {what}. Remove detach, no_grad or item from its computation.")
 
 
-def check_outputs(outputs: Any, samples: int, expected: int, factory: Any) -> None:
+def check_outputs(outputs: Any, samples: int, expected: tuple[int, ...], factory: Any) -> None:
     """Raise an error if a network's outputs for a batch are not a tensor with the dataset's number of outputs.
 
     Args:
         outputs: What the network returned.
         samples: Number of samples in the batch.
-        expected: Number of outputs for a sample.
+        expected: Shape of the outputs for a sample.
         factory: The factory of the network.
     """
     if not isinstance(outputs, Tensor):
         fix = "Return the logits, a tensor, from forward, as in `return self.net(x).logits`."
         raise ConfigError(f"model: forward returned {type(outputs).__name__}. {fix}")
-    if outputs.shape == (samples, expected):
+    if outputs.shape == (samples, *expected):
         return
     option = outputs_option(factory)
-    fix = f"Did you mean --{option} {expected}?" if option else f"Give its last layer {expected} outputs."
-    what = f"{tuple(outputs.shape[1:])} outputs a sample, and the dataset needs ({expected},)"
+    fix = f"Did you mean --{option} {expected[0]}?" if option else f"Give its last layer {expected[0]} outputs."
+    what = f"{tuple(outputs.shape[1:])} outputs a sample, and the dataset needs {expected}"
     raise ConfigError(f"model: forward returned {what}. {fix}")
 
 

@@ -37,7 +37,9 @@ class Scorer:
     @property
     def score_names(self) -> list[str]:
         """Names of the metrics that each evaluation of a module returns."""
-        sums = self.objective.sums(torch.zeros(1, self.data.num_classes), self.data.y_train[:1])
+        y = self.data.y_train[:1]
+        outputs = torch.zeros(1, *self.objective.output_shape(y, self.data.num_classes))
+        sums = self.objective.sums(outputs, y)
         return [*sums, *(measure.name for measure in self.measures)]
 
     def score(self, module: ClientModule) -> Score:

@@ -237,7 +237,7 @@ class Worker:
         with blame_inputs(x), inference(module, trainer), torch.enable_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch.compile reads it
             logits = module(x)
-        check_outputs(logits, len(x), outputs, self.model)
+        check_outputs(logits, len(x), objective.output_shape(y, outputs), self.model)
         check_gradients(logits, module, entries)
         check_measures(scorer.measures, objective, logits.detach(), y)
 

@@ -14,6 +14,7 @@ from fl_lightning.models.mlp import MLP
 from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
 from fl_lightning.models.resnet import ResNet8, ResNet18, ResNet50
 from fl_lightning.models.text import BiLSTM, FastText, TextCNN
+from fl_lightning.models.unet import UNet
 from fl_lightning.models.vgg import VGG11
 from fl_lightning.models.wrapped import FromModule
 
@@ -37,6 +38,7 @@ __all__ = [
     "ResNet50",
     "ShuffleNetV2",
     "TextCNN",
+    "UNet",
     "classification_layer",
     "frozen_encoder",
     "with_encoder",

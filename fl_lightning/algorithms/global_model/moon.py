@@ -101,6 +101,9 @@ class ModelContrast(LossTerm):
         now = step.taps.get(self.layer) if self.layer else step.features
         if not self._received or step.inputs is None or now is None:
             return self.outside_fit(step.logits.new_zeros(()))
+        if now.ndim > 2:
+            shape = tuple(now.shape[1:])
+            raise ConfigError(f"model: ModelContrast compares feature vectors, and these have the shape {shape}")
         others = (self._representation(part, step.inputs) for part in (*self._received, *self._previous))
         received, *previous = map(at_least_float32, others)
         with without_autocast(now.device):

@@ -1,0 +1,146 @@
+"""Custom images with masks for segmentation, in folders of images and masks, possibly one pair per site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.objectives import IGNORED
+from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
+from fl_lightning.data.datasets import LoadedData
+from fl_lightning.data.files import BadFile, files_in, naming_file, open_file
+from fl_lightning.data.image_files import FORMATS, EncodedImage, ImageOptions
+from fl_lightning.data.image_folder import subfolders
+
+
+class MaskFolder(CustomDataset):
+    """Custom images with a mask each, for segmentation: `images/NAME.png` and `masks/NAME.png`.
+
+    If the two folders are in subfolders, such as `hospital_a/images`, the subfolders are the clients, for the partition
+    `ByClient`. A mask has the file name of its image, up to the ending. Its pixels are the class indices, from 0, as in
+    a grey or palette PNG; 255 marks pixels that are not used. Images are normalized to mean 0 and standard deviation 1
+    of the training images, channel by channel.
+
+    Args:
+        path: The folder.
+        size: Height and width to resize all images to, or one number for both; not needed if all have one size. Masks
+            are resized to the nearest pixel.
+        channels: 1 converts all images to grey, 3 to colour; by default grey if all of them are grey.
+        test_share: Share of the images, or of each client's images, to test on.
+        num_classes: Number of classes; by default one more than the largest class in the masks.
+        images: Name of the folders of images.
+        masks: Name of the folders of masks.
+        cache: Folder for a file of the decoded images. They are memory-mapped instead of held in memory, and later
+            runs reuse the file.
+        mean: Mean of each channel, of pixels in [0, 1]; by default that of the training images.
+        std: Standard deviation of each channel; by default that of the training images.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    label_key = client_key = "path"
+
+    def __init__(
+        self,
+        path: str,
+        size: int | tuple[int, int] | None = None,
+        channels: Literal[1, 3] | None = None,
+        test_share: float = 0.2,
+        num_classes: int | None = None,
+        images: str = "images",
+        masks: str = "masks",
+        cache: str | None = None,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+    ) -> None:
+        super().__init__(test_share)
+        check_number(f"{KEY}.num_classes", num_classes, "[2, 255]")
+        self.path, self.num_classes, self.images, self.masks = path, num_classes, images, masks
+        self.options = ImageOptions(size, channels, mean, std, "none", cache)
+
+    def load(self) -> LoadedData:
+        """Read the images and masks, and split them into training and test tensors, which are views of one memory."""
+        data = super().load()
+        (_, *images), masks = data.in_shape, list(data.y_train.shape[1:])
+        if images != masks:
+            what = f"images are {images[1]}x{images[0]} and masks {masks[1]}x{masks[0]}"
+            raise ConfigError(f"{KEY}.size: {what}. Set it to resize both")
+        return data
+
+    def _samples(self) -> Samples:
+        root = existing_path(self.path, folder=True)
+        try:
+            sites = [name for name in subfolders(root) if self.images in subfolders(root / name)]
+            alone = self.images in subfolders(root)
+            if not sites and not alone:
+                what = f"no folder {self.images} found in it or in its subfolders"
+                raise ConfigError(f"{KEY}.path: {one_line(self.path)}: {what}. Set {KEY}.images to its name")
+            pairs = [(pair, site) for site in ([""] if alone else sites) for pair in self._pairs(root / site)]
+            files = [image for (image, _), _ in pairs]
+            size = self.options.shape([EncodedImage(str(files[0]), files[0])])[1:] if self.options.size else None
+            y = torch.from_numpy(stack_masks([mask for (_, mask), _ in pairs], size))
+        except BadFile as error:
+            raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
+        used = y[y != IGNORED]
+        outputs = self.num_classes or max(2, int(used.max()) + 1 if len(used) else 0)
+        client = None if alone else np.array([site for _, site in pairs])
+        return Samples(files, Labels(y, outputs, [str(number) for number in range(outputs)]), client)
+
+    def _pairs(self, folder: Path) -> list[tuple[Path, Path]]:
+        """Return the image and the mask of each sample in a folder, sorted by name."""
+        masks = {path.stem: path for path in files_in(existing_path(str(folder / self.masks), folder=True))}
+        pairs = []
+        for image in files_in(folder / self.images):
+            if image.stem not in masks:
+                what = f"has no mask {self.masks}/{one_line(image.stem)}.*"
+                raise ConfigError(f"{KEY}.path: {one_line(str(image))}: {what}. Add it, or remove the image")
+            pairs.append((image, masks[image.stem]))
+        return pairs
+
+    def _inputs(self, source: list[Path], order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
+        try:
+            x = self.options.read([EncodedImage(str(source[i]), source[i]) for i in order])
+        except BadFile as error:
+            raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
+        return x, self.options.transforms(x, fitted)
+
+
+def stack_masks(paths: list[Path], size: tuple[int, ...] | None) -> np.ndarray:
+    """Read masks into one array of class indices, `(n, height, width)`, `uint8`.
+
+    Args:
+        paths: The files.
+        size: `(height, width)` to resize them to; by default all must have the size of the first.
+    """
+    first = read_mask(paths[0], size)
+    masks = np.empty((len(paths), *first.shape), np.uint8)
+    for row, path in enumerate(paths):
+        mask = read_mask(path, size)
+        if mask.shape != first.shape:
+            fix = "Set scenario.dataset.size to resize all"
+            raise ConfigError(f"{KEY}.size: {one_line(str(path))} differs in size from {paths[0].name}. {fix}")
+        masks[row] = mask
+    return masks
+
+
+def read_mask(path: Path, size: tuple[int, ...] | None = None) -> np.ndarray:
+    """Read the class index of each pixel of a mask, `(height, width)`, optionally resized to the nearest pixel.
+
+    Raises:
+        BadFile: It is not an image of one 8-bit number per pixel.
+    """
+    with open_file(path, "mask") as file, naming_file(path, "mask"), Image.open(file, formats=FORMATS) as mask:
+        if mask.mode not in ("L", "P", "1"):
+            raise BadFile(
+                path, f"a mask of mode {mask.mode}; it needs an 8-bit class index per pixel, as in a grey PNG"
+            )
+        if size and mask.size != size[::-1]:
+            return np.asarray(mask.resize((size[1], size[0]), Image.Resampling.NEAREST), np.uint8)
+        return np.asarray(mask, np.uint8)

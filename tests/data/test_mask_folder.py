@@ -1,0 +1,127 @@
+"""Images with masks: folders of sites, the size of both, and docs/segmentation.md."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import rows, run
+from PIL import Image
+from refusals import refusal
+
+from fl_lightning.core.objectives import Segmentation
+from fl_lightning.data import Arrays, ByClient, MaskFolder, Scenario
+
+PAGE = (Path(__file__).parents[2] / "docs" / "segmentation.md").read_text()
+
+
+def write_pair(folder: Path, name: str, value: int, size: tuple[int, int] = (8, 8)) -> None:
+    """Write an image whose pixels have this value, and its mask, which is 1 in the left half and else 0."""
+    for kind in ("images", "masks"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    mask = np.zeros(size, np.uint8)
+    mask[:, : size[1] // 2] = 1
+    Image.fromarray(np.full(size, value, np.uint8)).save(folder / "images" / f"{name}.png")
+    Image.fromarray(mask).save(folder / "masks" / f"{name}.png")
+
+
+def test_sites_are_clients_and_each_image_has_its_own_mask(tmp_path: Path) -> None:
+    for value, (site, name) in enumerate((site, name) for site in ("b", "a") for name in "xyzuv"):
+        write_pair(tmp_path / site, name, value)
+        mask = np.full((8, 8), value % 3, np.uint8)
+        mask[0, 0] = 255
+        Image.fromarray(mask).save(tmp_path / site / "masks" / f"{name}.png")
+    data = Scenario(MaskFolder(str(tmp_path)), ByClient()).build(0)
+    assert data.names.clients == ["a", "b"]
+    assert isinstance(data.objective, Segmentation)
+    assert data.data.num_classes == 3
+    for split in ("train", "test"):
+        x, y = getattr(data.data, f"x_{split}"), getattr(data.data, f"y_{split}")
+        assert y.dtype == torch.uint8
+        assert [int(mask[1, 1]) for mask in y] == [int(image[0, 0, 0]) % 3 for image in x]
+        assert all(int(mask[0, 0]) == 255 for mask in y)
+    values = {client: data.data.x_train[data.shard(client).train][:, 0, 0, 0].tolist() for client in (0, 1)}
+    assert all(value >= 5 for value in values[0])  # site a was written second
+    assert all(value < 5 for value in values[1])
+
+
+def test_masks_are_resized_to_the_nearest_pixel(tmp_path: Path) -> None:
+    for name in "abcde":
+        write_pair(tmp_path, name, 7, (8, 16))
+    data = MaskFolder(str(tmp_path), size=(4, 8)).checked()
+    assert data.in_shape == (1, 4, 8)
+    expected = torch.zeros(4, 8, dtype=torch.uint8)
+    expected[:, :4] = 1
+    assert all(torch.equal(mask, expected) for mask in data.y_train)
+
+
+def damaged(folder: Path, how: str) -> dict[str, Any]:
+    """Damage the folder, and return the options of the dataset."""
+    mask = folder / "masks" / "a.png"
+    if how == "no mask":
+        mask.unlink()
+    elif how == "no images":
+        (folder / "images").rename(folder / "pictures")
+    elif how == "colour":
+        Image.new("RGB", (8, 8)).save(mask)
+    elif how == "no image file":
+        mask.write_bytes(b"text")
+    elif how == "one size":
+        Image.new("L", (4, 4)).save(mask)
+    elif how == "all sizes":
+        for path in mask.parent.iterdir():
+            Image.new("L", (4, 4)).save(path)
+    return {"num_classes": 2} if how == "class" else {}
+
+
+@pytest.mark.parametrize(
+    ("how", "key"),
+    [
+        ("no mask", "scenario.dataset.path"),
+        ("no images", "scenario.dataset.path"),
+        ("colour", "scenario.dataset.path"),
+        ("no image file", "scenario.dataset.path"),
+        ("one size", "scenario.dataset.size"),
+        ("all sizes", "scenario.dataset.size"),
+        ("class", "scenario.dataset: MaskFolder"),
+    ],
+)
+def test_bad_folders_are_refused_by_their_key(how: str, key: str, tmp_path: Path) -> None:
+    for name in "abcde":
+        write_pair(tmp_path, name, 7)
+    if how == "class":
+        Image.new("L", (8, 8), 2).save(tmp_path / "masks" / "a.png")
+    options = damaged(tmp_path, how)
+    assert refusal(lambda: MaskFolder(str(tmp_path), **options).checked()).startswith(key)
+
+
+def test_arrays_of_masks_stay_bytes(tmp_path: Path) -> None:
+    masks = np.random.default_rng(0).integers(0, 3, (10, 4, 4)).astype(np.uint8)
+    masks[:, 0] = 255
+    images = np.zeros((10, 4, 4), np.uint8)
+    np.savez(tmp_path / "a.npz", x_train=images, y_train=masks, x_test=images, y_test=masks)
+    data = Arrays(str(tmp_path / "a.npz")).checked()
+    assert data.num_classes == 3
+    assert data.y_train.dtype == torch.uint8
+    assert torch.equal(data.y_test, torch.from_numpy(masks))
+
+
+@pytest.mark.thorough
+def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for kind, title, block in re.findall(r'```(bash|python|yaml)(?: title="(.+?)")?\n(.*?)```', PAGE, re.S):
+        if title:
+            Path(title).write_text(block)
+        elif kind == "python":
+            exec(block, names)
+        else:
+            for command in block.splitlines():
+                code, _, err = run(*shlex.split(command)[1:])
+                assert code == 0, f"{command}\n{err}"
+    found = rows(Path("runs/sites"))
+    assert len(found) == 10
+    assert float(found[-1]["global/iou"]) > 0.8
