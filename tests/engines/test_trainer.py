@@ -94,6 +94,16 @@ def test_warnings_and_loggers_are_as_before_after_a_fit():
     assert state() == before
 
 
+def test_what_lightning_warns_of_when_it_builds_a_trainer_is_shown_once(tmp_path, monkeypatch):
+    """On a cluster with SLURM, for instance, it warns in each: the trainer of the clients, and that of the rounds."""
+    (tmp_path / "srun").touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        experiment(tmp_path / "run").fit()
+    assert ["srun" in str(one.message) for one in shown] == [True]
+
+
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("shared", [False, True])

@@ -256,11 +256,10 @@ def test_every_exception_in_a_clients_code_is_a_failure_of_the_client(tmp_path, 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("early", [False, True])
 def test_ctrl_c_in_a_fit_ends_the_run(tmp_path, engine, early):
-    """Lightning turns it into `SystemExit(1)` within a fit."""
+    """As itself, although Lightning turns it into `SystemExit(1)` within a fit."""
     term = Raising("Ctrl-C", early)
-    with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
+    with pytest.raises(KeyboardInterrupt):
         experiment(tmp_path, FedAvg(loss_terms=[term]), engine=ENGINES[engine]()).fit()
-    assert isinstance(end.value, KeyboardInterrupt) or end.value.code == 1
 
 
 def test_client_that_exits_is_dropped(tmp_path):
