@@ -84,9 +84,13 @@ def test_a_warning_that_is_an_error_is_one_in_a_fit(tmp_path):
         experiment(tmp_path, FedAvg(loss_terms=[Saying("the maths have changed")])).fit()
 
 
-def test_warnings_and_loggers_are_as_before_after_a_fit():
+@pytest.mark.parametrize("name", ["lightning.pytorch", "lightning.fabric"])
+def test_warnings_and_loggers_are_as_before_after_a_fit(monkeypatch, name):
+    logger = logging.getLogger(name)
+    monkeypatch.setattr(logger, "propagate", True)
+
     def state():
-        return warnings.showwarning, logging.getLogger("lightning.pytorch").handlers, list(warnings.filters)
+        return warnings.showwarning, logger.handlers, logger.propagate, list(warnings.filters)
 
     before = state()
     with quiet_lightning():
