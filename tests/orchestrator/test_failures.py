@@ -275,6 +275,7 @@ class PressedOnce(LossTerm):
         return step.logits.sum() * 0
 
 
+@pytest.mark.filterwarnings("ignore:StackedEngine")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nobody_trains_on_after_ctrl_c(tmp_path, engine):
     PressedOnce.pressed = True
