@@ -26,10 +26,6 @@ ROUND_OPTIONS: dict[str, Any] = {
     "limit_train_batches": 1.0,
     "max_epochs": 0,
     "max_steps": -1,
-    "max_time": None,
-    "min_epochs": None,
-    "min_steps": None,
-    "plugins": None,
     "precision": "32-true",
 }
 """Options of the round's `Trainer` that differ from those of the clients' training, which the local loop applies."""
@@ -81,7 +77,7 @@ class RoundFit(L.LightningModule):
 
 
 class RoundLoader:
-    """Loader of a round's batches. It has a length, so that Lightning does not fetch a batch ahead."""
+    """Loader of a round's batches. Its length is the number of batches that callbacks, such as progress bars, see."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = batches
@@ -173,14 +169,12 @@ class RoundEngine(Engine):
             with quiet_lightning(worker.shown):
                 trainer.fit(module)
         except BaseException as error:
-            self._trainer = None  # it is in the middle of an epoch
             if not isinstance(error.__context__, KeyboardInterrupt):
                 raise
             interrupt = error.__context__  # which Lightning turns into the end of the process
         if interrupt:
             raise interrupt
         if module.finished < count:
-            self._trainer = None
             what = f"a callback stopped the round after {module.finished} of {count} batches of clients"
             raise FLError(f"engine.callbacks: {what}")
 

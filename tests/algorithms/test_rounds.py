@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedAvg, WeightedMean
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import LossTerm
+from fl_lightning.core.round import Round
 from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.core.state_dicts import RunningMean
 
@@ -33,6 +34,11 @@ def test_metrics_of_the_server_are_logged_and_random_numbers_depend_on_seed_and_
     again.fit(resume=True)
     assert [row["server/draw"] for row in again.csv.rows] == drawn
     assert same_bytes(again.state["model"], run.state["model"])
+
+
+def test_the_random_numbers_of_a_round_go_on_from_draw_to_draw():
+    round = Round(1, {}, seed=5)
+    assert [round.rng.random() for _ in range(3)] == np.random.default_rng(5).random(3).tolist()
 
 
 class Extrapolation(WeightedMean):

@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experiments import ONE_EPOCH, client_series, digits, experiment, finished, same_bytes, samples_of, untested
+from experiments import (
+    ONE_EPOCH,
+    client_series,
+    digits,
+    experiment,
+    finished,
+    same_bytes,
+    samples_of,
+    task_of_round,
+    untested,
+)
 from methods import METHODS
 
 from fl_lightning.algorithms import FedALA, FedFomo, FedPer, Local, PeerAlgorithm, PFedMe
@@ -65,6 +75,13 @@ def test_the_count_of_untrained_clients(tmp_path, name):
         changed = {client for client, (one, other) in enumerate(models) if not same_bytes(one, other)}
         assert count == len(changed)
         assert trained not in changed
+
+
+def test_a_client_that_trains_before_it_is_evaluated_is_not_untrained(tmp_path):
+    run = experiment(tmp_path, FedPer())
+    run.load()
+    tasks = [replace(task_of_round(run, 1, 0), evaluate=True, fit=fit) for fit in (True, False)]
+    assert [run.worker.run(task).untrained for task in tasks] == [False, True]
 
 
 def test_fedfomo_counts_clients_that_no_received_model_helps(tmp_path):

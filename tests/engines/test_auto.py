@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from experiments import experiment, same_bytes
+from experiments import experiment, same_bytes, task_of_round
 from rich.console import Console
 from task_runners import run_tasks
 
@@ -101,6 +101,36 @@ def test_an_engine_is_started_and_warmed_up_before_its_time_is_taken(tmp_path, t
     experiment(tmp_path, engine="auto", rounds=1).fit()
     stacked = (StackedEngine, 4)
     assert timed[1][-3:] == ["start", stacked, stacked]
+
+
+class Distant(SequentialEngine):
+    """Notes its runs and when it is closed, and looks for signals."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def run(self, worker, tasks, done):
+        self.check_interrupt()
+        self.events.append("run")
+        super().run(worker, tasks, done)
+
+    def close(self):
+        self.events.append("close")
+
+
+def test_the_chosen_engine_looks_for_signals_and_is_closed_at_the_end_only(tmp_path, timed, monkeypatch):
+    run, events, engine = experiment(tmp_path), [], AutoEngine()
+    run._build()
+    timed[0][Distant] = 0.001
+    monkeypatch.setitem(auto.ENGINES, "processes", lambda: Distant(events))
+    monkeypatch.setattr(auto, "usable_cores", lambda: 2)
+    engine.fits, engine.check_interrupt = 10**4, lambda: events.append("signals?")
+    run_tasks(engine, run.worker, [task_of_round(run, 1, client) for client in range(2)])
+    assert engine.choice == "processes"
+    assert events == ["signals?", "run"]
+    engine.close()
+    assert events == ["signals?", "run", "close"]
 
 
 def test_no_more_is_tried_than_the_budget_allows(tmp_path, timed):

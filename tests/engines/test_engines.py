@@ -1,5 +1,6 @@
 """The unit of work stands alone: in another order, in another process, the bytes are the same."""
 
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -38,15 +39,24 @@ def test_another_order_of_clients_changes_nothing(tmp_path, algorithm):
     assert untimed(forth.csv.rows) == untimed(back.csv.rows)
 
 
-def test_results_are_put_in_client_order():
-    class Item:
-        def __init__(self, client):
-            self.client = client
+class Item:
+    def __init__(self, client):
+        self.client = client
 
+
+def test_results_are_put_in_client_order():
     arrived = []
     arrive = in_client_order([2, 4, 7, 9], lambda item: arrived.append(item.client))
     seen = [(arrive(Item(client)), list(arrived))[1] for client in (7, 2, 9, 4)]
     assert seen == [[], [2], [2], [2, 4, 7, 9]]
+
+
+def test_results_that_were_passed_on_are_not_kept():
+    arrive, items = in_client_order([2, 4], lambda item: None), [Item(4), Item(2)]
+    references = [weakref.ref(item) for item in items]
+    while items:
+        arrive(items.pop(0))
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_uploads_are_folded_as_they_arrive(tmp_path):

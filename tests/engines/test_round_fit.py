@@ -1,6 +1,7 @@
 """A round in one fit: each client is to the bit what it would be in a fit of its own, which some of them get."""
 
 import gc
+import math
 import os
 import signal
 import warnings
@@ -74,6 +75,116 @@ def test_local_work_and_clipping(tmp_path, name):
 def test_precisions(tmp_path, precision):
     trainer = CPU | {"precision": precision, "gradient_clip_val": 0.5}
     compare(tmp_path, partial(FedProx, 0.1), model=NormMLP, trainer=trainer, rounds=2)
+
+
+class Sees(LossTerm):
+    """Adds what a module and its trainer say of its fit, at the start of each epoch and in each step, to a list."""
+
+    names = ("max_epochs", "max_steps", "limit_train_batches", "num_training_batches", "estimated_stepping_batches")
+    names += ("gradient_clip_val", "gradient_clip_algorithm", "precision", "accumulate_grad_batches", "should_stop")
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def begin_epoch(self, module):
+        self.module = [module]
+        self.note()
+
+    def forward(self, step):
+        self.note()
+        return step.logits.sum() * 0
+
+    def note(self):
+        (module,) = self.module
+        options = {name: getattr(module.trainer, name) for name in self.names}
+        self.seen.append({"epoch": module.current_epoch, "step": module.global_step} | options)
+
+    def __deepcopy__(self, memo):
+        return Sees(self.seen)
+
+
+def test_a_module_sees_its_own_progress_and_options(tmp_path):
+    own = {"max_epochs": 3, "max_steps": 5, "limit_train_batches": 2, "precision": "bf16-mixed"}
+    clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}
+    run = experiment(tmp_path, FedAvg(loss_terms=[Sees(seen := [])]), trainer=CPU | own | clipping, batch_size=8)
+    run.load()
+    task, notes = task_of_round(run, 1, 0), []
+    for shared in (False, True):
+        seen.clear()
+        run_tasks(SequentialEngine(local_loop=shared), run.worker, [task])
+        notes.append(seen.copy())
+    assert notes[0] == notes[1]
+    assert [(one["epoch"], one["step"]) for one in notes[1]] == [(0, 0)] * 2 + [
+        (0, 1),
+        (1, 2),
+        (1, 2),
+        (1, 3),
+        (2, 4),
+        (2, 4),
+    ]
+
+
+class Logs(LossTerm):
+    """Logs as a Lightning module can, and sets the learning rate when the fit begins, which is too late."""
+
+    def begin(self, module):
+        self.module, module.lr_scale = [module], 0.0
+
+    def forward(self, step):
+        self.module[0].log("square", square := step.logits.square().mean())
+        return square
+
+
+def test_a_term_may_log_and_finds_the_optimizer_built(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Logs()]))
+    run.load()
+    task = task_of_round(run, 1, 0)
+    (shared,), (alone,) = (run_tasks(engine, run.worker, [task]) for engine in (SequentialEngine(), ALONE))
+    assert shared.failure is None
+    assert same_bytes(shared.upload.tensors, alone.upload.tensors)
+
+
+class Computes(LossTerm):
+    """Notes the type in which torch computes a product, by moment."""
+
+    def __init__(self, types):
+        super().__init__()
+        self.types = types
+
+    def note(self, moment):
+        self.types[moment] = (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+
+    def begin(self, module):
+        self.note("begin")
+
+    def begin_epoch(self, module):
+        self.note("epoch")
+
+    def forward(self, step):
+        self.note("step")
+        return step.logits.sum() * 0
+
+    def remember(self, module):
+        self.note("end")
+        return {}
+
+    def __deepcopy__(self, memo):
+        return Computes(self.types)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "step"), [("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
+)
+def test_only_the_steps_of_a_client_are_in_its_precision(tmp_path, shared, precision, step):
+    types = {}
+    method, trainer = FedAvg(loss_terms=[Computes(types)]), CPU | {"precision": precision}
+    run = experiment(tmp_path, method, trainer=trainer)
+    run.load()
+    types.clear()
+    run_tasks(SequentialEngine(local_loop=shared), run.worker, [task_of_round(run, 1, 0)])
+    assert types == dict.fromkeys(("begin", "epoch", "end"), torch.float32) | {"step": step}
 
 
 @pytest.mark.thorough
@@ -165,6 +276,26 @@ def test_a_client_fails_alone(tmp_path):
     assert [result.client for result in results] == [0, 1, 2, 3]
     assert [result.failure is None for result in results] == [True, False, True, True]
     assert "client 1, round 1: ValueError: 'none' is no entry of this model" in str(results[1].failure)
+
+
+class Diverged(LossTerm):
+    """A NaN, and the number of steps in which it was computed."""
+
+    steps = 0
+
+    def forward(self, step):
+        Diverged.steps += 1
+        return step.logits.sum() * torch.nan
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_client_whose_loss_is_nan_trains_no_further_epoch(tmp_path, shared):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Diverged()]), batch_size=16)
+    run.load()
+    Diverged.steps = 0
+    (result,) = run_tasks(SequentialEngine(local_loop=shared), run.worker, [task_of_round(run, 1, 0)])
+    assert "NaN" in str(result.failure)
+    assert Diverged.steps == math.ceil(len(run.data.shard(0).train) / 16)
 
 
 class Meddler(LossTerm):
@@ -265,6 +396,46 @@ def test_one_trainer_serves_the_run(tmp_path, monkeypatch):
     assert len(built) == 2  # and the one with the options of the clients, which is never fitted
 
 
+class Epochs(L.Callback):
+    """Notes the number of batches, the epoch and an option of the trainer of each round."""
+
+    def __init__(self):
+        self.batches, self.epochs, self.anomalies = [], [], []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.batches.append(trainer.num_training_batches)
+        self.epochs.append(trainer.current_epoch)
+        self.anomalies.append(torch.is_anomaly_enabled())
+
+
+def test_callbacks_see_the_number_of_clients(tmp_path):
+    """A progress bar, for instance."""
+    epochs = Epochs()
+    experiment(tmp_path, engine=SequentialEngine([epochs])).fit()
+    assert epochs.batches == [4, 4, 4]
+
+
+def test_an_engine_of_two_experiments_has_a_trainer_for_each(tmp_path):
+    epochs = Epochs()
+    engine, runs = SequentialEngine([epochs]), []
+    for anomalies in (False, True):
+        runs.append(experiment(tmp_path, engine=engine, trainer=CPU | {"detect_anomaly": anomalies}))
+        runs[-1].load()
+    for run in runs:
+        run_tasks(engine, run.worker, [task_of_round(run, 1, 0)])
+    assert (epochs.epochs, epochs.anomalies) == ([0, 0], [False, True])
+
+
+def test_a_closed_engine_starts_again_with_a_new_trainer(tmp_path):
+    epochs = Epochs()
+    run = experiment(tmp_path, engine=SequentialEngine([epochs]))
+    run.load()
+    for _ in range(2):
+        run_tasks(run.engine, run.worker, [task_of_round(run, 1, 0)])
+        run.engine.close()
+    assert epochs.epochs == [0, 0]
+
+
 @pytest.mark.parametrize("engine", [SequentialEngine, StackedEngine])
 def test_callbacks_that_the_trainer_does_not_take_are_refused_before_the_run(tmp_path, engine):
     run = experiment(tmp_path / "run", engine=engine(callbacks=[ModelCheckpoint()]))
@@ -274,14 +445,48 @@ def test_callbacks_that_the_trainer_does_not_take_are_refused_before_the_run(tmp
 
 
 class StopsRound(L.Callback):
-    def on_train_batch_end(self, trainer, *args):
-        trainer.should_stop = True
+    """Asks the round's trainer to stop, once, after some number of batches."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx + 1 == self.after:
+            trainer.should_stop, self.after = True, None
 
 
-def test_a_callback_cannot_leave_clients_out(tmp_path):
-    run = experiment(tmp_path, engine=SequentialEngine(callbacks=[StopsRound()]))
-    with pytest.raises(FLError, match=r"engine\.callbacks: .* after 1 of 4 batches"):
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_callback_cannot_leave_clients_out(tmp_path, after):
+    run = experiment(tmp_path, engine=SequentialEngine(callbacks=[StopsRound(after)]))
+    with pytest.raises(FLError, match=rf"engine\.callbacks: .* after {after} of 4 batches"):
         run.fit()
+
+
+def test_a_callback_may_stop_a_round_after_its_last_client(tmp_path):
+    run = experiment(tmp_path, engine=SequentialEngine(callbacks=[StopsRound(4)]))
+    run.fit()
+    assert len(run.csv.rows) == 3
+
+
+def fail(result):
+    raise ZeroDivisionError("mine")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "done", "error"),
+    [([], fail, ZeroDivisionError), ([StopsRound(2)], id, FLError)],
+    ids=["done", "stop"],
+)
+def test_the_round_after_an_interrupted_one_is_whole(tmp_path, callbacks, done, error):
+    run, engine = experiment(tmp_path), SequentialEngine(callbacks)
+    run.load()
+    tasks = [task_of_round(run, 1, client) for client in range(3)]
+    with pytest.raises(error):
+        engine.run(run.worker, tasks_in(tasks), done)
+    expected, results = (run_tasks(one, run.worker, tasks) for one in (SequentialEngine(), engine))
+    assert [result.client for result in results] == [0, 1, 2]
+    for one, other in zip(expected, results, strict=True):
+        assert same_bytes(one.upload.tensors, other.upload.tensors)
 
 
 def test_an_error_of_the_server_ends_the_run_as_it_is(tmp_path, fits):
@@ -315,18 +520,50 @@ def test_a_result_is_used_before_the_next_task_is_made(tmp_path, local_loop):
     assert events == 2 * [f"{what} {client}" for client in range(3) for what in ("task", "result")]
 
 
-def test_results_are_gone_once_nobody_has_them(tmp_path):
+def test_uploads_are_gone_once_nobody_has_them(tmp_path):
     """Not only once Python has looked for garbage: a fit's trainer is some, and has held them."""
     run = experiment(tmp_path)
     run.load()
-    tasks, results = [task_of_round(run, 1, client) for client in range(3)], []
+    tasks, uploads = [task_of_round(run, 1, client) for client in range(3)], []
     gc.disable()
     try:
         engine = SequentialEngine()
-        engine.run(run.worker, tasks_in(tasks), lambda result: results.append(weakref.ref(result)))
-        assert [result() for result in results] == [None, None, None]
+        engine.run(run.worker, tasks_in(tasks), lambda result: uploads.append(weakref.ref(result.upload)))
+        assert [upload() for upload in uploads] == [None, None, None]
     finally:
         gc.enable()
+
+
+class Referred(LossTerm):
+    """Adds a weak reference to the module of each fit to a list."""
+
+    def __init__(self, modules):
+        super().__init__()
+        self.modules = modules
+
+    def begin(self, module):
+        self.modules.append(weakref.ref(module))
+
+    def forward(self, step):
+        return step.logits.sum() * 0
+
+    def __deepcopy__(self, memo):
+        return Referred(self.modules)
+
+
+def test_a_client_is_gone_after_a_fit_of_its_own(tmp_path):
+    """Although its trainer is a cycle that holds it: a model on a GPU is large."""
+    modules, alive = [], []
+    run = experiment(tmp_path, FedAvg(loss_terms=[Referred(modules)]))
+    run.load()
+    tasks = [task_of_round(run, 1, client) for client in range(3)]
+    modules.clear()
+    gc.disable()
+    try:
+        ALONE.run(run.worker, tasks_in(tasks), lambda result: alive.extend(module() for module in modules))
+    finally:
+        gc.enable()
+    assert alive == [None] * (1 + 2 + 3)
 
 
 class Counts(L.Callback):

@@ -306,11 +306,12 @@ def test_the_size_of_a_stack_changes_rounding_at_most(tmp_path):
 
 
 @pytest.mark.parametrize(("clients", "fitting"), [(4, 64), (64, 4)])
-def test_a_batch_of_the_round_trains_as_many_tasks_as_are_stacked(tmp_path, monkeypatch, clients, fitting):
+@pytest.mark.parametrize("most", [False, True])
+def test_a_batch_of_the_round_trains_as_many_tasks_as_are_stacked(tmp_path, monkeypatch, clients, fitting, most):
     run = experiment(tmp_path, rounds=1)
     run._build()
     largest = max(parameter.nbytes for parameter in run.worker.template.parameters())
-    monkeypatch.setattr("fl_lightning.engines.stacked.MAX_TENSOR", fitting * largest + 1)
+    monkeypatch.setattr("fl_lightning.engines.stacked.MAX_TENSOR", fitting * largest + (largest if most else 1))
     fits, fit = [], L.Trainer.fit
     monkeypatch.setattr(L.Trainer, "fit", lambda *args, **options: (fits.append(1), fit(*args, **options)))
     taken, seen = [], []

@@ -45,6 +45,15 @@ def groups(monkeypatch):
     return fits
 
 
+def test_a_larger_round_and_another_experiment_get_slots_of_their_own(tmp_path):
+    engine = StackedEngine()
+    for name, method in (("plain", FedAvg()), ("proximal", FedProx(1.0))):
+        run = fitted(tmp_path / name, method)
+        run_tasks(engine, run.worker, tasks(run, 2)[:2])
+        again, new = (results(run, one, 2, evaluate=True) for one in (engine, StackedEngine()))
+        assert_equal_rounds(again, new, 0)
+
+
 def test_the_weights_of_all_clients_are_rows_of_one_tensor(tmp_path, groups):
     run = fitted(tmp_path, FedPer(), model=NormMLP)
     results(run, StackedEngine(), 2)

@@ -84,14 +84,28 @@ def test_a_warning_that_is_an_error_is_one_in_a_fit(tmp_path):
         experiment(tmp_path, FedAvg(loss_terms=[Saying("the maths have changed")])).fit()
 
 
-def test_warnings_and_loggers_are_as_before_after_a_fit():
+@pytest.mark.parametrize("name", ["lightning.pytorch", "lightning.fabric"])
+def test_warnings_and_loggers_are_as_before_after_a_fit(monkeypatch, name):
+    logger = logging.getLogger(name)
+    monkeypatch.setattr(logger, "propagate", True)
+
     def state():
-        return warnings.showwarning, logging.getLogger("lightning.pytorch").handlers, list(warnings.filters)
+        return warnings.showwarning, logger.handlers, logger.propagate, list(warnings.filters)
 
     before = state()
     with quiet_lightning():
         assert not any(one is other for one, other in zip(before, state(), strict=True))
     assert state() == before
+
+
+def test_what_lightning_warns_of_when_it_builds_a_trainer_is_shown_once(tmp_path, monkeypatch):
+    """On a cluster with SLURM, for instance, it warns in each: the trainer of the clients, and that of the rounds."""
+    (tmp_path / "srun").touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        experiment(tmp_path / "run").fit()
+    assert ["srun" in str(one.message) for one in shown] == [True]
 
 
 @pytest.mark.thorough
