@@ -68,8 +68,8 @@ def check_refused_command(words: list[str], messages: list[str]) -> None:
     """Run a command that must fail with one line and leave the current folder as it was."""
     before = contents(Path())
     code, out, err = run(*words)
-    assert code == 2, out + err
-    assert err.count("\n") == 1
+    assert (code, out) == (2, ""), out + err
+    assert err.count("\n") == 1, err
     assert err.startswith("fl-lightning: error: ")
     for message in messages:
         assert message in err
