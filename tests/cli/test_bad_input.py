@@ -41,7 +41,7 @@ PARTITION = f"{FIT} --scenario.partition"
 
 LINES = {
     # The command line and the file
-    "xyzzy": ["'xyzzy'", "Available: fit, test, watch, partition"],
+    "xyzzy": ["'xyzzy'", "fit, test, watch, partition"],
     "fit": ["scenario.dataset, scenario.partition, model, algorithm", "--config"],
     "fit --config nowhere.yaml": ["--config", "nowhere.yaml", "fl-lightning list configs"],
     "fit --config ./digits_fedskc.yaml": ["--config", "neither"],
@@ -53,7 +53,7 @@ LINES = {
     "fit --config list.yaml": ["--config", "list.yaml needs lines `key: value`", "list"],
     "fit --config word.yaml": ["--config", "word.yaml needs lines `key: value`", "str"],
     "fit --config empty.yaml": ["--config", "empty.yaml needs lines `key: value`"],
-    "list metods": ["'metods'", "Available: algorithms, loss_terms, aggregators"],
+    "list metods": ["'metods'", "algorithms, loss_terms, aggregators"],
     "list configs more": ["unrecognized arguments: more"],
     # Keys
     "fit --config key.yaml": ["'round'", "Did you mean rounds?"],
@@ -69,11 +69,11 @@ LINES = {
     f"{FIT} --algorithm.taw 1": ["algorithm: FedSKC", "'taw'", "Did you mean tau?"],
     f"{FIT} --algorithm.mu 1": ["FedSKC has no key 'mu'", "Available: tau, similar"],
     f"{FIT} --evaluation.metrics null": ["evaluation.metrics: got", "Leave it out"],
-    f"{FIT} --scenario.dataset.size 1": ["Digits has no key 'size'. Available: none."],
+    f"{FIT} --scenario.dataset.size 1": ["Digits", "'size'"],
     f"{FIT} --optimizer.momentun 1": ["optimizer: SGD", "Did you mean momentum?"],
     "fit --config beside.yaml": ["scenario.partition", "belong under init_args"],
     f"{FIT} --scenario.dataset Arrays": ["scenario.dataset: path must be given"],
-    f"{FIT} --model torch.nn.Linear": ["model: in_features, out_features must be given, in the config (--config)"],
+    f"{FIT} --model torch.nn.Linear": ["model: in_features, out_features"],
     # Types
     f"{FIT} --rounds many": ["rounds: got 'many', expected int"],
     "fit --config type.yaml": ["batch_size: got 'large', expected int"],
@@ -87,32 +87,24 @@ LINES = {
     f"{FIT} --trainer.precision 17": ["trainer.precision: got '17', expected 64 | 32 | 16 | "],
     f"{FIT} --evaluation.target_accuracies 0.5": ["evaluation.target_accuracies: got '0.5', expected list"],
     # Classes
-    f"{FIT} --algorithm nowhere.FedFoo": [
-        "algorithm: 'nowhere.FedFoo': No module named 'nowhere'. "
-        "Start in the folder that contains it, or add this folder to PYTHONPATH."
-    ],
+    f"{FIT} --algorithm nowhere.FedFoo": ["algorithm: 'nowhere.FedFoo': No module named 'nowhere'", "PYTHONPATH"],
     f"{FIT} --model own_module.Other": ["model: ", "'own_module' has no attribute 'Other'"],
-    f"{FIT} --logger Paper": [
-        "logger: class 'Paper' not found",
-        "CSVLogger, MLFlowLogger, TensorBoardLogger, WandbRoundLogger",
-    ],
+    f"{FIT} --logger Paper": ["logger: class 'Paper' not found", "CSVLogger, MLFlowLogger, TensorBoardLogger, Wandb"],
     f"{FIT} --algorithm fl_lightning.models.MLP": ["algorithm: ", "is no Algorithm"],
     f"{FIT} --model own_module.NoForward": ["model: Module [NoForward] is missing", "forward"],
-    f"{FIT} --model torch.optim.SGD": ["model: torch.optim.SGD is no nn.Module. Give the import path of a network"],
+    f"{FIT} --model torch.optim.SGD": ["model: torch.optim.SGD is no nn.Module"],
     f"{FIT} --model own_module.Narrow": ["model: forward returned (3,) outputs", "Did you mean --model.classes 10?"],
-    f"{FIT} --model own_module.function": ["model: own_module.function is a function", "--model.module own_module.f"],
-    f"{FIT} --model own_module.untyped": ["model: own_module.untyped is a function. Did you mean --model FromModule"],
-    f"{FIT} --model own_module.typed --model.hidden 4": ["model: a function takes no options here"],
-    f"{FIT} --lr_scheduler own_module.untyped": ["lr_scheduler: own_module.untyped is a function without these types"],
-    f"{FIT} --optimizer own_module.untyped": ["optimizer: own_module.untyped is a function without these types"],
-    f"{FIT} --model torchvision.models.resnet18": [
-        "model: torchvision.models.resnet.resnet18 is a function. Did you mean --model FromModule --model.module torch"
-    ],
+    f"{FIT} --model own_module.function": ["model: own_module.function ", "--model.module own_module.f"],
+    f"{FIT} --model own_module.untyped": ["model: own_module.untyped ", "--model FromModule"],
+    f"{FIT} --model own_module.typed --model.hidden 4": ["model: a function"],
+    f"{FIT} --lr_scheduler own_module.untyped": ["lr_scheduler: own_module.untyped "],
+    f"{FIT} --optimizer own_module.untyped": ["optimizer: own_module.untyped "],
+    f"{FIT} --model torchvision.models.resnet18": ["model: ", "--model FromModule --model.module torchvision"],
     # Values
     f"{FIT} --rounds 0": ["rounds: 0 is below 1"],
     f"{FIT} --batch_size 0": ["batch_size: 0 is below 1"],
     f"{FIT} --seed -1": ["seed: -1 is below 0"],
-    f"{FIT} --clients_per_round 5": ["clients_per_round: 5", "between 1 and 4, the number of clients that train"],
+    f"{FIT} --clients_per_round 5": ["clients_per_round: 5", "between 1 and 4, "],
     f"{FIT} --scenario.clients 0": ["scenario.clients: 0 is below 1"],
     f"{FIT} --scenario.local_test 1": ["scenario.local_test: 1.0 is outside [0, 1)"],
     f"{FIT} --callbacks+=Checkpointing --callbacks.every=0": ["callbacks: Checkpointing.every: 0 is below 1"],
@@ -124,36 +116,30 @@ LINES = {
     f"{FIT} --trainer.accelerator abacus": ["trainer: ", "'abacus'", "cpu"],
     f"{FIT} --trainer.accelerator tpu": ["trainer: ", "torch_xla", "pip install"],
     # Who holds what
-    f"{FIT} --scenario.partition Dirichlet --scenario.partition.alpha 0": [
-        "scenario.partition.alpha: 0.0",
-        "outside (0, 1e6]",
-    ],
+    f"{FIT} --scenario.partition Dirichlet --scenario.partition.alpha 0": ["scenario.partition.alpha: 0.0", "(0, 1e6]"],
     f"{FIT} --scenario.partition.min_samples 400": ["scenario.partition.min_samples", "Lower min_s"],
     f"{FIT} --scenario.partition Pathological --scenario.partition.classes_per_client 11": [
-        "scenario.partition.classes_per_client: 11, but the dataset has 10 classes"
+        "scenario.partition.classes_per_client: 11"
     ],
-    f"{FIT} --scenario.partition IID --scenario.clients 2000": [
-        "scenario.clients: 2000 is above the 1437 training samples",
-        "Each client needs one",
-    ],
+    f"{FIT} --scenario.partition IID --scenario.clients 2000": ["scenario.clients: 2000 ", "1437"],
     # Data
     f"{ARRAYS} nowhere.npz": ["scenario.dataset.path: nowhere.npz: no such file"],
     f"{ARRAYS} corrupt.npz": ["scenario.dataset.path: corrupt.npz", "Write it with numpy.savez"],
     f"{ARRAYS} cut.npz": ["scenario.dataset.path: cut.npz", "Write it with numpy.savez"],
     f"{ARRAYS} tiny.yaml": ["scenario.dataset.path: tiny.yaml", "Write it with numpy.savez"],
-    f"{ARRAYS} part.npz": ["part.npz: has no x_test, y_test", "It needs x_train, y_train"],
-    f"{ARRAYS} negative.npz": ["y_train holds label -1", "Labels count from 0"],
-    f"{ARRAYS} float.npz": ["y_test needs float32 numbers like the other labels"],
+    f"{ARRAYS} part.npz": ["part.npz: has no x_test, y_test"],
+    f"{ARRAYS} negative.npz": ["y_train holds label -1"],
+    f"{ARRAYS} float.npz": ["y_test needs float32 numbers"],
     f"{ARRAYS} good.npz --scenario.dataset.num_classes 3": ["label 3", "num_classes 3"],
     f"{ARRAYS} nan.npz": ["scenario.dataset.path: nan.npz", "x_train holds NaN or Inf"],
-    f"{ARRAYS} uneven.npz": ["x_train has 39 rows and y_train 40", "need equally many"],
+    f"{ARRAYS} uneven.npz": ["x_train has 39 rows and y_train 40"],
     f"{FIT} --scenario.dataset CIFAR10": [
         "scenario.dataset: CIFAR10: files not found",
         "cifar-10-batches-py/{data_batch_1..5,test_batch,batches.meta}",
         "scenario.dataset.download true",
     ],
     # Model and data
-    f"{FIT} --model own_module.TwoOutputs": ["model: forward returned (2,)", "needs (10,). Give its last layer"],
+    f"{FIT} --model own_module.TwoOutputs": ["model: forward returned (2,)", "(10,)"],
     f"{ARRAYS} good.npz --model CNN": ["model: ", "needs images", "(8,)", "use MLP"],
     f"{FIT} --model.hidden []": ["model.hidden needs at least one width"],
     # Folders
@@ -163,23 +149,14 @@ LINES = {
     "fit --resume nowhere": ["nowhere: folder not found"],
     "fit --resume tiny.yaml": ["tiny.yaml is no run"],
     "fit --resume bare --config tiny.yaml": ["bare is no run"],
-    "fit --resume done --batch_size 7": [
-        "the config differs from the run's",
-        "batch_size (16 -> 7)",
-        "start a new run",
-    ],
-    "fit --resume done --algorithm.tau 1": ["the config differs", "algorithm.tau (0.08 -> 1.0)"],
+    "fit --resume done --batch_size 7": ["batch_size (16 -> 7)"],
+    "fit --resume done --algorithm.tau 1": ["algorithm.tau (0.08 -> 1.0)"],
     "fit --resume=done --trainer.precision=bf16-mixed": ["trainer.precision (None -> bf16"],
-    "fit --resume done --algorithm FedAvg": [
-        "the config differs from the run's: algorithm (fl_lightning.FedSKC -> fl_lightning.FedAvg). Set these"
-    ],
+    "fit --resume done --algorithm FedAvg": [": algorithm (fl_lightning.FedSKC -> fl_lightning.FedAvg). "],
     "fit --resume done --config digits_fedavg.yaml": ["the config differs"],
     "fit --resume broken": ["config.yaml is no readable YAML: line 1"],
-    "fit --resume damaged --rounds 9": [
-        "round-000003 is damaged: state.pt does not match its checksum",
-        "start the run again",
-    ],
-    "fit --resume cut": ["metrics.csv holds 1 of rounds 1 to 3", "No earlier checkpoint is valid either", "Restore"],
+    "fit --resume damaged --rounds 9": ["round-000003 is damaged: state.pt "],
+    "fit --resume cut": ["metrics.csv holds 1 of rounds 1 to 3", "No earlier checkpoint"],
     "test nowhere": ["nowhere: folder not found"],
     "test": ["run: "],
     "test bare-config": ["bare-config holds a run", "but no checkpoint"],

@@ -31,7 +31,17 @@ from layouts import (
     write_tiny_imagenet,
 )
 from PIL import Image
-from refusals import NO_FILES, ONE_ROUND, check_refused_command, empty, halve, refusal, replace_by, time_limit  # noqa: F401
+from refusals import (
+    NO_FILES,
+    ONE_ROUND,
+    check_refused,
+    check_refused_command,
+    empty,
+    halve,
+    refusal,
+    replace_by,
+    time_limit,  # noqa: F401
+)
 
 from fl_lightning.data import (
     CIFAR10,
@@ -174,8 +184,7 @@ def test_only_the_missing_files_are_named(
     LAYOUTS[name].write(tmp_path, monkeypatch)
     for file in gone:
         (tmp_path / file).unlink()
-    expected = f"{name}: files not found. Put {', '.join(gone)} into {tmp_path}, or set scenario.dataset.data_dir"
-    assert expected in refusal(LAYOUTS[name].make(str(tmp_path)))
+    check_refused(LAYOUTS[name].make(str(tmp_path)), f"dataset: {name}", f" {', '.join(gone)} into {tmp_path}, ")
 
 
 @pytest.mark.parametrize(
@@ -184,22 +193,21 @@ def test_only_the_missing_files_are_named(
 )
 def test_the_message_about_missing_files_names_folder_and_fix(dataset: type, tmp_path: Path) -> None:
     missing = dataset(data_dir=str(tmp_path))
-    fix = "or set scenario.dataset.data_dir" + " or scenario.dataset.download true" * (dataset is not FEMNIST)
-    expected = f"files not found. Put {missing.files} into {tmp_path}, {fix}"
-    assert refusal(missing) == f"scenario.dataset: {dataset.__name__}: {expected}"
+    check_refused(missing, f"dataset: {dataset.__name__}", missing.files, str(tmp_path), "scenario.dataset.data_dir")
+    assert ("scenario.dataset.download" in refusal(missing)) == (dataset is not FEMNIST)
 
 
 def test_a_download_is_only_suggested_if_it_is_possible(tmp_path: Path) -> None:
     """IMDB's csv file cannot be downloaded, and a second download of AG News is not suggested."""
-    assert refusal(IMDB(str(tmp_path), layout="csv")).endswith("or set scenario.dataset.data_dir")
+    download = "scenario.dataset.download"
+    assert download not in refusal(IMDB(str(tmp_path), layout="csv"))
     write_imdb_csv(tmp_path)
     empty(tmp_path / "IMDB Dataset.csv")
-    assert refusal(IMDB(str(tmp_path), layout="csv")).endswith("IMDB Dataset.csv: is empty. Replace the file")
+    assert download not in refusal(IMDB(str(tmp_path), layout="csv"))
     write_ag_news(tmp_path)
     empty(tmp_path / "ag_news_csv" / "train.csv")
-    fix = "Replace the file, or delete it"
-    assert refusal(AGNews(str(tmp_path))).endswith(f"{fix} and set scenario.dataset.download true")
-    assert refusal(AGNews(str(tmp_path), download=True)).endswith(fix)
+    assert download in refusal(AGNews(str(tmp_path)))
+    assert download not in refusal(AGNews(str(tmp_path), download=True))
 
 
 @pytest.mark.parametrize("name", ["TinyImageNet", "IMDB"])
@@ -251,16 +259,16 @@ def test_the_header_of_an_idx_file_is_checked(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     content = path.read_bytes()
-    for damaged, why in (
-        (content[:-1], "its size is 47,055 bytes, but its header says 47,056"),
-        (content + b"\0", "its size is 47,057 bytes, but its header says 47,056"),
-        (struct.pack(">3sB3I", b"\0\0\x08", 3, 2**31, 2**31, 2**31), "but its header says"),
-        (b"\0\0\x0d" + content[3:], "it does not hold unsigned bytes"),
-        (content[:3] + b"\1" + content[4:], "its number of dimensions is 1, not 3"),
+    for damaged, *facts in (
+        (content[:-1], "47,055", "47,056"),
+        (content + b"\0", "47,057", "47,056"),
+        (struct.pack(">3sB3I", b"\0\0\x08", 3, 2**31, 2**31, 2**31), "header"),
+        (b"\0\0\x0d" + content[3:], "unsigned bytes"),
+        (content[:3] + b"\1" + content[4:], "dimensions is 1"),
         (content[:9], "not a readable idx file"),
     ):
         path.write_bytes(damaged)
-        assert why in refusal(MNIST(str(tmp_path)))
+        check_refused(MNIST(str(tmp_path)), "dataset", f"{path}: ", *facts)
 
 
 def test_files_of_another_dataset_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,34 +276,32 @@ def test_files_of_another_dataset_are_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
     for ours, theirs in zip(IDX, EMNIST_FILES, strict=True):
         (tmp_path / theirs.replace("letters", "balanced")).rename(tmp_path / "MNIST" / "raw" / ours)
-    assert "MNIST: y_train holds label 46, which is out of range for num_classes 10" in refusal(MNIST(str(tmp_path)))
+    check_refused(MNIST(str(tmp_path)), "dataset: MNIST", "y_train", "46", "10")
     write_cifar(tmp_path, 100, monkeypatch)
     write_cifar(tmp_path / "ten", 10, monkeypatch)
     (tmp_path / "ten" / "cifar-10-batches-py" / "test_batch").replace(tmp_path / "cifar-100-python" / "test")
-    message = refusal(CIFAR100(str(tmp_path)))
-    assert "cifar-100-python/test: is damaged, or another file: its MD5" in message
-    assert "(to read arrays of your own, use the dataset Arrays). Replace the file" in message
+    check_refused(CIFAR100(str(tmp_path)), "dataset", "cifar-100-python/test: ", "MD5")
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "expected"),
+    ("name", "change", "facts"),
     [
-        ("train_labels", lambda y: y + 0.5, "train_labels needs one whole number per sample, got float64 of shape (54"),
-        ("train_labels", lambda y: y + 246, "y_train holds label 254, which is out of range for num_classes 9"),
-        ("train_labels", lambda y: np.tile(y, 14), "y_train needs one whole number per sample, got int64 of shape"),
-        ("train_images", lambda x: x / 255, "x_train is float64 of shape (54, 3, 28, 28); it needs uint8 or float32"),
-        ("test_images", lambda x: x[0, 0, 0], "not a readable MedMNIST file"),
-        ("test_images", lambda x: None, "has no test_images. It needs test_images, test_labels"),
+        ("train_labels", lambda y: y + 0.5, ("train_labels", "float64", "(54")),
+        ("train_labels", lambda y: y + 246, ("y_train", "254")),
+        ("train_labels", lambda y: np.tile(y, 14), ("y_train", "int64", "(54, 14)")),
+        ("train_images", lambda x: x / 255, ("x_train", "float64", "(54, 3, 28, 28)")),
+        ("test_images", lambda x: x[0, 0, 0], ("pathmnist.npz",)),
+        ("test_images", lambda x: None, ("has no test_images",)),
     ],
 )
-def test_wrong_arrays_of_pathmnist_are_refused(name: str, change: Callable, expected: str, tmp_path: Path) -> None:
+def test_wrong_arrays_of_pathmnist_are_refused(name: str, change: Callable, facts: Any, tmp_path: Path) -> None:
     write_pathmnist(tmp_path)
     path = tmp_path / "pathmnist.npz"
     with np.load(path) as archive:
         arrays = dict(archive)
     arrays[name] = change(arrays[name])
     np.savez(path, **{name: values for name, values in arrays.items() if values is not None})
-    assert expected in refusal(PathMNIST(str(tmp_path)))
+    check_refused(PathMNIST(str(tmp_path)), "dataset", *facts)
 
 
 def test_the_message_names_an_image_of_another_size_or_without_a_file(tmp_path: Path) -> None:
@@ -303,11 +309,9 @@ def test_the_message_names_an_image_of_another_size_or_without_a_file(tmp_path: 
     val = tmp_path / "tiny-imagenet-200" / "val"
     path = val / "images" / "val_0.JPEG"
     Image.new("RGB", (32, 64)).save(path)
-    assert f"{path}: is 32x64 pixels, not 64x64" in refusal(TinyImageNet(str(tmp_path)))
+    check_refused(TinyImageNet(str(tmp_path)), "dataset", f"{path}: ", "32x64", "64x64")
     path.unlink()
-    assert f"{val}/val_annotations.txt: does not match the files in images: val_0.JPEG" in refusal(
-        TinyImageNet(str(tmp_path))
-    )
+    check_refused(TinyImageNet(str(tmp_path)), "dataset", f"{val}/val_annotations.txt: ", "val_0.JPEG")
 
 
 def test_folders_of_tiny_imagenet_match_its_list_and_hidden_files_are_ignored(tmp_path: Path) -> None:
@@ -316,44 +320,43 @@ def test_folders_of_tiny_imagenet_match_its_list_and_hidden_files_are_ignored(tm
     for folder in ("train", "val/images", "train/n00000000/images"):
         (root / folder / ".DS_Store").write_text("a Mac was here")
     assert len(TinyImageNet(str(tmp_path)).checked().y_test) == 2
-    (root / "wnids.txt").write_text("n00000000\n")
-    assert f"{root}/wnids.txt: does not match the folders in train: n00000001" in refusal(TinyImageNet(str(tmp_path)))
-    (root / "wnids.txt").write_text("n00000000\nn00000001\n../val\n")
-    assert f"{root}/wnids.txt: does not match the folders in train: ../val" in refusal(TinyImageNet(str(tmp_path)))
+    for listed, wrong in (("n00000000\n", "n00000001"), ("n00000000\nn00000001\n../val\n", "../val")):
+        (root / "wnids.txt").write_text(listed)
+        check_refused(TinyImageNet(str(tmp_path)), "dataset", f"{root}/wnids.txt: ", f"train: {wrong}")
 
 
 def test_an_annotation_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path, classes=2)
     table = tmp_path / "tiny-imagenet-200" / "val" / "val_annotations.txt"
     Image.new("RGB", (64, 64)).save(tmp_path / "elsewhere.JPEG")
-    table.write_text(table.read_text().replace("val_0.JPEG", "../../../elsewhere.JPEG"))
-    assert f"{table}: does not match the files in images: elsewhere.JPEG" in refusal(TinyImageNet(str(tmp_path)))
-    table.write_text("val_0.JPEG\tn99999999\n")
-    assert f"{table}: not a readable table of images and classes ('n99999999')" in refusal(TinyImageNet(str(tmp_path)))
+    elsewhere = table.read_text().replace("val_0.JPEG", "../../../elsewhere.JPEG")
+    for content, wrong in ((elsewhere, "images: elsewhere.JPEG"), ("val_0.JPEG\tn99999999\n", "'n99999999'")):
+        table.write_text(content)
+        check_refused(TinyImageNet(str(tmp_path)), "dataset", f"{table}: ", wrong)
 
 
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ('"five","a","b"\n', "row 41 (column 1 (the label) holds 'five', not a class from 1 to 4)"),
-        ('"5","a","b"\n', "row 41 (column 1 (the label) holds '5', not a class from 1 to 4)"),
-        (f'"{"9" * 5000}","a","b"\n', f"row 41 (column 1 (the label) holds '{'9' * 40}', not a class from 1 to 4)"),
-        ('"1","a"\n', "row 41 (not enough values to unpack"),
-        ("\n", "row 41 (not enough values to unpack"),
-        ('"1","a","cut', "not a readable csv file (unexpected end of data)"),
+        ('"five","a","b"\n', "row 41 (column 1 (the label) holds 'five', "),
+        ('"5","a","b"\n', "row 41 (column 1 (the label) holds '5', "),
+        (f'"{"9" * 5000}","a","b"\n', f"row 41 (column 1 (the label) holds '{'9' * 40}', "),
+        ('"1","a"\n', "row 41 ("),
+        ("\n", "row 41 ("),
+        ('"1","a","cut', "csv file ("),
     ],
 )
 def test_the_message_names_a_bad_row_of_ag_news(row: str, expected: str, tmp_path: Path) -> None:
     write_ag_news(tmp_path)
     with (tmp_path / "ag_news_csv" / "train.csv").open("a") as file:
         file.write(row)
-    assert expected in refusal(AGNews(str(tmp_path)))
+    check_refused(AGNews(str(tmp_path)), "dataset", "train.csv: ", expected)
 
 
 def test_a_length_beyond_the_memory_is_refused_by_its_key(tmp_path: Path) -> None:
     write_ag_news(tmp_path)
     for length in (10**13, 10**30):
-        assert refusal(AGNews(str(tmp_path), length=length)).startswith("scenario.dataset.length: ")
+        check_refused(AGNews(str(tmp_path), length=length), "dataset.length")
 
 
 # --- Files cannot execute code ---
@@ -420,77 +423,49 @@ def labels(at_seven: int) -> torch.Tensor:
     return y
 
 
-ONE_NUMBER = "needs one whole number per sample"
-WRONG = {
-    "label too large": ({"y_train": labels(10)}, "y_train holds label 10, which is out of range for num_classes 10"),
-    "test label too large": ({"y_test": labels(255)}, "y_test holds label 255, which is out of range for num_classes"),
-    "negative label": ({"y_test": labels(-1)}, "y_test holds label -1. Labels count from 0"),
-    "float labels": (
-        {"y_train": labels(0) / 2},
-        "y_train needs 10 numbers per sample, got float32 of shape (20,). Use float32 of that shape, or int64",
-    ),
-    "int32 labels": (
-        {"y_train": labels(0).to(torch.int32)},
-        f"y_train {ONE_NUMBER}, got int32 of shape (20,). Convert it to int64",
-    ),
-    "label column": ({"y_test": labels(0)[:, None]}, f"y_test {ONE_NUMBER}, got int64 of shape (20, 1)"),
-    "too few labels": ({"y_train": labels(0)[1:]}, "x_train has 20 rows and y_train 19. They need equally many"),
-    "array": ({"x_test": images(3, 1, 4, 4)}, "x_test is of type ndarray, not a torch.Tensor"),
-    "no test samples": (
-        {"x_test": torch.zeros(0, 1, 4, 4, dtype=torch.uint8), "y_test": labels(0)[:0]},
-        "x_test has 0 rows and y_test 0. They need equally many, and at least one",
-    ),
-    "different shapes": (
-        {"x_test": torch.zeros(20, 1, 4, 5, dtype=torch.uint8)},
-        "x_train and x_test hold inputs of different shapes, (1, 4, 4) and (1, 4, 5)",
-    ),
-    "different dtypes": ({"x_test": filled(0)}, "x_train and x_test need the same dtype"),
-    "scalars": ({"x_train": torch.zeros(20)}, "x_train has shape (20,); it needs one row per sample: (n, ...)"),
-    "inputs of size 0": ({"x_train": torch.zeros(20, 0)}, "x_train has shape (20, 0); it needs one row per sample"),
-    "NaN": ({"x_train": filled(np.nan)}, "x_train holds NaN or Inf"),
-    "minus Inf": ({"x_train": filled(0), "x_test": filled(-np.inf)}, "x_test holds NaN or Inf"),
-    "integer pixels": (
-        {"x_train": filled(200, torch.int64)},
-        "x_train is int64 of shape (20, 1, 4, 4); it needs uint8 or float32, or int64 for token ids (n, length)",
-    ),
-    "float64": ({"x_train": filled(0, torch.float64)}, "x_train is float64 of shape (20, 1, 4, 4); it needs uint8 or"),
-    "negative token": (
-        {"x_train": torch.full((20, 5), -1), "x_test": torch.zeros(20, 5, dtype=torch.int64)},
-        "x_train holds -1; token ids count from 0",
-    ),
-    "sparse": ({"x_train": filled(1).to_sparse()}, "x_train is torch.sparse_coo on cpu; it needs to be dense"),
-    "meta device": ({"y_test": torch.zeros(20, device="meta")}, "y_test is torch.strided on meta; it needs to be"),
-    "one class": (
-        {"num_classes": 1, "y_train": labels(0) * 0, "y_test": labels(0) * 0},
-        "num_classes is 1, not between 2 and",
-    ),
-    "too many classes": ({"num_classes": 10**9}, "num_classes is 1000000000, not between 2 and 10,000,000"),
-    "float num_classes": ({"num_classes": 10.0}, "num_classes is 10.0, not an integer"),
-    "boolean num_classes": ({"num_classes": True}, "num_classes is True, not an integer"),
-    "no prepare": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
-    "mixed clients": (
-        {"client_train": [0, "0"] * 10},
-        "client_train needs one id per sample, integers or text, got object",
-    ),
-    "client column": (
-        {"client_train": np.zeros((20, 1), np.int64)},
-        "client_train needs one id per sample, integers or text, got int64 of shape (20, 1)",
-    ),
-    "float clients": ({"client_train": np.zeros(20)}, "client_train needs one id per sample, integers or text, got f"),
-    "too few clients": ({"client_train": np.arange(19)}, "client_train has ids of 19 samples, but there are 2"),
-    "only test clients": ({"client_test": np.arange(20)}, "client_test is given, but client_train is missing"),
-    "clients of two kinds": (
-        {"client_train": np.arange(20), "client_test": np.arange(20).astype(str)},
-        "client_train and client_test need ids of one type, integers or text",
-    ),
+NO_ROWS = {"x_test": torch.zeros(0, 1, 4, 4, dtype=torch.uint8), "y_test": labels(0)[:0]}
+TOKENS = torch.zeros(20, 5, dtype=torch.int64)
+TWO_KINDS = {"client_train": np.arange(20), "client_test": np.arange(20).astype(str)}
+WRONG: dict[str, tuple[Any, ...]] = {
+    # Changed values, the name that the message begins with, and values that it holds
+    "label too large": ({"y_train": labels(10)}, "y_train", "label 10", "num_classes 10"),
+    "test label too large": ({"y_test": labels(255)}, "y_test", "label 255"),
+    "negative label": ({"y_test": labels(-1)}, "y_test", "label -1"),
+    "float labels": ({"y_train": labels(0) / 2}, "y_train", "float32", "(20,)"),
+    "int32 labels": ({"y_train": labels(0).to(torch.int32)}, "y_train", "int32 of shape (20,)", "int64"),
+    "label column": ({"y_test": labels(0)[:, None]}, "y_test", "int64 of shape (20, 1)"),
+    "too few labels": ({"y_train": labels(0)[1:]}, "x_train", "20 rows", "y_train 19"),
+    "array": ({"x_test": images(3, 1, 4, 4)}, "x_test", "ndarray"),
+    "no test samples": (NO_ROWS, "x_test", "0 rows", "y_test 0"),
+    "different shapes": ({"x_test": NO_ROWS["x_test"].new_zeros(20, 1, 4, 5)}, "x_train", "(1, 4, 4)", "(1, 4, 5)"),
+    "different dtypes": ({"x_test": filled(0)}, "x_train", "x_test", "dtype"),
+    "scalars": ({"x_train": torch.zeros(20)}, "x_train", "(20,)"),
+    "inputs of size 0": ({"x_train": torch.zeros(20, 0)}, "x_train", "(20, 0)"),
+    "NaN": ({"x_train": filled(np.nan)}, "x_train", "NaN"),
+    "minus Inf": ({"x_train": filled(0), "x_test": filled(-np.inf)}, "x_test", "Inf"),
+    "integer pixels": ({"x_train": filled(200, torch.int64)}, "x_train", "int64 of shape (20, 1, 4, 4)"),
+    "float64": ({"x_train": filled(0, torch.float64)}, "x_train", "float64 of shape (20, 1, 4, 4)"),
+    "negative token": ({"x_train": TOKENS - 1, "x_test": TOKENS}, "x_train", "-1"),
+    "sparse": ({"x_train": filled(1).to_sparse()}, "x_train", "torch.sparse_coo on cpu"),
+    "meta device": ({"y_test": torch.zeros(20, device="meta")}, "y_test", "torch.strided on meta"),
+    "one class": ({"num_classes": 1, "y_train": labels(0) * 0, "y_test": labels(0) * 0}, "num_classes", "is 1,"),
+    "too many classes": ({"num_classes": 10**9}, "num_classes", "1000000000"),
+    "float num_classes": ({"num_classes": 10.0}, "num_classes", "10.0"),
+    "boolean num_classes": ({"num_classes": True}, "num_classes", "True"),
+    "no prepare": ({"prepare": None}, "prepare", "NoneType"),
+    "mixed clients": ({"client_train": [0, "0"] * 10}, "client_train", "object"),
+    "client column": ({"client_train": np.zeros((20, 1), np.int64)}, "client_train", "int64 of shape (20, 1)"),
+    "float clients": ({"client_train": np.zeros(20)}, "client_train", "float64"),
+    "too few clients": ({"client_train": np.arange(19)}, "client_train", "19 samples"),
+    "only test clients": ({"client_test": np.arange(20)}, "client_test", "client_train"),
+    "clients of two kinds": (TWO_KINDS, "client_train", "client_test"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_dataset_is_checked_and_its_class_named(case: str) -> None:
-    changed, expected = WRONG[case]
-    message = refusal(lambda: Scenario(MyData(changed), IID(), 2).build(0))
-    assert message.startswith(f"scenario.dataset: MyData: {expected}")
+    changed, name, *facts = WRONG[case]
+    check_refused(lambda: Scenario(MyData(changed), IID(), 2).build(0), "dataset: MyData", f": {name} ", *facts)
 
 
 @pytest.mark.parametrize(
@@ -498,7 +473,7 @@ def test_a_dataset_is_checked_and_its_class_named(case: str) -> None:
     [
         {},
         {"x_train": filled(3e38), "x_test": filled(-3e38)},
-        {"x_train": torch.full((20, 5), 10**6), "x_test": torch.zeros(20, 5, dtype=torch.int64)},
+        {"x_train": TOKENS + 10**6, "x_test": TOKENS},
         {"num_classes": np.int64(12)},
         {"y_train": torch.zeros(20, dtype=torch.int64)},
         {"client_train": np.arange(20, dtype=np.uint8), "client_test": -np.arange(20)},
@@ -520,8 +495,8 @@ def test_an_exception_in_a_custom_dataset_names_its_class() -> None:
         def load(self) -> LoadedData:
             MyData().load()
 
-    assert refusal(Broken()) == "scenario.dataset: Broken: KeyError: 'images'. Use --debug for the traceback"
-    assert refusal(NoReturn()) == "scenario.dataset: NoReturn: load() returned NoneType, not LoadedData"
+    assert refusal(Broken()).startswith("scenario.dataset: Broken: KeyError: 'images'. ")
+    check_refused(NoReturn(), "dataset: NoReturn", "NoneType")
 
 
 # --- Scenarios and partitions ---
@@ -530,13 +505,11 @@ def test_an_exception_in_a_custom_dataset_names_its_class() -> None:
 @pytest.mark.parametrize("clients", [1438, 10**30])
 def test_more_clients_than_samples_are_refused_before_the_split(clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IID, "split", None)
-    expected = f"scenario.clients: {clients} is above the 1437 training samples. Each client needs one"
-    assert refusal(lambda: Scenario(Digits(), IID(), clients).build(0)) == expected
+    check_refused(lambda: Scenario(Digits(), IID(), clients).build(0), "clients", f"{clients} ", "1437")
 
 
 def test_the_number_of_clients_is_compared_to_train_samples() -> None:
-    message = refusal(lambda: Scenario(Digits(), IID(), 11, train_samples=10).build(0))
-    assert message.startswith("scenario.clients: 11 is above the 10 training samples")
+    check_refused(lambda: Scenario(Digits(), IID(), 11, train_samples=10).build(0), "clients", "11 ", "10 ")
     assert len(Scenario(Digits(), IID(), 10, train_samples=10).build(0).shards) == 10
 
 
@@ -553,8 +526,7 @@ NUMBERS = {
 @pytest.mark.parametrize("key", NUMBERS)
 def test_numbers_of_a_scenario_are_checked(key: str) -> None:
     for value in NUMBERS[key]:
-        message = refusal(lambda value=value: Scenario(Digits(), IID(), **{key: value}))
-        assert message.startswith(f"scenario.{key}: {value} is ")
+        check_refused(lambda value=value: Scenario(Digits(), IID(), **{key: value}), key, f": {value} is ")
 
 
 @pytest.mark.parametrize(
@@ -572,37 +544,29 @@ def test_numbers_of_a_scenario_are_checked(key: str) -> None:
 )
 def test_numbers_of_a_partition_are_checked(make: type, key: str, values: list[float]) -> None:
     for value in values:
-        message = refusal(lambda value=value: make(**{key: value}))
-        assert message.startswith(f"scenario.partition.{key}: {value} is ")
+        check_refused(lambda value=value: make(**{key: value}), f"partition.{key}", f": {value} is ")
 
 
 TWO = np.repeat([2, 5], [50, 3])
-IMPOSSIBLE: dict[str, tuple[Partition, str]] = {
-    "min_samples": (
-        Dirichlet(1.0, 14),
-        "min_samples: cannot give each of 4 clients 14 samples: 53 samples are too",
-    ),
-    "huge": (QuantitySkew(0.5, 10**30), "min_samples: cannot give each of 4 clients"),
-    "groups": (
-        Dirichlet(1e-300, 1, "groups"),
-        "min_samples: cannot give each of 4 clients 1 samples: 1000 draws with alpha 1e-300 left one below half an eq",
-    ),
-    "shards": (Shards(14), "per_client: 56 shards of 53 samples leave some empty"),
-    "too many classes": (Pathological(3), "classes_per_client: 3, but the dataset has 2 classes"),
-    "a small class": (Pathological(2), "classes_per_client: class 5 has 3 samples for 4 clients. Lower classes_per"),
+IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
+    "min_samples": (Dirichlet(1.0, 14), "min_samples", "4 clients", "14 samples", "53 samples"),
+    "huge": (QuantitySkew(0.5, 10**30), "min_samples", "4 clients"),
+    "groups": (Dirichlet(1e-300, 1, "groups"), "min_samples", "4 clients", "1000 draws", "alpha 1e-300"),
+    "shards": (Shards(14), "per_client", "56 shards", "53 samples"),
+    "too many classes": (Pathological(3), "classes_per_client", ": 3,", "2 classes"),
+    "a small class": (Pathological(2), "classes_per_client", "class 5", "3 samples", "4 clients"),
 }
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_an_impossible_partition_is_refused_by_its_key(case: str) -> None:
-    partition, expected = IMPOSSIBLE[case]
-    message = refusal(lambda: partition.split(TWO, 4, np.random.default_rng(0)))
-    assert message.startswith(f"scenario.partition.{expected}")
+    partition, key, *facts = IMPOSSIBLE[case]
+    check_refused(lambda: partition.split(TWO, 4, np.random.default_rng(0)), f"partition.{key}", *facts)
 
 
 def test_more_clients_than_samples_of_a_block_of_classes_are_refused() -> None:
-    message = refusal(lambda: DisjointClasses(1).split(np.array([0, 1, 1]), 9, np.random.default_rng(0)))
-    assert message == "scenario.partition: 3 samples are too few for 9 clients. Lower scenario.clients"
+    split = partial(DisjointClasses(1).split, np.array([0, 1, 1]), 9, np.random.default_rng(0))
+    check_refused(split, "partition", "3 samples", "9 clients", "scenario.clients")
 
 
 @pytest.mark.parametrize("partition", [Dirichlet(1e-300), Dirichlet(5e-324, form="balanced"), DisjointClasses(10**30)])
@@ -624,25 +588,23 @@ class MyPartition(Partition):
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ([[0, 1]], "MyPartition: returned 1 index arrays for 2 clients"),
-        ([[0.0], [1.0]], "MyPartition: returned arrays of float64. They must be sample indices"),
-        ([[0, 1437], [1]], "MyPartition: assigned sample 1437, but there are 1437"),
-        ([[0], [-1]], "MyPartition: assigned sample -1, but there are 1437"),
+        ([[0, 1]], "MyPartition: returned 1 "),
+        ([[0.0], [1.0]], "MyPartition: returned arrays of float64"),
+        ([[0, 1437], [1]], "MyPartition: assigned sample 1437"),
+        ([[0], [-1]], "MyPartition: assigned sample -1"),
         ([[0, 5], [1, 5]], "MyPartition: assigned sample 5 twice"),
-        (7, "MyPartition: TypeError: 'int' object is not iterable. Use --debug for the traceback"),
-        ([[0], []], "client 1 has no data"),
+        (7, "MyPartition: TypeError: "),
+        ([[0], []], "client 1 "),
     ],
 )
 def test_the_result_of_a_custom_partition_is_checked(parts: Any, expected: str) -> None:
-    assert refusal(lambda: Scenario(Digits(), MyPartition(parts), 2).build(0)).startswith(
-        f"scenario.partition: {expected}"
-    )
+    message = refusal(lambda: Scenario(Digits(), MyPartition(parts), 2).build(0))
+    assert message.startswith(f"scenario.partition: {expected}")
 
 
 def test_episodes_too_large_for_the_test_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path, 100, monkeypatch)
-    message = refusal(FC100(str(tmp_path), few_shot=FewShot(ways=21)))
-    assert message.startswith("scenario.dataset.few_shot: the test set has 20 classes, the smallest with 3 samples")
+    check_refused(FC100(str(tmp_path), few_shot=FewShot(ways=21)), "dataset.few_shot", "20 classes", "3 samples")
 
 
 # --- On the command line ---
@@ -673,42 +635,31 @@ ITEMS = [*DATASET, "TorchDataset"]
 ITEMS += [word for split in ("train", "test") for word in (f"--scenario.dataset.{split}", "own_data.Items")]
 PARTITION = ["partition", "--config", "one.yaml", "--out"]
 SPLIT = [*FIT, "--scenario.partition=PredefinedSplit"]
+MY_FOLDER = ["--scenario.dataset.path", "mine", "--scenario.dataset.size", "[4, 5]"]
 COMMANDS = {
-    # A refused command, its message, and the corrected command.
-    "label out of range": (
-        [*DATASET, "own_data.MyData"],
-        "scenario.dataset: MyData: y_train holds label 255, which",
-        FIT,
-    ),
+    # A refused command, what its message names, and the corrected command.
+    "label out of range": ([*DATASET, "own_data.MyData"], "scenario.dataset: MyData: y_train", FIT),
     "a torch dataset": (
         [*DATASET, "own_data.Items"],
-        "own_data.Items is a Dataset of torch's; use TorchDataset, with scenario.dataset.train own_data.Items and",
+        "TorchDataset, with scenario.dataset.train own_data.Items",
         ITEMS,
     ),
     "a known torch dataset": (
         [*DATASET, "torchvision.datasets.ImageFolder"],
-        "torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same files, or ",
-        [*DATASET, "ImageFolder", "--scenario.dataset.path", "mine", "--scenario.dataset.size", "[4, 5]"],
+        "use ImageFolder, ",
+        [*DATASET, "ImageFolder", *MY_FOLDER],
     ),
-    "no dataset": (
-        [*DATASET, "torch.nn.Linear"],
-        "scenario.dataset: torch.nn.Linear is no Dataset. See `fl-lightning list datasets`.",
-        FIT,
-    ),
+    "no dataset": ([*DATASET, "torch.nn.Linear"], "scenario.dataset: torch.nn.Linear", FIT),
     "an unknown argument": (
         [*ITEMS, "--scenario.dataset.train.m", "1"],
-        "Items has no key 'm'",
+        "'m'",
         [*ITEMS, "--scenario.dataset.train.n", "9"],
     ),
-    "pipe": (
-        [*DATASET, "Arrays", "--scenario.dataset.path", "pipe.npz"],
-        "pipe.npz: is a pipe, it needs to be a file",
-        FIT,
-    ),
-    "local_test": ([*FIT, "--scenario.local_test", ".nan"], "scenario.local_test: nan is outside [0, 1)", FIT),
+    "pipe": ([*DATASET, "Arrays", "--scenario.dataset.path", "pipe.npz"], "pipe.npz: is a pipe", FIT),
+    "local_test": ([*FIT, "--scenario.local_test", ".nan"], "scenario.local_test: nan ", FIT),
     "split without path": (SPLIT, "scenario.partition", FIT),
-    "suffix of a split": ([*SPLIT, "--scenario.partition.path=a.yaml"], "path: a.yaml is neither .npz nor .json", FIT),
-    "partition into a run": ([*PARTITION, "done"], "--out: done is the folder of a run. Choose another folder.", FIT),
+    "suffix of a split": ([*SPLIT, "--scenario.partition.path=a.yaml"], "path: a.yaml ", FIT),
+    "partition into a run": ([*PARTITION, "done"], "--out: done ", FIT),
     "partition into a long name": ([*PARTITION, "x" * 256], "--out: xxx", FIT),
     "partition into no name": ([*PARTITION, "a\0b"], "--out: ", FIT),
 }

@@ -3,7 +3,7 @@
 import builtins
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from layouts import (
     write_text_table,
 )
 from PIL import Image
-from refusals import NO_FILES, empty, halve, refusal, replace_by, time_limit  # noqa: F401
+from refusals import NO_FILES, check_refused, empty, halve, refusal, replace_by, time_limit  # noqa: F401
 
 from fl_lightning.core import files
 from fl_lightning.data import Arrays, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_files
@@ -35,7 +35,7 @@ from fl_lightning.data.files import CHECKSUM_BYTES
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"
 DAMAGE = {
-    "empty": (empty, "not a readable image (JPEG, PNG"),
+    "empty": (empty, "not a readable image ("),
     "halved": (halve, ""),
     "PostScript": (lambda path: path.write_bytes(POSTSCRIPT), "not a"),
     "16 bits": (lambda path: Image.new("I;16", (6, 8)).save(path), "an image of mode I"),
@@ -52,9 +52,7 @@ def test_a_damaged_image_is_named(damage: str, options: dict, tmp_path: Path, mo
     apply, why = DAMAGE[damage]
     path = tmp_path / "mine" / "test" / "dog" / "015.png"
     apply(path)
-    message = refusal(lambda: ImageFolder("mine", **options))
-    assert message.startswith(f"scenario.dataset.path: mine/test/dog/015.png: {why}")
-    assert message.endswith(". Replace or remove it")
+    check_refused(lambda: ImageFolder("mine", **options), "dataset.path", f": mine/test/dog/015.png: {why}")
     assert not list(tmp_path.glob("cache/*"))
     path.unlink()
     assert len(ImageFolder("mine", **options).checked().y_test) == 19
@@ -63,19 +61,15 @@ def test_a_damaged_image_is_named(damage: str, options: dict, tmp_path: Path, mo
 def test_images_of_different_sizes_are_refused_with_the_fix(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     Image.new("RGB", (6, 9)).save(tmp_path / "test" / "cat" / "000.png")
-    expected = (
-        f"scenario.dataset.size: the images differ in size: {tmp_path}/train/cat/000.png is 6x8, "
-        f"{tmp_path}/test/cat/000.png is 6x9. Set scenario.dataset.size, for example 64, to resize all to 64x64"
-    )
-    assert refusal(lambda: ImageFolder(str(tmp_path))) == expected
+    first, other = (f"{tmp_path}/{split}/cat/000.png is {size}" for split, size in (("train", "6x8"), ("test", "6x9")))
+    check_refused(lambda: ImageFolder(str(tmp_path)), "dataset.size", first, other)
     assert ImageFolder(str(tmp_path), size=64).checked().in_shape == (3, 64, 64)
 
 
 def test_more_images_than_memory_are_refused_before_decoding(tmp_path: Path, monkeypatch: Any) -> None:
     write_image_folder(tmp_path)
     monkeypatch.setattr(image_files, "decode", None)
-    message = refusal(lambda: ImageFolder(str(tmp_path), size=10**6))
-    assert message.startswith("scenario.dataset.size: 40 images of 1000000x1000000 need 111,758.7 GiB, and this mach")
+    check_refused(lambda: ImageFolder(str(tmp_path), size=10**6), "dataset.size", "40 images", "111,758.7 GiB")
 
 
 def empty_folder(folder: Path) -> None:
@@ -83,36 +77,24 @@ def empty_folder(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def add_one_class(root: Path) -> None:
+    (root / "a" / "b").mkdir(parents=True)
+
+
 FOLDERS = {
-    "no folder": (lambda root: None, "nowhere", "nowhere: no such folder"),
-    "a file": (lambda root: (root / "a").write_text(""), "a", "a: is a file, it needs to be a folder"),
-    "a table": (
-        lambda root: (root / "a.csv").touch(),
-        "a.csv",
-        "is a file. Did you mean --scenario.dataset ImageTable?",
-    ),
-    "no table": (lambda root: None, "a.csv", "a.csv: no such folder"),
-    "one class": (lambda root: (root / "a" / "b").mkdir(parents=True), "a", "has 1 folder(s). It needs one per class"),
+    "no folder": (lambda root: None, "nowhere", ": nowhere: no such folder"),
+    "a file": (lambda root: (root / "a").write_text(""), "a", ": a: is a file"),
+    "a table": (lambda root: (root / "a.csv").touch(), "a.csv", "ImageTable?"),
+    "no table": (lambda root: None, "a.csv", ": a.csv: no such folder"),
+    "one class": (add_one_class, "a", "has 1 folder(s)"),
     "no test": (
-        lambda root: (root / "mine" / "test").rename(root / "away"),
+        lambda root: (root / "mine/test").rename(root / "away"),
         "mine",
-        "mine: has a folder train but no test. Add it, or set it to mine/train to hold out a share of it",
+        "no test. Add it, or set it to mine/train",
     ),
-    "an empty test": (
-        lambda root: empty_folder(root / "mine" / "test"),
-        "mine",
-        "mine/test: has no class folders. Add one per class, or set it to mine/train to hold out a share of it",
-    ),
-    "another class": (
-        lambda root: (root / "mine" / "test" / "cat").rename(root / "mine" / "test" / "Cat"),
-        "mine",
-        "mine/test/Cat: train has no class of that name",
-    ),
-    "an empty class": (
-        lambda root: empty_folder(root / "mine" / "train" / "dog"),
-        "mine",
-        "mine/train/dog: contains no files",
-    ),
+    "an empty test": (lambda root: empty_folder(root / "mine/test"), "mine", "mine/test: has no class folders"),
+    "another class": (lambda root: (root / "mine/test/cat").rename(root / "mine/test/Cat"), "mine", "mine/test/Cat: "),
+    "an empty class": (lambda root: empty_folder(root / "mine/train/dog"), "mine", "mine/train/dog: contains no files"),
 }
 
 
@@ -122,19 +104,17 @@ def test_a_folder_of_another_layout_is_refused(case: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     write_image_folder(tmp_path / "mine")
     change(tmp_path)
-    message = refusal(lambda: ImageFolder(path))
-    assert message.startswith("scenario.dataset.path: ")
-    assert expected in message
+    check_refused(lambda: ImageFolder(path), "dataset.path", expected)
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"size": (4, -1)}, "size: -1 is below 1"),
-        ({"mean": [0.5]}, "mean: give both mean and std, or neither"),
-        ({"mean": [0.5], "std": [0.0]}, "std: 0.0 is not above 0"),
-        ({"mean": [float("nan")], "std": [1.0]}, "mean: nan is no finite number"),
-        ({"mean": [0.5], "std": [0.5, 0.5, 0.5]}, "mean: 1 number(s), and the images have 3 channel(s)"),
+        ({"size": (4, -1)}, "size: -1 "),
+        ({"mean": [0.5]}, "mean: "),
+        ({"mean": [0.5], "std": [0.0]}, "std: 0.0 "),
+        ({"mean": [float("nan")], "std": [1.0]}, "mean: nan "),
+        ({"mean": [0.5], "std": [0.5, 0.5, 0.5]}, "mean: 1 number"),
     ],
 )
 def test_image_options_out_of_range_are_refused(options: dict, expected: str, tmp_path: Path) -> None:
@@ -182,10 +162,9 @@ def test_a_damaged_cache_is_built_again_with_one_warning(case: str, tmp_path: Pa
     (file,) = (tmp_path / "cache").iterdir()
     content = file.read_bytes()
     file.write_bytes(CACHES[case](content))
-    with pytest.warns(UserWarning, match="built again") as caught:
+    with pytest.warns(UserWarning, match=rf"^scenario.dataset.cache: {file} ") as caught:
         again = make().checked()
-    expected = "is damaged, or of an older version (its checksum does not match). It is built again"
-    assert [str(one.message) for one in caught] == [f"scenario.dataset.cache: {file} {expected}"]
+    assert len(caught) == 1
     assert file.read_bytes() == content
     assert torch.equal(again.x_train, plain.x_train)
     make().checked()  # without a warning, which would be an error
@@ -199,18 +178,18 @@ def test_a_cache_under_the_name_of_another_one_is_built_again(tmp_path: Path) ->
     make().checked()
     (file,) = set((tmp_path / "cache").iterdir()) - {grey}
     grey.replace(file)
-    with pytest.warns(UserWarning, match="its checksum does not match"):
+    with pytest.warns(UserWarning, match=r"^scenario.dataset.cache: .*checksum"):
         assert make().checked().in_shape == (3, 8, 6)
 
 
 # --- Arrays ---
 
 NPY = {
-    "missing": (Path.unlink, "needs to be a file, or to contain y_train.npy. Write it with numpy.save"),
+    "missing": (Path.unlink, " y_train.npy"),
     "empty": (empty, "y_train.npy: not a readable .npy file ("),
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "y_train.npy: not a readable .npy file ("),
     "objects": (lambda path: np.save(path, np.array([{}] * 20)), "y_train.npy: not a readable .npy file ("),
-    "a pipe": (replace_by(os.mkfifo), "y_train.npy: is a pipe, it needs to be a file"),
+    "a pipe": (replace_by(os.mkfifo), "y_train.npy: is a pipe"),
 }
 
 
@@ -219,15 +198,12 @@ def test_a_folder_of_damaged_arrays_is_refused(case: str, tmp_path: Path) -> Non
     apply, expected = NPY[case]
     save_arrays(tmp_path / "a")
     apply(tmp_path / "a" / "y_train.npy")
-    message = refusal(lambda: Arrays(str(tmp_path / "a")))
-    assert message.startswith(f"scenario.dataset.path: {tmp_path}/a")
-    assert expected in message
+    check_refused(lambda: Arrays(str(tmp_path / "a")), "dataset.path", f": {tmp_path}/a", expected)
 
 
 def test_a_number_of_classes_for_numeric_labels_is_refused(tmp_path: Path) -> None:
     save_arrays(tmp_path / "a", y_train=np.ones(20), y_test=np.ones(6))
-    expected = "scenario.dataset.num_classes: the labels are not classes. Leave it out"
-    assert refusal(lambda: Arrays(str(tmp_path / "a"), num_classes=3)) == expected
+    check_refused(lambda: Arrays(str(tmp_path / "a"), num_classes=3), "dataset.num_classes")
 
 
 # --- Tables ---
@@ -238,97 +214,64 @@ def missing(name: str, *at: int) -> dict[str, list]:
 
 
 PLAIN: dict[str, Any] = {"label": "label", "features": ["age", "town"]}
-TABLES: dict[str, tuple[dict, dict, str]] = {
-    # Changed columns, options, and the message after the prefix `scenario.dataset.`
-    "unknown label": ({}, {"label": "lable"}, "label: column 'lable' not found. Did you mean 'label'?"),
-    "nothing similar": ({}, {"label": "q"}, "label: column 'q' not found. Columns: age, income, town, clinic, la"),
-    "unknown feature": ({}, {"features": ["agee"]}, "features: column 'agee' not found. Did you mean 'age'?"),
-    "no label": ({}, {"label": []}, "label: names no column"),
-    "label twice": ({}, {"label": ["flu", "flu"]}, "label: column 'flu': is named twice"),
-    "label among the features": ({}, {"features": ["age", "label"]}, "features: column 'label': label names it too"),
-    "split and test_path": ({}, {"split": "x", "test_path": "t.csv"}, "split: test_path holds the test rows already"),
-    "share": ({}, {"test_share": 1.5}, "test_share: 1.5 is outside (0, 1)"),
-    "small share": ({}, {"test_share": 0.01}, "test_share: 0.01 of 40 samples is less than one. Raise it"),
-    "small share of each client": (
-        {},
-        {"test_share": 0.04, "client": "clinic"},
-        "test_share: 0.04 of 40 samples of each client's is less than one. Raise it",
-    ),
+TABLES: dict[str, tuple[Any, ...]] = {
+    # Changed columns, options, the key of the refusal, and values that the message names.
+    "unknown label": ({}, {"label": "lable"}, "label", "'lable'", "'label'?"),
+    "nothing similar": ({}, {"label": "q"}, "label", "'q'", "age, income, town, clinic, la"),
+    "unknown feature": ({}, {"features": ["agee"]}, "features", "'agee'", "'age'?"),
+    "no label": ({}, {"label": []}, "label"),
+    "label twice": ({}, {"label": ["flu", "flu"]}, "label", "'flu'", "twice"),
+    "label among the features": ({}, {"features": ["age", "label"]}, "features", "'label': label"),
+    "split and test_path": ({}, {"split": "x", "test_path": "t.csv"}, "split", "test_path"),
+    "share": ({}, {"test_share": 1.5}, "test_share", "1.5 is outside (0, 1)"),
+    "small share": ({}, {"test_share": 0.01}, "test_share", "0.01 of 40 samples is less than one"),
+    "small share of each client": ({}, {"test_share": 0.04, "client": "clinic"}, "test_share", "0.04", "each client"),
     "missing features": (
         missing("age", 6, 30),
         {},
-        "features: column 'age' has no value in 2 of 40 rows, first in row 7 of t.csv. Fill it in, remove the row, "
-        "or leave the column out of the features",
+        "features",
+        "'age'",
+        "2 of 40 rows",
+        "row 7 of t.csv",
+        "leave the col",
     ),
-    "missing label": (
-        missing("label", 39),
-        {},
-        "label: column 'label' has no value in 1 of 40 rows, first in row 40 of t.csv. Fill it in, or remove the row",
-    ),
-    "missing client": (missing("clinic", 2), {"client": "clinic"}, "client: column 'clinic' has no value"),
-    "float clients": ({}, {"client": "income"}, "client: column 'income' is float64. Client ids are integers or text"),
-    "unknown split": (
-        {"part": ["train", "val"] * 20},
-        {"split": "part"},
-        "split: column 'part' holds 'val'. Its values must be train and test",
-    ),
+    "missing label": (missing("label", 39), {}, "label", "'label'", "1 of 40 rows", "row 40 of t.csv"),
+    "missing client": (missing("clinic", 2), {"client": "clinic"}, "client", "'clinic' has no value"),
+    "float clients": ({}, {"client": "income"}, "client", "'income'", "float64"),
+    "unknown split": ({"part": ["train", "val"] * 20}, {"split": "part"}, "split", "'part'", "'val'"),
     "numbers and text": (
         {"age": [*range(39), "forty"]},
         {},
-        "features: column 'age' holds numbers and, in row 40 of t.csv, 'forty'. Correct the value, or name the column "
-        "in scenario.dataset.categorical",
+        "features",
+        "'age'",
+        "row 40 of t.csv, 'forty'",
+        "categorical",
     ),
-    "too large for 64 bits": (
-        {"age": [10**25, *range(39)]},
-        {},
-        f"features: column 'age' holds {10**25} in row 1 of t.csv, which is too large for a 64-bit integer. Make it "
-        "smaller, or name the column in scenario.dataset.categorical",
-    ),
-    "too large for float32": (
-        {"age": [*range(38), 1e300, 7]},
-        {},
-        "features: column 'age' holds 1e+300 in row 39 of t.csv, which is not finite in float32. Correct the number, "
-        "or remove the row",
-    ),
-    "no feature": ({}, {"categorical": ["days"]}, "categorical: 'days' is not a feature"),
-    "unknown category": ({}, {"categorical": ["dais"]}, "categorical: column 'dais' not found. Did you mean 'days'?"),
-    "one class": ({"label": ["yes"] * 40}, {}, "label: column 'label' has only one class, 'yes'"),
-    "many integers": (
-        {"label": list(range(40))},
-        {},
-        "regression: column 'label' holds 40 different integers in 40 rows. Set it to true if they are numbers to "
-        "predict, to false if they are classes",
-    ),
-    "not 0 and 1": (
-        {"flu": [2, 0] * 20},
-        {"label": ["flu", "cold"]},
-        "label: column 'flu' holds 2. Several label columns need to hold 0 and 1, or numbers with scenario.dataset.re",
-    ),
-    "text": ({}, {"regression": True}, "label: column 'label' is not numeric, but regression needs numbers"),
-    "label too large": (
-        {"label": [1e39, *[0.5] * 39]},
-        {},
-        "label: column 'label' holds 1e+39 in row 1 of t.csv, which is not finite in float32.",
-    ),
+    "too large for 64 bits": ({"age": [10**25, *range(39)]}, {}, "features", "'age'", f"{10**25} in row 1 of t.csv"),
+    "too large for float32": ({"age": [*range(38), 1e300, 7]}, {}, "features", "'age'", "1e+300 in row 39", "float32"),
+    "no feature": ({}, {"categorical": ["days"]}, "categorical", "'days'"),
+    "unknown category": ({}, {"categorical": ["dais"]}, "categorical", "'dais'", "'days'?"),
+    "one class": ({"label": ["yes"] * 40}, {}, "label", "'label'", "'yes'"),
+    "many integers": ({"label": list(range(40))}, {}, "regression", "'label'", "40 different integers in 40 rows"),
+    "not 0 and 1": ({"flu": [2, 0] * 20}, {"label": ["flu", "cold"]}, "label", "'flu' holds 2"),
+    "text": ({}, {"regression": True}, "label", "'label'", "not numeric"),
+    "label too large": ({"label": [1e39, *[0.5] * 39]}, {}, "label", "'label'", "1e+39 in row 1 of t.csv", "float32"),
 }
 
 
 @pytest.mark.parametrize("case", TABLES)
 def test_a_bad_table_is_refused_by_option_column_and_row(case: str, tmp_path: Path, monkeypatch: Any) -> None:
-    changed, options, message = TABLES[case]
+    changed, options, key, *facts = TABLES[case]
     monkeypatch.chdir(tmp_path)
     write_csv(Path("t.csv"), table() | changed)
-    assert refusal(lambda: Table("t.csv", **{**PLAIN, **options})).startswith(f"scenario.dataset.{message}")
+    check_refused(lambda: Table("t.csv", **{**PLAIN, **options}), f"dataset.{key}", *facts)
 
 
 def test_a_column_of_too_many_categories_is_refused(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"name": [f"name {i}" for i in range(3000)], "label": [0, 1] * 1500})
     make = partial(Table, str(tmp_path / "t.csv"), "label")
-    assert refusal(make) == (
-        "scenario.dataset.features: column 'name' holds 2,400 categories, too many for one_hot. Name it in "
-        "scenario.dataset.exclude, or set scenario.dataset.encoding codes"
-    )
-    with pytest.warns(UserWarning, match="'name': 600 of 600 rows have a category that is not known. Leave"):
+    check_refused(make, "dataset.features", "column 'name'", "2,400", "scenario.dataset.exclude", "encoding codes")
+    with pytest.warns(UserWarning, match="'name': 600 of 600 rows"):
         assert make(["name"], encoding="codes").checked().in_shape == (1,)
 
 
@@ -345,30 +288,27 @@ def test_features_that_look_like_ids_give_one_warning_with_the_fix(tmp_path: Pat
     }
     write_csv(tmp_path / "t.csv", columns)
     make = partial(Table, str(tmp_path / "t.csv"), "label")
-    with pytest.warns(UserWarning, match="a column of ids") as caught:
+    ids = r"""^scenario.dataset.features: .*exclude '\["row", "the name", "patient_id"\]'$"""
+    with pytest.warns(UserWarning, match=ids) as caught:
         make().checked()
-    assert [str(one.message) for one in caught] == [
-        "scenario.dataset.features: almost all values differ, as in a column of ids (row, the name, patient_id). "
-        """To leave it out, add --scenario.dataset.exclude '["row", "the name", "patient_id"]'"""
-    ]
+    assert len(caught) == 1
     data = make(exclude=["row", "the name", "patient_id"]).checked()
     assert [column.name for column in data.schema.columns] == ["covid", "siteID", "weight"]
-    with pytest.warns(UserWarning, match=r"""exclude '\["row", "the name", "patient_id"\]'$"""):
+    with pytest.warns(UserWarning, match=ids):
         make(exclude=["row"]).checked()
     make(["row", "patient_id"]).checked()  # chosen, so without a warning, which would be an error
-    with pytest.warns(UserWarning, match="'row': 20 of 20 rows have a category that is not known"):
+    with pytest.warns(UserWarning, match="'row': 20 of 20 rows"):
         make(exclude=["the name", "patient_id"], categorical=["row"]).checked()
     write_csv(tmp_path / "t.csv", {name: values[:99] for name, values in columns.items()})
-    with pytest.warns(UserWarning, match="'the name': 20 of 20 rows have a category that is not known"):
+    with pytest.warns(UserWarning, match="'the name': 20 of 20 rows"):
         make().checked()  # too few rows to tell an id
-    expected = "scenario.dataset.exclude: column 'rows' not found. Did you mean 'row'?"
-    assert refusal(lambda: make(exclude=["rows"])) == expected
-    assert "column 'row': features names it too" in refusal(lambda: make(["row"], exclude=["row"]))
+    check_refused(lambda: make(exclude=["rows"]), "dataset.exclude", "'rows'", "'row'?")
+    check_refused(lambda: make(["row"], exclude=["row"]), "dataset.exclude", "'row'", "features")
 
 
 def test_a_table_without_features_is_refused(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"label": [0, 1] * 5})
-    assert "t.csv has no columns left to learn from" in refusal(lambda: Table(str(tmp_path / "t.csv"), "label"))
+    check_refused(lambda: Table(str(tmp_path / "t.csv"), "label"), "dataset.features", "t.csv")
 
 
 def test_columns_of_dates_and_lists_are_refused(tmp_path: Path) -> None:
@@ -376,8 +316,8 @@ def test_columns_of_dates_and_lists_are_refused(tmp_path: Path) -> None:
     odd = {"when": pd.date_range("2026-01-01", periods=4), "list": [[1, 2]] * 4, "label": [0, 1, 0, 1]}
     pd.DataFrame(odd).to_parquet(tmp_path / "t.parquet")
     for name in ("when", "list"):
-        message = refusal(lambda name=name: Table(str(tmp_path / "t.parquet"), "label", [name]))
-        assert f"features: column '{name}' holds neither numbers nor text (" in message
+        make = partial(Table, str(tmp_path / "t.parquet"), "label", [name])
+        check_refused(make, "dataset.features", f"column '{name}'")
 
 
 TABLE_FILES = {
@@ -389,7 +329,7 @@ TABLE_FILES = {
     "a row too long": (lambda path: path.write_text("age,label\n1,2\n4,5,6\n"), "not a readable CSV file ("),
     "two columns of one name": (
         lambda path: path.write_text("label,age,town,age,town\n1,2,3,4,5\n"),
-        "two columns have the name 'age'. Rename one of them",
+        "two columns have the name 'age'",
     ),
     **NO_FILES,
 }
@@ -412,17 +352,13 @@ def test_a_wrong_separator_is_refused_with_the_right_one(separator: str, other: 
     write_csv(Path(path), table(), separator)
     make = partial(Table, path, "label", ["age"])
     assert make(separator=separator).checked().in_shape == (1,)
-    what = f"{path} has only one column with this separator. Did you mean {separator!r}?"
-    assert refusal(lambda: make(separator=other)) == f"scenario.dataset.separator: {what}"
+    check_refused(lambda: make(separator=other), "dataset.separator", path, f"{separator!r}?")
 
 
 @pytest.mark.parametrize("separator", ["", ";;", "\n", '"', "a", "é", "\\t"])
 def test_an_impossible_separator_is_refused_by_its_key(separator: str, tmp_path: Path) -> None:
-    message = refusal(lambda: Table(str(tmp_path / "t.csv"), label="label", separator=separator))
-    assert message == (
-        f"scenario.dataset.separator: {separator!r} cannot separate columns. Give one character, such as ',', ';', '|' "
-        "or a tab (\"\\t\" in YAML, $'\\t' in a shell)"
-    )
+    make = partial(Table, str(tmp_path / "t.csv"), label="label", separator=separator)
+    check_refused(make, "dataset.separator", f": {separator!r} ")
 
 
 def test_several_columns_can_have_no_name(tmp_path: Path) -> None:
@@ -435,15 +371,14 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     columns = [pyarrow.array([1, 2]), pyarrow.array([3, 4]), pyarrow.array([0, 1])]
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns, names=["age", "age", "label"]), path)
-    expected = f"scenario.dataset.path: {path}: two columns have the name 'age'. Rename one of them"
-    assert refusal(lambda: Table(str(path), "label")) == expected
+    check_refused(lambda: Table(str(path), "label"), "dataset.path", f": {path}: ", "'age'")
 
 
 def test_a_test_file_equal_to_the_training_file_gives_one_warning(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_table(Path("t.csv"))
     Path("link.csv").symlink_to("t.csv")
-    with pytest.warns(UserWarning, match=r"^scenario.dataset.test_path: link.csv is the same file as .*path") as seen:
+    with pytest.warns(UserWarning, match=r"^scenario.dataset.test_path: link.csv ") as seen:
         assert len(Table("t.csv", "label", test_path="link.csv").checked().y_test) == 40
     assert len(seen) == 1
 
@@ -454,10 +389,10 @@ def test_a_test_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     del rest["label"]
     write_csv(tmp_path / "new.csv", rest)
     make = partial(Table, str(tmp_path / "t.csv"), "label", test_path=str(tmp_path / "new.csv"))
-    assert refusal(make).startswith("scenario.dataset.test_path: column 'label' not found. Columns: age, income")
+    check_refused(make, "dataset.test_path", "'label'")
     del rest["town"]
     write_csv(tmp_path / "new.csv", rest | {"label": ["yes"] * 8})
-    assert f"column 'town' has no value in 8 of 48 rows, first in row 1 of {tmp_path}/new.csv" in refusal(make)
+    check_refused(make, "dataset.features", "'town'", "8 of 48 rows", f"row 1 of {tmp_path}/new.csv")
 
 
 def test_a_damaged_parquet_file_and_a_missing_package_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
@@ -467,11 +402,9 @@ def test_a_damaged_parquet_file_and_a_missing_package_are_refused(tmp_path: Path
     content = path.read_bytes()
     for damaged in (b"", content[: len(content) // 2], b"PAR1" + os.urandom(200) + b"PAR1"):
         path.write_bytes(damaged)
-        message = refusal(lambda: Table(str(path), "label"))
-        assert message.startswith(f"scenario.dataset.path: {path}: not a readable Parquet file (")
+        check_refused(lambda: Table(str(path), "label"), "dataset.path", f": {path}: not a readable Parquet file (")
     without(monkeypatch, "pyarrow")
-    message = refusal(lambda: Table(str(path), "label"))
-    assert message.endswith("Install it with: pip install 'fl-lightning[parquet]'")
+    assert "'fl-lightning[parquet]'" in refusal(lambda: Table(str(path), "label"))
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
@@ -493,41 +426,31 @@ def test_a_nul_character_in_a_client_id_or_category_is_refused(
     pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     pd.DataFrame(table() | {column: ["a", "a\0"] * 20}).to_parquet("t.parquet")  # read_csv may stop at a NUL
-    what = f"column '{column}' holds 'a\\x00' in row 2 of t.parquet, which has a NUL character. Remove the character"
-    message = refusal(lambda: Table("t.parquet", "label", features=["age", "town"], client="clinic"))
-    assert message == f"scenario.dataset.{key}: {what}"
+    make = partial(Table, "t.parquet", "label", features=["age", "town"], client="clinic")
+    check_refused(make, f"dataset.{key}", f"'{column}'", r"'a\x00' in row 2 of t.parquet")
 
 
 # --- Texts ---
 
 
 @pytest.mark.parametrize(
-    ("columns", "options", "expected"),
+    ("columns", "options", "key", "fact"),
     [
-        ({}, {"label": "text"}, "label: column 'text': text names it too"),
-        (
-            {"text": ["", *["a b"] * 39]},
-            {},
-            "text: column 'text' has no value in 1 of 40 rows, first in row 1 of t.csv",
-        ),
-        (
-            {"text": ["None", *["a b"] * 39]},
-            {},
-            "text: column 'text' has no value in 1 of 40 rows, first in row 1 of t.csv. Fill it in, or remove the row. "
-            "The words NA, None and null count as no value: to keep one, write another word, such as none",
-        ),
-        ({"text": list(range(40))}, {}, "text: column 'text' holds 0 in row 1 of t.csv, which is not text"),
-        ({}, {"length": 0}, "length: 0 is below 1"),
-        ({}, {"vocab_size": 2}, "vocab_size: 2 is below 3"),
+        ({}, {"label": "text"}, "label", "'text'"),
+        ({"text": ["", *["a b"] * 39]}, {}, "text", "1 of 40 rows, first in row 1 of t.csv"),
+        ({"text": ["None", *["a b"] * 39]}, {}, "text", "NA, None and null"),
+        ({"text": list(range(40))}, {}, "text", "0 in row 1 of t.csv"),
+        ({}, {"length": 0}, "length", "0 is below 1"),
+        ({}, {"vocab_size": 2}, "vocab_size", "2 is below 3"),
     ],
 )
 def test_a_bad_table_of_texts_is_refused(
-    columns: dict, options: dict, expected: str, tmp_path: Path, monkeypatch: Any
+    columns: dict, options: dict, key: str, fact: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written = write_text_table(Path("t.csv"))
     write_csv(Path("t.csv"), written | columns)
-    assert refusal(lambda: TextTable("t.csv", **options)).startswith(f"scenario.dataset.{expected}")
+    check_refused(lambda: TextTable("t.csv", **options), f"dataset.{key}", fact)
 
 
 # --- Hugging Face ---
@@ -539,36 +462,30 @@ TEXTS = {
     "label": [0, 1] * 10,
     "stars": [1, 2, 3, 4] * 5,
 }
-SAVED = {
-    "no folder": (
-        {"path": "nowhere"},
-        "path: nowhere: no such folder. If it is a dataset on the Hugging Face Hub, set",
-    ),
-    "a file": ({"path": "file"}, "path: file: is a file, it needs to be a folder"),
-    "another folder": ({"path": "empty"}, "path: empty: cannot be read: Directory empty is"),
-    "two texts": ({}, "text: several columns are possible. Name one of review, other"),
-    "unknown label": ({"label": "labl"}, "label: column 'labl' not found. Did you mean 'label'?"),
-    "unknown train": ({"train": "training"}, "train: split 'training' not found. Splits: train, test"),
-    "unknown test": ({"test": "dev"}, "test: split 'dev' not found. Splits: train, test"),
-    "test is train": ({"test": "train"}, "test: 'train' is the training split. Name another one"),
-    "no image": ({"image": "review"}, "image: column 'review' is Value('string'), not Image"),
-    "numbers": ({"text": "stars"}, "text: column 'stars' holds 1 in row 1 of train, which is not text"),
-    "text and image": (
-        {"text": "review", "image": "other"},
-        "text: 'review' is given beside image, but a network takes images or texts",
-    ),
+SAVED: dict[str, tuple[Any, ...]] = {
+    "no folder": ({"path": "nowhere"}, "path", ": nowhere: no such folder"),
+    "a file": ({"path": "file"}, "path", ": file: is a file"),
+    "another folder": ({"path": "empty"}, "path", ": empty: cannot be read"),
+    "two texts": ({}, "text", "review, other"),
+    "unknown label": ({"label": "labl"}, "label", "'labl'", "'label'?"),
+    "unknown train": ({"train": "training"}, "train", "'training'", "train, test"),
+    "unknown test": ({"test": "dev"}, "test", "'dev'", "train, test"),
+    "test is train": ({"test": "train"}, "test", "'train'"),
+    "no image": ({"image": "review"}, "image", "'review'", "Value('string')"),
+    "numbers": ({"text": "stars"}, "text", "'stars' holds 1 in row 1 of train"),
+    "text and image": ({"text": "review", "image": "other"}, "text", "'review'", "image"),
 }
 
 
 @pytest.mark.parametrize("case", SAVED)
 def test_a_bad_saved_dataset_is_refused(case: str, tmp_path: Path, monkeypatch: Any, library: Any) -> None:
-    options, expected = SAVED[case]
+    options, key, *facts = SAVED[case]
     monkeypatch.chdir(tmp_path)
     texts = library.Dataset.from_dict(TEXTS)
     save_dataset(Path("saved"), texts, texts)
     Path("empty").mkdir()
     Path("file").write_text("")
-    assert refusal(lambda: HuggingFace(**{"path": "saved", **options})).startswith(f"scenario.dataset.{expected}")
+    check_refused(lambda: HuggingFace(**{"path": "saved", **options}), f"dataset.{key}", *facts)
 
 
 def test_bad_columns_of_a_saved_dataset_are_refused(tmp_path: Path, library: Any) -> None:
@@ -576,14 +493,14 @@ def test_bad_columns_of_a_saved_dataset_are_refused(tmp_path: Path, library: Any
     train = library.Dataset.from_dict({"text": ["a"] * 10, "label": [0, 1] * 5}, features=features)
     bare = library.Dataset.from_dict({"text": ["a"] * 10, "mood": [0, 1] * 5})
     hidden = train.map(lambda row: {"label": -1})
-    for test, options, expected in (
-        (hidden, {}, "holds -1 in row 1 of test, which is not a class. Name a split that has labels in scenario"),
-        (train.remove_columns("label"), {}, "test: the split 'test' has no column 'label'"),
-        (None, {}, "label: no column of ClassLabel found. Name it, of text, mood"),
-        (None, {"label": "text"}, "neither an image nor a text column. For other data, save it with to_parquet()"),
+    for test, options, key, fact in (
+        (hidden, {}, "label", "-1 in row 1 of test"),
+        (train.remove_columns("label"), {}, "test", "'label'"),
+        (None, {}, "label", "text, mood"),
+        (None, {"label": "text"}, "path", "neither an image nor a text column"),
     ):
         path = save_dataset(tmp_path / "s", bare if test is None else train, test)
-        assert expected in refusal(lambda path=path, options=options: HuggingFace(path, **options))
+        check_refused(partial(HuggingFace, path, **options), f"dataset.{key}", fact)
         shutil.rmtree(path)
 
 
@@ -596,18 +513,15 @@ def test_bad_images_of_a_dataset_are_named_and_urls_and_pipes_are_not_opened(
     monkeypatch.setattr(library, "load_dataset", lambda *_: splits)
     for image, expected in (
         ({"bytes": b"garbage", "path": None}, "row 1 of train: not a readable image"),
-        (None, "row 1 of train: contains no image"),
+        (None, "row 1 of train: "),
         ({"bytes": None, "path": "http://127.0.0.1:9/a.png"}, "http:/127.0.0.1:9/a.png: no such file"),
-        ({"bytes": None, "path": f"{tmp_path}/pipe.png"}, f"{tmp_path}/pipe.png: is a pipe, it needs to be a file"),
+        ({"bytes": None, "path": f"{tmp_path}/pipe.png"}, f"{tmp_path}/pipe.png: is a pipe"),
     ):
         rows = {"image": [image] * 8, "label": [0, 1] * 4}
         splits["train"] = splits["test"] = library.Dataset.from_dict(rows, features=features)
-        message = refusal(lambda: HuggingFace("a/b", download=True))
-        assert message.startswith(f"scenario.dataset.image: {expected}")
-        assert message.endswith(". Replace it, or leave the row out")
+        check_refused(lambda: HuggingFace("a/b", download=True), "dataset.image", f": {expected}")
     splits["test"] = splits["test"].select([])
-    expected = "scenario.dataset.path: the split 'test' of a/b has no samples. Name another split"
-    assert refusal(lambda: HuggingFace("a/b", download=True)) == expected
+    check_refused(lambda: HuggingFace("a/b", download=True), "dataset.path", "'test' of a/b")
 
 
 SAVED_FILES = {
@@ -642,16 +556,15 @@ def test_a_damaged_file_of_a_saved_dataset_is_refused(case: str, tmp_path: Path,
 
 def test_images_as_labels_are_refused_by_the_label_key(tmp_path: Path, library: Any) -> None:
     write_hugging_face(tmp_path / "s")
-    expected = "scenario.dataset.label: column 'image' holds images. Name the column of labels (of image, label)"
     for options in ({}, {"image": "image"}):
-        assert refusal(lambda options=options: HuggingFace(str(tmp_path / "s"), label="image", **options)) == expected
+        make = partial(HuggingFace, str(tmp_path / "s"), label="image", **options)
+        check_refused(make, "dataset.label", "column 'image' ", "image, label")
 
 
 @pytest.mark.parametrize("key", ["train", "test"])
 def test_a_split_of_a_dataset_without_splits_is_refused(key: str, tmp_path: Path, library: Any) -> None:
     write_hugging_face(tmp_path / "s")
-    expected = f"scenario.dataset.{key}: {tmp_path}/s has no splits (got 'zz'). Leave it out"
-    assert refusal(lambda: HuggingFace(str(tmp_path / "s"), **{key: "zz"})) == expected
+    check_refused(lambda: HuggingFace(str(tmp_path / "s"), **{key: "zz"}), f"dataset.{key}", f"{tmp_path}/s", "'zz'")
     assert len(HuggingFace(str(tmp_path / "s"), train="train").checked().y_test)
 
 
@@ -660,11 +573,9 @@ def test_a_failed_download_and_a_missing_package_are_refused(library: Any, monke
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(library, "load_dataset", load_dataset)
-    expected = "scenario.dataset.path: a/b cannot be fetched: no network"
-    assert refusal(lambda: HuggingFace("a/b", download=True)) == expected
+    check_refused(lambda: HuggingFace("a/b", download=True), "dataset.path", "a/b", "no network")
     without(monkeypatch, "datasets")
-    expected = "scenario.dataset: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning["
-    assert refusal(lambda: HuggingFace("a/b", download=True)).startswith(expected)
+    check_refused(lambda: HuggingFace("a/b", download=True), "dataset", "HuggingFace", "pip install 'fl-lightning[")
 
 
 # --- Torch datasets ---
@@ -688,52 +599,40 @@ class Items(torch.utils.data.Dataset):
         return self.item
 
 
-TORCH = {
-    "no length": (Endless(), "Endless is not a map-style dataset. It needs __len__ and __getitem__"),
-    "no items": (Pairs(0), "Pairs has no items"),
-    "three values": (
-        Items((1, 2, 3)),
-        "Items: item 0 is a tuple of 3. It needs to be a pair of an input and a label",
-    ),
-    "one value": (Items(torch.zeros(2)), "Items: item 0 is of type Tensor. It needs to be a pair of an input and a la"),
-    "text": (Pairs(x=lambda i: "a"), "Pairs: x of item 0 is of type str, not an image, tensor, array or number. A tr"),
-    "complex numbers": (
-        Pairs(x=lambda i: torch.full((4,), 1j)),
-        "Pairs: x of item 0 is complex64 of shape (4,). Return real numbers, for example its absolute values",
-    ),
-    "different shapes": (
-        Pairs(x=lambda i: torch.zeros(5 if i == 7 else 4)),
-        "Pairs: x is float32 of shape (4,) in item 0 and float32 of shape (5,) in item 7. All need the same sha",
-    ),
-    "different inputs": (
-        Pairs(x=lambda i: {"ids": torch.ones(2)} if i < 7 else {"id": torch.ones(2)}),
-        "Pairs: the inputs are ['ids'] in item 0 and ['id'] in item 7. All items need the same inputs, in the same or",
-    ),
-    "one input more": (
-        Pairs(x=lambda i: torch.ones(2) if i < 7 else (torch.ones(2), torch.ones(2))),
-        "Pairs: the inputs are one tensor in item 0 and [0, 1] in item 7. All items need the same inputs",
-    ),
+def changes_at_7(first: Any, then: Any) -> Callable[[int], Any]:
+    """Return a function of the index that returns another value from item 7 on."""
+    return lambda i: first if i < 7 else then
+
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+TORCH: dict[str, tuple[Any, ...]] = {
+    "no length": (Endless(), "__len__"),
+    "no items": (Pairs(0), "no items"),
+    "three values": (Items((1, 2, 3)), "item 0 is a tuple of 3"),
+    "one value": (Items(torch.zeros(2)), "item 0 is of type Tensor"),
+    "text": (Pairs(x=lambda i: "a"), "x of item 0 is of type str"),
+    "complex numbers": (Pairs(x=lambda i: torch.full((4,), 1j)), "x of item 0 is complex64 of shape (4,)"),
+    "different shapes": (Pairs(x=changes_at_7(TWO, ONE)), "x is float32 of shape (2,) in item 0", "(1,) in item 7"),
+    "different inputs": (Pairs(x=changes_at_7({"ids": TWO}, {"id": TWO})), "['ids'] in item 0 and ['id'] in item 7"),
+    "one input more": (Pairs(x=changes_at_7(TWO, (TWO, TWO))), "one tensor in item 0 and [0, 1] in item 7"),
     "several inputs of different shapes": (
-        Pairs(x=lambda i: {"ids": torch.ones(2 if i < 7 else 3)}),
-        "Pairs: x['ids'] is float32 of shape (2,) in item 0 and float32 of shape (3,) in item 7. All need the same",
+        Pairs(x=changes_at_7({"ids": TWO}, {"ids": ONE})),
+        "x['ids'] is float32 of shape (2,) in item 0 and float32 of shape (1,) in item 7",
     ),
-    "text among several inputs": (
-        Pairs(x=lambda i: {"ids": [1, 2]}),
-        "Pairs: x of item 0, 'ids', is a list of 2, not an image, tensor, array or number. A transform can",
-    ),
+    "text among several inputs": (Pairs(x=lambda i: {"ids": [1, 2]}), "x of item 0, 'ids', is a list of 2"),
     "different labels": (
-        Pairs(y=lambda i: 0.5 if i == 7 else 0),
-        "Pairs: y is int64 of shape () in item 0 and float32 of shape () in item 7. All need the same shape and dtype",
+        Pairs(y=changes_at_7(0, 0.5)),
+        "y is int64 of shape () in item 0 and float32 of shape () in item 7",
     ),
 }
 
 
 @pytest.mark.parametrize("case", TORCH)
 def test_a_bad_torch_dataset_is_refused_by_its_key(case: str) -> None:
-    data, message = TORCH[case]
+    data, *facts = TORCH[case]
     key = "train" if case.startswith("text") else "test"
     both = {"train": Pairs(), "test": Pairs(), key: data}
-    assert refusal(lambda: TorchDataset(**both)).startswith(f"scenario.dataset.{key}: {message}")
+    check_refused(lambda: TorchDataset(**both), f"dataset.{key}", type(data).__name__, *facts)
 
 
 def raise_error(*_: Any) -> Any:
@@ -741,6 +640,8 @@ def raise_error(*_: Any) -> Any:
 
 
 def test_an_exception_in_a_torch_dataset_names_its_key() -> None:
-    what = "RuntimeError: not there. Use --debug for the traceback"
-    assert refusal(lambda: TorchDataset(Pairs(), Pairs(x=raise_error))) == f"scenario.dataset.test: {what}"
-    assert refusal(lambda: TorchDataset(raise_error, Pairs())) == f"scenario.dataset.train: {what}"
+    for key, make in (
+        ("test", lambda: TorchDataset(Pairs(), Pairs(x=raise_error))),
+        ("train", lambda: TorchDataset(raise_error, Pairs())),
+    ):
+        assert refusal(make).startswith(f"scenario.dataset.{key}: RuntimeError: not there. ")

@@ -1,5 +1,6 @@
 """Classes that only test samples have, and names that differ only in their writing."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import Pairs, save_arrays, save_dataset, table, write_csv, write_image, write_image_folder, write_table
-from refusals import refusal
+from refusals import check_refused
 
 from fl_lightning.data import (
     IID,
@@ -35,18 +36,15 @@ def test_a_label_that_only_the_test_file_has_is_refused(kind: Any, tmp_path: Pat
     write_image(tmp_path / "a.png", 1)
     write_csv(tmp_path / "t.csv", columns)
     write_csv(tmp_path / "test.csv", dotted(columns))
-    message = refusal(lambda: kind(str(tmp_path / "t.csv"), label="label", test_path=str(tmp_path / "test.csv")))
-    assert message == (
-        f"scenario.dataset.label: column 'label' holds 'no.' in row 1 of {tmp_path}/test.csv, and no training sample "
-        "has this label. Write it like the training labels ('no', 'yes'), or remove the row"
-    )
+    make = partial(kind, str(tmp_path / "t.csv"), label="label", test_path=str(tmp_path / "test.csv"))
+    check_refused(make, "dataset.label", "'label'", f"'no.' in row 1 of {tmp_path}/test.csv", "'no', 'yes'")
 
 
 def test_a_label_that_only_the_test_rows_of_a_split_have_is_refused(tmp_path: Path) -> None:
     columns = table(20) | {"label": [0, 1] * 9 + [2, 2], "part": ["train"] * 15 + ["test"] * 5}
     write_csv(tmp_path / "t.csv", columns)
-    message = refusal(lambda: Table(str(tmp_path / "t.csv"), "label", ["age"], split="part"))
-    assert message.startswith("scenario.dataset.label: column 'label' holds 2 in row 19 of ")
+    make = partial(Table, str(tmp_path / "t.csv"), "label", ["age"], split="part")
+    check_refused(make, "dataset.label", "column 'label' holds 2 in row 19 of ")
 
 
 def test_a_class_of_a_schema_needs_no_training_sample(tmp_path: Path) -> None:
@@ -60,8 +58,7 @@ def test_a_class_of_a_schema_needs_no_training_sample(tmp_path: Path) -> None:
 
 def test_a_class_that_only_the_test_array_has_is_refused_unless_declared(tmp_path: Path) -> None:
     save_arrays(tmp_path / "a", y_test=np.arange(6) % 4)
-    message = refusal(lambda: Arrays(str(tmp_path / "a")))
-    assert message.startswith(f"scenario.dataset.path: {tmp_path}/a: y_test has the class 3, but y_train has no sample")
+    check_refused(lambda: Arrays(str(tmp_path / "a")), "dataset.path", f": {tmp_path}/a: y_test has the class 3")
     assert Arrays(str(tmp_path / "a"), num_classes=4).checked().num_classes == 4
 
 
@@ -72,20 +69,12 @@ def test_classes_of_a_test_split_of_hugging_face_are_those_of_training(tmp_path:
 
     names = ["a", "b", "c"]
     path = save_dataset(tmp_path / "new class", dataset(names, [0, 1] * 5), dataset(names, [0, 2]))
-    message = refusal(lambda: HuggingFace(path))
-    assert message.startswith(
-        "scenario.dataset.label: column 'label' holds 'c' in row 2 of test, and no training sample"
-    )
+    check_refused(partial(HuggingFace, path), "dataset.label", "'label' holds 'c' in row 2 of test")
     path = save_dataset(tmp_path / "other order", dataset(names, [0, 1, 2] * 5), dataset(["b", "a", "c"], [0, 2]))
-    message = refusal(lambda: HuggingFace(path))
-    assert message == (
-        "scenario.dataset.test: the split 'test' has other classes: b, a, c instead of a, b, c. Save both alike"
-    )
-    texts = [
-        library.Dataset.from_dict({"text": ["a"] * 4, "label": labels}) for labels in (["x", "y"] * 2, ["x", "Z"] * 2)
-    ]
+    check_refused(partial(HuggingFace, path), "dataset.test", "b, a, c instead of a, b, c")
+    texts = [library.Dataset.from_dict({"text": ["a"] * 4, "label": ["x", second] * 2}) for second in "yZ"]
     path = save_dataset(tmp_path / "texts", *texts)
-    assert "column 'label' holds 'Z' in row 2 of test, and no training sample" in refusal(lambda: HuggingFace(path))
+    check_refused(partial(HuggingFace, path), "dataset.label", "'label' holds 'Z' in row 2 of test")
 
 
 class Named(Pairs):
@@ -95,16 +84,13 @@ class Named(Pairs):
 
 
 def test_classes_of_a_torch_test_set_are_those_of_training() -> None:
-    assert refusal(lambda: TorchDataset(Pairs(y=lambda i: i % 2), Pairs(y=lambda i: i % 4))) == (
-        "scenario.dataset.test: it has the class 2, but train has no sample of it. Correct the labels, or leave these "
-        "samples out"
-    )
     names = ["a", "b", "c"]
-    assert "test: it has the class c, but" in refusal(lambda: TorchDataset(Named(names, 2), Named(names, 3)))
-    message = refusal(lambda: TorchDataset(Named(names, 3), Named(["b", "c", "d"], 3)))
-    assert message.startswith(
-        "scenario.dataset.test: its classes are unlike those of train: b, c, d instead of a, b, c."
-    )
+    for train, test, fact in (
+        (Pairs(y=lambda i: i % 2), Pairs(y=lambda i: i % 4), "class 2,"),
+        (Named(names, 2), Named(names, 3), "class c,"),
+        (Named(names, 3), Named(["b", "c", "d"], 3), "b, c, d instead of a, b, c"),
+    ):
+        check_refused(partial(TorchDataset, train, test), "dataset.test", fact)
     assert TorchDataset(Named(names, 3), Pairs()).checked().class_names == names
 
 
@@ -130,7 +116,7 @@ DIFFERENT = {"signs": ["<=50K", ">50K"], "grades": ["A", "A-"], "languages": ["C
 def test_names_that_differ_only_in_their_writing_are_warned_of(case: str, column: str, tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", table() | {column: (SIMILAR[case] + ["other", "none of them"]) * 10})
     key = {"label": "label", "clinic": "client", "town": "features"}[column]
-    with pytest.warns(UserWarning, match=rf"^scenario.dataset.{key}: .* differ only in their writing: ") as caught:
+    with pytest.warns(UserWarning, match=rf"^scenario.dataset.{key}: .* writing: ") as caught:
         Table(str(tmp_path / "t.csv"), "label", ["age", "town"], client="clinic").checked()
     assert len(caught) == 1
 
@@ -144,10 +130,7 @@ def test_names_that_differ_in_more_than_their_writing_give_no_warning(case: str,
 def test_class_folders_that_differ_only_in_their_writing_are_warned_of(tmp_path: Path) -> None:
     write_image_folder(tmp_path, ("",))
     write_image(tmp_path / "Cat " / "x.png", 1)
-    expected = (
-        "^scenario.dataset.path: classes differ only in their writing: 'Cat ' and 'cat'. If they are the same, wr"
-    )
-    with pytest.warns(UserWarning, match=expected):
+    with pytest.warns(UserWarning, match="^scenario.dataset.path: .*: 'Cat ' and 'cat'"):
         Scenario(ImageFolder(str(tmp_path), size=8), IID(), 2).build(0)
 
 
@@ -168,17 +151,12 @@ def test_labels_of_0_and_1_in_floating_point_are_classes_or_labels(tmp_path: Pat
 def test_few_whole_numbers_in_floating_point_are_refused_until_regression_is_set(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", table() | {"label": [1.0, 2.0, 3.0, 4.0] * 10})
     make = lambda **options: Table(str(tmp_path / "t.csv"), "label", ["age"], **options)  # noqa: E731
-    assert refusal(make) == (
-        "scenario.dataset.regression: column 'label' holds 4 different whole numbers with a fraction of 0. Set it to "
-        "true if they are numbers to predict, to false if they are classes"
-    )
+    check_refused(make, "dataset.regression", "column 'label' holds 4 different whole numbers")
     assert make(regression=False).checked().class_names == ["1", "2", "3", "4"]
     assert make(regression=True).checked().y_train.is_floating_point()
 
 
 def test_arrays_of_whole_numbers_in_floating_point_are_warned_of(tmp_path: Path) -> None:
     save_arrays(tmp_path / "a", y_train=np.arange(20) % 2.0, y_test=np.arange(6) % 2.0)
-    with pytest.warns(
-        UserWarning, match="a: the labels are 2 different whole numbers in floating point, so they are num"
-    ):
+    with pytest.warns(UserWarning, match="a: the labels are 2 different whole numbers"):
         assert Arrays(str(tmp_path / "a")).checked().num_classes == 1

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refusal
+from refusals import check_refused
 from sklearn.datasets import load_digits
 
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Arrays, Digits, Scenario
 
 
@@ -112,26 +111,22 @@ def test_labels_of_any_integer_type_become_int64(dtype: str, tmp_path: Path) -> 
 def test_a_label_beyond_the_number_of_samples_needs_num_classes(tmp_path: Path) -> None:
     assert Arrays(str(save(tmp_path, y_test=np.array([0, 8, 0])))).load().num_classes == 9  # of 9 samples
     path = str(save(tmp_path, y_test=np.array([0, 9, 0])))
-    fix = "Number classes from 0, or set scenario.dataset.num_classes"
-    assert refusal(Arrays(path)) == f"scenario.dataset.path: {path}: label 9 in 9 samples is too large. {fix}"
+    check_refused(Arrays(path), "dataset.path", f": {path}: label 9 in 9 samples", "scenario.dataset.num_classes")
     assert Arrays(path, num_classes=12).load().num_classes == 12
 
 
 BAD_ARRAYS = {
-    "missing": ({"x_train": None, "y_test": None}, "has no x_train, y_test. It needs x_train, y_train, x_test, y_test"),
+    "missing": ({"x_train": None, "y_test": None}, "has no x_train, y_test"),
     "objects": ({"y_train": np.array([None] * 6)}, "Object arrays cannot be loaded"),
-    "float labels": ({"y_train": np.arange(6.0)}, "y_test needs float32 numbers like the other labels, got int64"),
-    "text labels": ({"y_train": np.array(list("abcabc"))}, "y_train holds text. Save numbers"),
-    "complex labels": ({"y_train": np.full(6, 1j)}, "y_train needs one whole number per sample, got complex128"),
-    "complex inputs": ({"x_test": np.full((3, 4), 1j)}, "x_test is complex128; it needs whole numbers or"),
-    "complex clients": (
-        {"client_train": np.full(6, 1j)},
-        "client_train needs one id per sample, integers or text, got",
-    ),
-    "too large for float32": ({"x_train": np.full((6, 4), 1e300)}, "x_train holds NaN or Inf, or numbers too large"),
+    "float labels": ({"y_train": np.arange(6.0)}, "y_test needs float32 numbers"),
+    "text labels": ({"y_train": np.array(list("abcabc"))}, "y_train holds text"),
+    "complex labels": ({"y_train": np.full(6, 1j)}, "got complex128"),
+    "complex inputs": ({"x_test": np.full((3, 4), 1j)}, "x_test is complex128"),
+    "complex clients": ({"client_train": np.full(6, 1j)}, "client_train needs one id per sample"),
+    "too large for float32": ({"x_train": np.full((6, 4), 1e300)}, "x_train holds NaN or Inf"),
     "integer inputs": ({"x_train": np.ones((6, 4), int)}, "x_train and x_test need the same dtype"),
-    "integer images": ({"x_train": np.ones((6, 4, 4), int)}, "or int64 for token ids (n, length)"),
-    "negative integers": ({"x_train": np.full((6, 4), -1)}, "x_train holds -1; token ids count from 0"),
+    "integer images": ({"x_train": np.ones((6, 4, 4), int)}, "int64 of shape (6, "),
+    "negative integers": ({"x_train": np.full((6, 4), -1)}, "x_train holds -1"),
     "scalar": ({"x_train": np.float32(1)}, "x_train has shape ()"),
 }
 
@@ -140,15 +135,12 @@ BAD_ARRAYS = {
 def test_bad_arrays_are_refused_by_name(case: str, tmp_path: Path) -> None:
     changed, reason = BAD_ARRAYS[case]
     path = save(tmp_path, **changed)
-    message = refusal(Arrays(str(path)))
-    assert message.startswith(f"scenario.dataset.path: {path}: ")
-    assert reason in message
+    check_refused(Arrays(str(path)), "dataset.path", f": {path}: ", reason)
 
 
 def test_num_classes_is_checked(tmp_path: Path) -> None:
-    assert "label 2, which is out of range for num_classes 2" in refusal(Arrays(str(save(tmp_path)), 2))
-    with pytest.raises(ConfigError, match=r"^scenario.dataset.num_classes: 1 is below 2$"):
-        Arrays("mine.npz", 1)
+    check_refused(Arrays(str(save(tmp_path)), 2), "dataset.path", "label 2,", "num_classes 2")
+    check_refused(lambda: Arrays("mine.npz", 1), "dataset.num_classes", ": 1 ")
 
 
 @contextmanager
@@ -166,6 +158,4 @@ def test_a_truncated_npz_file_is_refused_and_closed(tmp_path: Path) -> None:
     with all_files_closed():
         for size in (*range(0, len(content), 97), len(content) - 1):
             path.write_bytes(content[:size])
-            message = refusal(Arrays(str(path)))
-            assert message.startswith(f"scenario.dataset.path: {path}: not a readable .npz file (")
-            assert message.endswith("Write it with numpy.savez")
+            check_refused(Arrays(str(path)), "dataset.path", f": {path}: not a readable .npz file (")

@@ -185,16 +185,12 @@ def vars_of(table: Table) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"held_out_clients": 6}, "6 of 6 clients leaves none to train. Lower it"),
-        ({"held_out_clients": 0.95}, "0.95 of 6 clients leaves none to train. Lower it"),
-        ({"held_out_clients": 1, "clients": 1}, "1 of 1 clients leaves none to train. Lower it"),
-        (
-            {"held_out_clients": 2, "local_test": 0},
-            "the held-out clients have no test samples. Set scenario.local_test, such as 0.25",
-        ),
+        ({"held_out_clients": 6}, "6 of 6 clients"),
+        ({"held_out_clients": 0.95}, "0.95 of 6 clients"),
+        ({"held_out_clients": 1, "clients": 1}, "1 of 1 clients"),
+        ({"held_out_clients": 2, "local_test": 0}, ".* scenario.local_test"),
     ],
 )
 def test_options_that_leave_nothing_to_train_or_to_test_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^scenario.held_out_clients: {message}"):
         scenario(**options).build(0)
-    assert str(error.value) == f"scenario.held_out_clients: {message}"

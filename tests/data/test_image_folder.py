@@ -1,5 +1,6 @@
 """Image folders with a pattern of class, client and split."""
 
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layouts import SITES, write_image, write_sites
-from refusals import refusal
+from refusals import check_refused, refusal
 
 from fl_lightning.data import ByClient, ImageFolder, LoadedData, Scenario
 
@@ -59,7 +60,7 @@ def test_a_pattern_can_have_no_client_and_val_replaces_a_missing_test(tmp_path: 
     assert data.client_train is None
     assert np.array_equal(data.x_train, plain.x_train)
     write_image(tmp_path / "val" / "cat" / "x.png", 99)
-    with pytest.warns(UserWarning, match="finds 1 images of the split val, which are not used"):
+    with pytest.warns(UserWarning, match=r"^scenario\.dataset\.pattern: .* 1 images of the split val"):
         assert 99 not in ImageFolder(str(tmp_path), pattern=pattern).checked().x_train
     shutil.rmtree(tmp_path / "test")
     assert ImageFolder(str(tmp_path), pattern=pattern).checked().x_test.unique().tolist() == [99]
@@ -74,15 +75,14 @@ def test_files_that_do_not_match_and_clients_without_a_class_are_told(tmp_path: 
     make = partial(ImageFolder, str(tmp_path), pattern="{client}/{class}/*")
     with pytest.warns(UserWarning, match=r"scenario\.dataset\.") as caught:
         data = make().checked()
-    assert [str(one.message) for one in caught] == [
-        "scenario.dataset.pattern: '{client}/{class}/*' leaves out 2 of 52 files, such as notes.txt",
-        "scenario.dataset.path: client east has no image of class dog",
-    ]
+    left_out, lacks = (str(one.message) for one in caught)
+    assert re.match(r"scenario\.dataset\.pattern: .* 2 of 52 files, such as notes\.txt$", left_out)
+    assert re.match(r"scenario\.dataset\.path: client east .* dog$", lacks)
     assert len(data.y_train) + len(data.y_test) == 50
     (tmp_path / "notes.txt").unlink()
     (tmp_path / "west" / "cat" / "more").rmdir()
     shutil.rmtree(tmp_path / "north" / "dog")
-    with pytest.warns(UserWarning, match=r"class dog \(2 of 3 clients lack a class\)$"):
+    with pytest.warns(UserWarning, match=r"class dog \(2 of 3 clients"):
         make().checked()
 
 
@@ -108,33 +108,29 @@ def keep_only(name: str) -> Callable[[Path], None]:
 
 
 SPLIT = "{split}/{client}/{class}/*"
+
+
+def remove_two_sites(root: Path) -> None:
+    for part in ("train", "test"):
+        for name in ("east", "west"):
+            shutil.rmtree(root / part / name)
+
+
 BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "unknown field": ("{site}/{class}/*", do_nothing, "has an unknown field, {site}. Use {class}, {client}, {split}"),
-    "field twice": ("{class}/{class}/*", do_nothing, "has {class} twice. Use it once, and * for any other text"),
-    "no class": ("{client}/*", do_nothing, "has no {class}. Put it where the paths have the class, as in"),
-    "no match": (
-        "{client}/{class}/*.jpg",
-        do_nothing,
-        "matches no file in mine. It contains, for example, test/east/",
-    ),
-    "a dot is a dot": ("{split}/{client}/{class}/0.*", do_nothing, "matches no file in mine. It contains, for example"),
+    "unknown field": ("{site}/{class}/*", do_nothing, "has an unknown field, {site}"),
+    "field twice": ("{class}/{class}/*", do_nothing, "has {class} twice"),
+    "no class": ("{client}/*", do_nothing, "has no {class}"),
+    "no match": ("{client}/{class}/*.jpg", do_nothing, "matches no file in mine. It contains, for example, test/east/"),
+    "a dot is a dot": ("{split}/{client}/{class}/0.*", do_nothing, "matches no file in mine"),
     "no files": (SPLIT, keep_only("nothing"), "matches no file in mine. It contains no files"),
-    "one class": (
-        "*/{class}/*/*",
-        lambda root: [shutil.rmtree(root / part / name) for part in ("train", "test") for name in ("east", "west")],
-        "finds only the class north. Images need at least two classes",
-    ),
+    "one class": ("*/{class}/*/*", remove_two_sites, "finds only the class north"),
     "other split": (
         SPLIT,
         rename_folders("test", "second"),
-        "finds the split 'second' in mine/second/east/cat/012.png. It needs to be train, test or val",
+        "finds the split 'second' in mine/second/east/cat/012.png",
     ),
-    "no test": (
-        SPLIT,
-        keep_only("train"),
-        "finds no image of the split test. Add some, or use a pattern without {split}",
-    ),
-    "no train": (SPLIT, keep_only("test"), "finds no image of the split train. Add some, or use a pattern"),
+    "no test": (SPLIT, keep_only("train"), "finds no image of the split test"),
+    "no train": (SPLIT, keep_only("test"), "finds no image of the split train"),
 }
 
 
@@ -144,21 +140,21 @@ def test_a_pattern_that_does_not_fit_the_folder_is_refused(case: str, tmp_path: 
     monkeypatch.chdir(tmp_path)
     write_sites(tmp_path / "mine", "{split}/{site}/{kind}/{i:03}.png", split=True)
     change(tmp_path / "mine")
-    assert f"scenario.dataset.pattern: '{pattern}' {expected}" in refusal(lambda: ImageFolder("mine", pattern=pattern))
+    check_refused(lambda: ImageFolder("mine", pattern=pattern), "dataset.pattern", f": '{pattern}' {expected}")
 
 
 def test_a_class_only_in_the_test_images_is_refused(tmp_path: Path) -> None:
     write_sites(tmp_path, "{split}/{site}/{kind}/{i:03}.png", split=True)
     write_image(tmp_path / "test" / "east" / "cow" / "x.png", 0)
-    what = "test/east/cow/x.png: no training image has this class. Correct its path, or remove it"
-    assert refusal(lambda: ImageFolder(str(tmp_path), pattern=SPLIT)) == f"scenario.dataset.path: {tmp_path}/{what}"
+    make = partial(ImageFolder, str(tmp_path), pattern=SPLIT)
+    check_refused(make, "dataset.path", f": {tmp_path}/test/east/cow/x.png: ")
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_folders_of_clients_without_a_pattern_are_refused_with_the_pattern(split: bool, tmp_path: Path) -> None:
     write_sites(tmp_path, f"{'{split}/' * split}{{site}}/{{kind}}/{{i:03}}.png", split=split)
     message = refusal(lambda: ImageFolder(str(tmp_path)))
-    assert "east: has folders, such as cat. If they are the classes of a client, set" in message
+    assert "east: has folders, such as cat" in message
     pattern = message.split("'")[1]
     assert ImageFolder(str(tmp_path), pattern=pattern).checked().class_names == ["cat", "dog"]
 
@@ -213,31 +209,29 @@ def test_what_archives_and_file_managers_leave_behind_is_ignored(pattern: str | 
 def test_an_archive_with_one_folder_names_this_folder(tmp_path: Path) -> None:
     write_sites(tmp_path / "photos", "{split}/{kind}/{i:03}.png", split=True)
     (tmp_path / "__MACOSX").mkdir()
-    message = refusal(lambda: ImageFolder(str(tmp_path)))
-    assert message.endswith(f"has 1 folder(s). It needs one per class. Did you mean {tmp_path}/photos?")
+    check_refused(lambda: ImageFolder(str(tmp_path)), "dataset.path", "has 1 folder(s)", f"{tmp_path}/photos?")
 
 
 def test_folders_that_are_not_used_are_warned_of(tmp_path: Path) -> None:
     write_sites(tmp_path, "{split}/{kind}/{i:03}.png", split=True)
     for name in ("val", "unlabelled"):
         write_image(tmp_path / name / "cat" / "x.png", 99)
-    with pytest.warns(UserWarning, match=r"path: .*: the images of unlabelled, val are not used; only those of train"):
+    with pytest.warns(UserWarning, match=r"^scenario.dataset.path: .* unlabelled, val "):
         data = ImageFolder(str(tmp_path)).checked()
     assert 99 not in data.x_train
     assert 99 not in data.x_test
 
 
+def only_capital_training(root: Path) -> None:
+    shutil.rmtree(root / "test")
+    (root / "train").rename(root / "Training")
+
+
 SPLITS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "two names": (
-        lambda root: write_image(root / "Training" / "cat" / "x.png", 0),
-        "has the folders Training and train",
-    ),
-    "no train": (lambda root: shutil.rmtree(root / "train"), "has a folder test but no train. Add it"),
-    "no test": (
-        lambda root: [shutil.rmtree(root / "test"), (root / "train").rename(root / "Training")],
-        "has a folder Training but no test. Add it, or set it to mine/Training to hold out a share of it",
-    ),
-    "new class": (lambda root: write_image(root / "test" / "cow" / "x.png", 0), "test/cow: train has no class of that"),
+    "two names": (lambda root: write_image(root / "Training/cat/x.png", 0), "has the folders Training and train"),
+    "no train": (lambda root: shutil.rmtree(root / "train"), "has a folder test but no train"),
+    "no test": (only_capital_training, "has a folder Training but no test"),
+    "new class": (lambda root: write_image(root / "test" / "cow" / "x.png", 0), "/test/cow: "),
 }
 
 
@@ -247,9 +241,7 @@ def test_folders_of_splits_that_do_not_fit_are_refused(case: str, tmp_path: Path
     monkeypatch.chdir(tmp_path)
     write_sites(tmp_path / "mine", "{split}/{kind}/{i:03}.png", split=True)
     change(tmp_path / "mine")
-    message = refusal(lambda: ImageFolder("mine"))
-    assert message.startswith("scenario.dataset.path: mine")
-    assert expected in message
+    check_refused(lambda: ImageFolder("mine"), "dataset.path", ": mine", expected)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Natural partitions: clients given by the data or by index lists in a file, compared to plain loops."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +16,7 @@ from experiments import experiment, same_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import write_femnist
-from refusals import refusal
+from refusals import check_refused, refusal
 
 from fl_lightning.cli.main import main
 from fl_lightning.data import (
@@ -138,33 +137,26 @@ def test_min_samples_applies_before_clients_are_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "options", "expected"),
+    ("partition", "options", "key", "facts"),
     [
-        (ByClient(10), {}, "scenario.partition.min_samples: 10, but no client in the data has more than 9 training"),
-        (ByClient(), {"clients": 9}, "scenario.clients: 9, but the data has 8 clients. Leave it out (null) to use all"),
-        (ByClient(5), {"clients": 6}, "scenario.clients: 6, but the data has 5 clients"),
+        (ByClient(10), {}, "partition.min_samples", (": 10,", "more than 9 ")),
+        (ByClient(), {"clients": 9}, "clients", (": 9,", "8 clients")),
+        (ByClient(5), {"clients": 6}, "clients", (": 6,", "5 clients")),
     ],
 )
-def test_more_clients_than_the_data_have_are_refused(
-    partition: Partition, options: dict[str, Any], expected: str
-) -> None:
-    assert refusal(lambda: built(People(OWNERS), partition, **options)).startswith(expected)
+def test_more_clients_than_the_data_have_are_refused(partition: Partition, options: Any, key: str, facts: Any) -> None:
+    check_refused(lambda: built(People(OWNERS), partition, **options), key, *facts)
 
 
 def test_data_without_client_ids_are_refused() -> None:
-    expected = "scenario.partition: ByClient: the dataset has no client ids (client_train). Use another partition"
-    assert refusal(lambda: built(Digits())) == expected
+    check_refused(lambda: built(Digits()), "partition", "ByClient", "client_train")
 
 
 def test_a_client_column_that_the_partition_does_not_use_is_warned_of(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("age,label,clinic\n" + "".join(f"{n},{n % 2},{'ab'[n % 3 == 0]}\n" for n in range(40)))
     dataset = Table(str(path), "label", client="clinic")
-    message = (
-        "scenario.dataset.client: IID does not use the column clinic. "
-        "To make each of its values a client, set scenario.partition ByClient and scenario.clients null"
-    )
-    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+    with pytest.warns(UserWarning, match="^scenario.dataset.client: IID .* clinic"):
         Scenario(dataset, IID(), clients=2).build(0)
     Scenario(dataset, ByClient()).build(0)  # warnings are errors
     Scenario(Table(str(path), "label", exclude=["clinic"]), IID(), clients=2).build(0)
@@ -268,24 +260,23 @@ def test_fewer_clients_of_a_file_are_drawn_by_the_seed(tmp_path: Path) -> None:
         assert trains(data) == [[k] for k in data.client_ids]
         assert data.client_ids == sorted(data.client_ids)
     assert drawn[0].client_ids == drawn[1].client_ids != drawn[2].client_ids
-    expected = f"scenario.clients: 31, but {split.path} has 30 clients. Leave it out (null) to use all"
-    assert refusal(lambda: built(People(OWNERS), split, clients=31)) == expected
+    check_refused(lambda: built(People(OWNERS), split, clients=31), "clients", ": 31,", f"{split.path} has 30 clients")
 
 
 BAD = {
     "index too large": ([[0, 40]], "assigned sample 40, but there are 40"),
     "negative index": ([[0, -1]], "assigned sample -1, but there are 40"),
-    "sample of two clients": ([[0, 5], [5]], "assigned sample 5 twice. Each belongs to one client"),
+    "sample of two clients": ([[0, 5], [5]], "assigned sample 5 twice"),
     "test index too large": ([{"train": [0], "test": [12]}], "assigned test sample 12, but there are 12"),
     "test index twice": ([{"train": [0], "test": [1, 1]}], "assigned test sample 1 twice"),
-    "empty client": ({"ann": [0], "bert": []}, "client 'bert' has no training samples. Remove it"),
-    "no train": ([{"test": [1]}], "client 0 has 'test'. It needs 'train', and may have 'test'"),
-    "another part": ([{"train": [1], "val": [2]}], "client 0 has 'train', 'val'. It needs 'train', and may have"),
+    "empty client": ({"ann": [0], "bert": []}, "client 'bert' has no training samples"),
+    "no train": ([{"test": [1]}], "client 0 has 'test'."),
+    "another part": ([{"train": [1], "val": [2]}], "client 0 has 'train', 'val'."),
     "boolean": ([[True]], "client 0 is not a list of integers"),
     "number": ([3], "client 0 is not a list of integers"),
     "huge": ([[10**30]], "too large"),
     "no clients": ([], "has no clients"),
-    "no lists": (7, "it holds int. It needs one list per client"),
+    "no lists": (7, "it holds int."),
     "not JSON": ("[[1], [2", "not a readable JSON file (Expecting"),
     "duplicate name": ('{"ann": [1], "bert": [2], "ann": [3]}', "'ann' occurs twice"),
     "deep": ("[" * 100_000, "not a readable JSON file (maximum recursion depth"),
@@ -298,9 +289,8 @@ def test_a_bad_list_is_refused_by_key_and_file(case: str, tmp_path: Path) -> Non
     content, expected = BAD[case]
     path = tmp_path / "a.json"
     path.write_bytes(content) if isinstance(content, bytes) else write(path, content)
-    message = refusal(lambda: built(People(OWNERS), PredefinedSplit(str(path))))
-    assert message.startswith(f"scenario.partition.path: {path}: ")
-    assert expected in message
+    split = PredefinedSplit(str(path))
+    check_refused(lambda: built(People(OWNERS), split), "partition.path", f": {path}: ", expected)
 
 
 def save(**arrays: Any) -> Callable[[Path], None]:
@@ -308,11 +298,11 @@ def save(**arrays: Any) -> Callable[[Path], None]:
 
 
 BAD_ARCHIVES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "objects": (save(ann=np.array([{}])), "not a readable .npz file (Object arrays cannot be loaded"),
-    "floats": (save(ann=np.array([0.5])), "client 'ann' has float64 of shape (1,). It needs"),
+    "objects": (save(ann=np.array([{}])), "not a readable .npz file ("),
+    "floats": (save(ann=np.array([0.5])), "client 'ann' has float64 of shape (1,)"),
     "a table": (save(ann=np.eye(2, dtype=int)), "client 'ann' has int64 of shape (2, 2)"),
     "booleans": (save(ann=np.array([True])), "client 'ann' has bool of shape (1,)"),
-    "only test": (save(**{"ann/test": np.arange(2)}), "client 'ann' has 'test'. It needs"),
+    "only test": (save(**{"ann/test": np.arange(2)}), "client 'ann' has 'test'."),
     "two forms": (save(**{"ann": np.arange(2), "ann/test": np.arange(2)}), "not a readable file"),
     "missing": (lambda path: None, "no such file"),
 }
@@ -322,16 +312,14 @@ BAD_ARCHIVES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_bad_archive_is_refused_by_key_and_file(case: str, tmp_path: Path) -> None:
     make, expected = BAD_ARCHIVES[case]
     make(tmp_path / "a.npz")
-    message = refusal(lambda: built(People(OWNERS), PredefinedSplit(str(tmp_path / "a.npz"))))
-    assert message.startswith(f"scenario.partition.path: {tmp_path / 'a.npz'}: ")
-    assert expected in message
+    split = PredefinedSplit(str(tmp_path / "a.npz"))
+    check_refused(lambda: built(People(OWNERS), split), "partition.path", f": {split.path}: ", expected)
 
 
 @pytest.mark.parametrize(("key", "value"), [("train_samples", 10), ("long_tail", 2)])
 def test_options_that_reduce_the_dataset_are_refused(key: str, value: float, tmp_path: Path) -> None:
     split = write(tmp_path / "a.json", LISTS)
-    expected = f"scenario.{key}: PredefinedSplit refers to samples of the whole dataset by index. Leave {key} out"
-    assert refusal(lambda: Scenario(People(OWNERS), split, **{key: value})) == expected
+    check_refused(lambda: Scenario(People(OWNERS), split, **{key: value}), key, "PredefinedSplit")
 
 
 def test_a_dataset_that_draws_its_test_samples_is_refused(tmp_path: Path) -> None:
@@ -339,10 +327,7 @@ def test_a_dataset_that_draws_its_test_samples_is_refused(tmp_path: Path) -> Non
     table = "number,label,part\n" + "".join(f"{i},{'ab'[i % 2]},{'train' if i < 8 else 'test'}\n" for i in range(10))
     (tmp_path / "t.csv").write_text(table)
     path, options = str(tmp_path / "t.csv"), {"features": ["number"], "standardize": False}
-    assert refusal(lambda: built(Table(path, "label", **options), split)) == (
-        f"scenario.partition.path: {tmp_path / 'a.json'}: it refers to samples by index, but Table draws test samples "
-        "at random. Name the test samples, such as with test_path or split of a table"
-    )
+    check_refused(lambda: built(Table(path, "label", **options), split), "partition.path", f": {split.path}: ", "Table")
     data = built(Table(path, "label", split="part", **options), split, local_test=0)
     assert [data.data.x_train[part].flatten().tolist() for part in trains(data)] == [[0, 1], [2, 3]]
 
@@ -393,15 +378,11 @@ class UncheckedLabels(People):
 @pytest.mark.parametrize("partition", [Dirichlet(), Shards(), Pathological(), DisjointClasses()])
 def test_a_partition_by_class_needs_classes(partition: Partition, y: str) -> None:
     objective, name = "MultiLabel" if y == "labels" else "Regression", type(partition).__name__
-    why = f"splits by class, but the labels are for {objective}, not classes"
-    expected = f"scenario.partition: {name} {why}. Use IID, QuantitySkew, ByClient or PredefinedSplit"
-    assert refusal(lambda: built(UncheckedLabels(OWNERS, y=y), partition, clients=2)) == expected
+    check_refused(lambda: built(UncheckedLabels(OWNERS, y=y), partition, clients=2), "partition", name, objective)
 
 
 def test_a_long_tail_needs_classes() -> None:
-    why = "subsamples classes, but the labels are for Regression, not classes. Leave it out"
-    message = refusal(lambda: built(UncheckedLabels(OWNERS), IID(), clients=2, long_tail=2))
-    assert message == f"scenario.long_tail: {why}"
+    check_refused(lambda: built(UncheckedLabels(OWNERS), IID(), clients=2, long_tail=2), "long_tail", "Regression")
 
 
 @pytest.mark.parametrize("y", ["labels", "numbers"])
@@ -440,16 +421,8 @@ def test_a_run_without_a_number_of_clients_has_those_of_the_data(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (
-            {"clients_per_round": 7},
-            "clients_per_round: 7 is not between 1 and 6, the number of clients that train "
-            "(scenario.clients without scenario.held_out_clients)",
-        ),
-        (
-            {"clients_per_round": 0},
-            "clients_per_round: 0 is not between 1 and 6, the number of clients that train "
-            "(scenario.clients without scenario.held_out_clients)",
-        ),
+        ({"clients_per_round": 7}, "clients_per_round: 7 is not between 1 and 6, "),
+        ({"clients_per_round": 0}, "clients_per_round: 0 is not between 1 and 6, "),
         ({"min_clients": 4}, "min_clients: 4 is above the 3 clients of a round"),
     ],
 )
@@ -457,10 +430,11 @@ def test_impossible_numbers_of_clients_are_refused_before_anything_is_written(
     options: dict[str, int], expected: str, tmp_path: Path
 ) -> None:
     late = experiment(tmp_path / "run", scenario=femnist(tmp_path), **NATURAL | options)
-    assert refusal(late.fit) == expected
+    assert refusal(late.fit).startswith(expected)
     assert not (tmp_path / "run").exists()
     known = Scenario(femnist(tmp_path).dataset, ByClient(), 6)
-    assert refusal(lambda: experiment(tmp_path / "run", scenario=known, **NATURAL | options)) == expected
+    early = refusal(lambda: experiment(tmp_path / "run", scenario=known, **NATURAL | options))
+    assert early.startswith(expected)
 
 
 # --- The command line ---
@@ -520,7 +494,7 @@ def test_a_run_does_not_resume_with_another_partition(here: Path) -> None:
     Path("split.json").write_text(json.dumps(lists))
     code, _, err = run("fit", "--resume", "run", "--rounds=2")
     assert code == 2
-    assert "scenario.partition: changed since the run began: partition. Restore the data, or start a new run." in err
+    assert "scenario.partition: changed since the run began: partition." in err
 
 
 def test_client_names_are_in_partition_csv_and_printed(here: Path) -> None:

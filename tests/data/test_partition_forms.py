@@ -291,9 +291,18 @@ def test_a_smaller_alpha_gives_more_skewed_groups() -> None:
 
 
 def test_each_client_of_a_group_draws_at_least_half_an_equal_share() -> None:
-    labels = np.repeat(np.arange(10), 60)
-    draws = [Dirichlet(0.2, form="groups")._group_counts(labels, 10, 10, rng(s)).sum(axis=0).min() for s in range(40)]
-    assert 30 <= min(draws) <= 35
+    """Their samples, one client after the other, are then cut into equal parts."""
+    labels, repeated = np.repeat(np.arange(10), 60), 0
+    for seed in range(5):
+        draw = rng(seed)
+        draw.permutation(len(labels))
+        while (counts := capped_counts_by_loop(labels, 10, 0.2, draw)).sum(axis=1).min() < 30:
+            repeated += 1
+        drawn = np.concatenate([np.repeat(np.arange(10), own) for own in counts]).reshape(10, 60)
+        parts = Dirichlet(0.2, form="groups").split(labels, 10, rng(seed))
+        difference = class_counts(labels, parts) - [np.bincount(own, minlength=10) for own in drawn]
+        assert np.abs(difference).max() <= 2  # the last bit of a cumulative sum can move one sample
+    assert repeated
 
 
 def test_clients_can_have_exactly_min_samples() -> None:

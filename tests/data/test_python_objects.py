@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from refusals import refusal
+from refusals import check_refused, refusal
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
@@ -55,7 +55,7 @@ OBJECTS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("case", OBJECTS)
 def test_other_objects_are_refused_with_what_works(case: str) -> None:
     make, expected = OBJECTS[case]
-    assert refusal(make).startswith(f"{expected}, expected an object of type ")
+    assert refusal(make).startswith(f"{expected}, ")
 
 
 # --- Clients of samples ---
@@ -84,7 +84,7 @@ def test_client_ids_can_be_columns_lists_and_arrays_of_objects(case: str) -> Non
     "ids", [["ann", None] * 5, [0, "0"] * 5, [0.5] * 10, [(0, 1)] * 10, pd.Series([1.0, None] * 5)]
 )
 def test_other_client_ids_are_refused(ids: Any) -> None:
-    assert "client_train needs one id per sample, integers or text" in refusal(Own(client_train=ids))
+    check_refused(Own(client_train=ids), "dataset", "client_train")
 
 
 @pytest.mark.parametrize("name", ["y_train", "client_train"])
@@ -92,9 +92,9 @@ def test_object_arrays_in_a_file_are_refused_with_the_fix(name: str, tmp_path: A
     arrays: dict[str, Any] = {f"x_{split}": np.zeros((4, 2)) for split in ("train", "test")}
     arrays |= {f"y_{split}": np.arange(4) % 2 for split in ("train", "test")}
     np.savez(tmp_path / "a.npz", **arrays | {name: np.array(["a", "b"] * 2, dtype=object)})
-    assert refusal(Arrays(str(tmp_path / "a.npz"))).endswith("save them, with astype(str) or astype(int)")
+    check_refused(Arrays(str(tmp_path / "a.npz")), "dataset.path", "astype(str) or astype(int)")
     np.savez(tmp_path / "a.npz", **arrays | {"y_train": np.array(["a", "b"] * 2)})
-    assert "y_train holds text. Save numbers" in refusal(Arrays(str(tmp_path / "a.npz")))
+    check_refused(Arrays(str(tmp_path / "a.npz")), "dataset.path", "y_train holds text")
     np.savez(tmp_path / "a.npz", **arrays | {"y_train": np.array([True, False] * 2)})
     assert Arrays(str(tmp_path / "a.npz")).checked().y_train.tolist() == [1, 0, 1, 0]
 
@@ -115,14 +115,12 @@ def test_object_arrays_in_a_file_are_refused_with_the_fix(name: str, tmp_path: A
     ],
 )
 def test_an_augmentation_of_inputs_and_labels_is_refused_with_what_works(augment: Any) -> None:
-    message = refusal(Own(augment=augment))
-    assert message.startswith("scenario.dataset: Own: augment ")
-    assert message.endswith("To change the labels too, as MixUp does, use a LightningModule with its own training_step")
+    check_refused(Own(augment=augment), "dataset: Own", ": augment ", "training_step")
     assert Own(augment=v2.RandomHorizontalFlip()).checked()
 
 
 def test_a_preparation_that_returns_no_batch_is_refused() -> None:
-    assert "prepare returned NoneType for a batch of 2 inputs" in refusal(Own(prepare=lambda x: None))
+    check_refused(Own(prepare=lambda x: None), "dataset: Own", ": prepare ", "NoneType")
 
 
 # --- Models ---
@@ -149,10 +147,10 @@ def test_a_function_can_build_the_model(function: Any) -> None:
 
 
 MODELS: dict[str, tuple[Any, str]] = {
-    "text": ("mynet.Net", "model: got an object of type str, which cannot be called. Give a class, a function"),
-    "object": (small(3), "model: got an object of the class Sequential. Give its class"),
-    "nothing": (lambda: None, "model: it builds an object of type NoneType. Return an nn.Module"),
-    "Hugging Face": (Bert, "model: Bert is a model of Hugging Face, which takes a config and returns an object. Build"),
+    "text": ("mynet.Net", "model: got an object of type str"),
+    "object": (small(3), "model: got an object of the class Sequential"),
+    "nothing": (lambda: None, "model: it builds an object of type NoneType"),
+    "Hugging Face": (Bert, "model: Bert is a model of Hugging Face"),
     "with a config": (partial(Bert, "config"), "model: Bert is a model of Hugging Face"),
     "pretrained": (partial(Bert.from_pretrained, "a/b"), "model: Bert.from_pretrained is a model of Hugging Face"),
 }
@@ -193,6 +191,4 @@ def test_other_schedules_are_refused_with_what_works(schedule: Any) -> None:
     ):
         message = refusal(lambda given=given: experiment(**given).check())
         assert message.startswith(f"{key}: ")
-        assert message.endswith(
-            "a function that takes an optimizer and returns a scheduler, such as partial(StepLR, step_size=10)"
-        )
+        assert "partial(StepLR, step_size=10)" in message

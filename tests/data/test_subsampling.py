@@ -87,7 +87,7 @@ def test_the_tail_falls_from_the_size_of_the_largest_class(tmp_path) -> None:
 
 
 def test_a_tail_with_empty_classes_is_refused(arrays: Arrays) -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.long_tail: 1000 leaves the last classes empty. Lower it$"):
+    with pytest.raises(ConfigError, match=r"^scenario.long_tail: 1000 "):
         built(arrays, 1000)
 
 
@@ -120,7 +120,7 @@ def test_a_share_of_the_training_samples_is_rounded_up(arrays: Arrays, share: fl
 
 
 def test_more_training_samples_than_there_are_are_refused(arrays: Arrays) -> None:
-    with pytest.raises(ConfigError, match=r"scenario.train_samples: 2001 is above the 2000 training"):
+    with pytest.raises(ConfigError, match=r"scenario.train_samples: 2001 .* 2000 "):
         Scenario(arrays, IID(), clients=1, train_samples=2001).build(0)
 
 

@@ -13,7 +13,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 from layouts import table, write_csv, write_table
-from refusals import refusal
+from refusals import check_refused
 
 from fl_lightning.data import Table
 
@@ -80,10 +80,7 @@ def test_a_parquet_file_is_read_under_any_name(tmp_path: Path) -> None:
 
 OTHER: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "Latin-1": (encoded("latin-1"), "not a readable CSV file (its text is not utf-8: "),
-    "UTF-16 without a mark": (
-        encoded("utf-16-le"),
-        "is a binary file (or text in UTF-16, which you can save as UTF-8)",
-    ),
+    "UTF-16 without a mark": (encoded("utf-16-le"), "is a binary file (or text in UTF-16"),
     "tar": (tarred, "is a tar archive"),
     "tar in gzip": (lambda content: gzip.compress(tarred(content)), "is a tar archive"),
     "two files": (zipped("a.csv", "b.csv"), "is a zip archive of 2 files"),
@@ -101,9 +98,8 @@ def test_other_files_are_refused_by_what_they_are(case: str, tmp_path: Path) -> 
     change, expected = OTHER[case]
     write_table(tmp_path / "t.csv")
     (tmp_path / "t.csv").write_bytes(change((tmp_path / "t.csv").read_bytes()))
-    message = refusal(lambda: Table(str(tmp_path / "t.csv"), "label", ["age"]))
-    assert message.startswith(f"scenario.dataset.path: {tmp_path}/t.csv: {expected}")
-    assert any(fix in message for fix in ("it needs to be a CSV or Parquet file", "Save it as UTF-8", "ended before"))
+    make = partial(Table, str(tmp_path / "t.csv"), "label", ["age"])
+    check_refused(make, "dataset.path", f": {tmp_path}/t.csv: {expected}")
 
 
 @pytest.mark.parametrize(
@@ -117,11 +113,11 @@ def test_another_separator_is_named_also_with_decimal_commas(named: str, used: s
     write_csv(tmp_path / "t.csv", columns, used)
     make = partial(Table, str(tmp_path / "t.csv"), "label", decimal=",")
     options = {"separator": named} if named != "," else {"separator": ",", "decimal": "."}
-    assert refusal(lambda: make(**options)).endswith(f"only one column with this separator. Did you mean {used!r}?")
+    check_refused(lambda: make(**options), "dataset.separator", f"{used!r}?")
     assert make(separator=used).checked().in_shape == (1,)
 
 
-HINT = "If the first line is a sample, add a line with the names of the columns above it"
+HINT = "If the first line is a sample"
 
 
 def without_header(path: Path, columns: dict[str, list]) -> str:
@@ -133,23 +129,15 @@ def without_header(path: Path, columns: dict[str, list]) -> str:
 def test_a_file_without_a_header_is_refused_with_the_fix(tmp_path: Path) -> None:
     columns = {"age": [31, 42] * 10, "town": ["Bern", "Chur"] * 10, "label": ["no", "yes"] * 10}
     path = without_header(tmp_path / "t.csv", columns)
-    assert refusal(lambda: Table(path, "label")) == (
-        f"scenario.dataset.label: column 'label' not found. Columns: 31, Bern, no. {HINT}"
-    )
-    assert (
-        refusal(lambda: Table(path, "no")) == f"scenario.dataset.label: column 'no' is also one of its values. {HINT}"
-    )
+    check_refused(lambda: Table(path, "label"), "dataset.label", "'label'", "31, Bern, no. ", HINT)
+    check_refused(lambda: Table(path, "no"), "dataset.label", "'no' is also one of its values", HINT)
     same = without_header(tmp_path / "same.csv", {"a": [0, 1] * 10, "b": [0, 1] * 10, "label": ["x", "y"] * 10})
-    assert refusal(lambda: Table(same, "label")) == (
-        f"scenario.dataset.path: {same}: two columns have the name '0'. Rename one of them. {HINT}"
-    )
+    check_refused(lambda: Table(same, "label"), "dataset.path", f": {same}: ", "'0'", HINT)
 
 
 def test_numbers_as_names_of_columns_are_warned_of_only_if_they_do_not_ascend(tmp_path: Path) -> None:
     path = without_header(tmp_path / "t.csv", {"a": [5.5, 7] * 10, "b": [1.5, 2] * 10, "label": [3, 2] * 10})
-    with pytest.warns(
-        UserWarning, match=rf"^scenario.dataset.path: the columns of {path} are named 5.5, 1.5, 3. {HINT}"
-    ):
+    with pytest.warns(UserWarning, match=rf"^scenario.dataset.path: .*{path} .* 5.5, 1.5, 3. {HINT}"):
         Table(path, "3").checked()
     write_csv(tmp_path / "years.csv", {"2024": [1, 2] * 10, "2025": [1, 2] * 10, "label": ["a", "b"] * 10})
     assert Table(str(tmp_path / "years.csv"), "label").checked().in_shape == (2,)

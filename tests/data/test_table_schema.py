@@ -167,9 +167,9 @@ def test_label_names_follow_the_kind_of_label(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"dose": None}, "dose: 5 of 5 values are missing, first in row 1. Fill them in, or leave these rows out"),
-        ({"dose": "much"}, "dose: expected numbers, got (object|str). Convert the column to float64"),
-        ({"dose": [1.0, 2.0, 1e300, np.inf, 3.0]}, "dose: 2 values are not finite in float32. Correct them, or leave"),
+        ({"dose": None}, "^dose: 5 of 5 values are missing, first in row 1"),
+        ({"dose": "much"}, "^dose: .* (object|str)"),
+        ({"dose": [1.0, 2.0, 1e300, np.inf, 3.0]}, "^dose: 2 values are not finite"),
     ],
 )
 def test_rows_with_missing_or_invalid_values_are_refused(change, error):
@@ -180,13 +180,13 @@ def test_rows_with_missing_or_invalid_values_are_refused(change, error):
 
 def test_a_missing_column_is_named():
     schema = TableSchema.from_json(Path("one_hot/schema.json").read_text())
-    with pytest.raises(ConfigError, match=r"town: column not found. The schema has dose, town, seconds, ward"):
+    with pytest.raises(ConfigError, match=r"^town: .* dose, town, seconds, ward"):
         schema.rows(patients(5, 0).drop(columns="town"))
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"columns": 3}', '{"columns": [], "more": 1}'])
 def test_json_that_is_not_a_schema_is_refused(text):
-    with pytest.raises(ConfigError, match="schema: not the JSON of a table's schema"):
+    with pytest.raises(ConfigError, match=r"^schema: "):
         TableSchema.from_json(text)
 
 
@@ -223,9 +223,9 @@ def test_a_table_with_a_schema_is_encoded_like_the_table_that_it_comes_from(tmp_
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"features": ["age"]}, "^scenario.dataset.schema: it defines the features and their .* Leave out features$"),
-        ({"encoding": "codes", "standardize": False}, "encoding. Leave out encoding, standardize$"),
-        ({"label": "town"}, "^scenario.dataset.label: town is not the label of the schema. Set it to sick"),
+        ({"features": ["age"]}, "^scenario.dataset.schema: .* features$"),
+        ({"encoding": "codes", "standardize": False}, "^scenario.dataset.schema: .* encoding, standardize$"),
+        ({"label": "town"}, "^scenario.dataset.label: town .* sick$"),
         ({"schema": "other.json"}, "^scenario.dataset.schema: other.json: no such file"),
     ],
 )
@@ -238,7 +238,7 @@ def test_options_that_do_not_fit_a_schema_are_refused(tmp_path, options, error):
 def test_a_label_that_the_schema_does_not_know_is_refused(tmp_path):
     part, _ = write_tables(tmp_path)
     part.write_text(part.read_text().replace("yes", "maybe", 1))
-    with pytest.raises(ConfigError, match=r"holds 'maybe' in row 1 of .*, which is not a class of the schema"):
+    with pytest.raises(ConfigError, match=r"^scenario.dataset.label: .* 'maybe' in row 1 of "):
         Table(str(part), "sick", schema=str(tmp_path / "schema.json")).load()
 
 
@@ -276,12 +276,9 @@ def test_a_column_of_unknown_categories_is_warned_of(tmp_path, with_schema):
         table = partial(Table, test, "label", schema=str(tmp_path / "schema.json"))
     else:
         table = partial(table, train, test_path=test)
-    with pytest.warns(UserWarning, match="^scenario.dataset.features: ") as seen:
+    with pytest.warns(UserWarning, match="^scenario.dataset.features: column 'code': 10 of 15 rows .*: x, yy$") as seen:
         table().load()
-    assert [str(each.message) for each in seen] == [
-        "scenario.dataset.features: column 'code': 10 of 15 rows have a category that is not known. Write categories "
-        "like those of the training rows: x, yy"
-    ]
+    assert len(seen) == 1
     Path(test).write_text(Path(test).read_text().replace("ZZ", "yy"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

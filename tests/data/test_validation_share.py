@@ -50,19 +50,15 @@ def test_the_share_is_stratified_and_depends_on_the_seed(arrays: Arrays) -> None
 
 
 def test_a_share_too_small_for_every_client_is_refused(arrays: Arrays) -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.validation_share: 0.01 holds out no sample of any client"):
+    with pytest.raises(ConfigError, match=r"^scenario.validation_share: 0.01 "):
         Scenario(arrays, IID(), clients=40, validation_share=0.01).build(0)
 
 
 def test_a_dataset_with_a_test_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path, 100, monkeypatch)
     dataset = FC100(str(tmp_path), few_shot=FewShot(shots=1))
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"^scenario.validation_share: FC100 .*scenario.dataset.evaluate_on"):
         Scenario(dataset, IID(), clients=2, validation_share=0.2).build(0)
-    assert str(error.value) == (
-        "scenario.validation_share: FC100 has its own evaluation, which needs its own test set. "
-        "Leave it out and set scenario.dataset.evaluate_on to val"
-    )
     assert Scenario(dataset, IID(), clients=2).build(0).data.evaluate is not None
 
 

@@ -302,9 +302,9 @@ def resumed(whole: Path, case: Case, unharmed: bytes) -> Verdict:
     errors = [line for line in lines if line not in told]
     if "Traceback" in out + err:
         return Verdict("WRONG", f"a traceback: {errors[-1]}")
-    named = [line for line in lines if _names(line, case, unharmed)]
+    named = [line for line in lines if names_the_file(line, case, unharmed)]
     if code:
-        return _refused(code, errors, named, _differing(before, snapshot(Path())))
+        return judge_refusal(code, errors, named, _differing(before, snapshot(Path())))
     if errors:
         return Verdict("WRONG", f"exit code 0, and {errors[0]!r}")
     if different := other_ends(Path("run"), whole / "run", case.file if named else "", bool(told)):
@@ -313,7 +313,7 @@ def resumed(whole: Path, case: Case, unharmed: bytes) -> Verdict:
     return Verdict("warned", named[0]) if named else Verdict("identical", "")
 
 
-def _refused(code: int, errors: Sequence[str], named: Sequence[str], changed: Sequence[str]) -> Verdict:
+def judge_refusal(code: int, errors: Sequence[str], named: Sequence[str], changed: Sequence[str]) -> Verdict:
     said = "; ".join(errors)
     if code != 2 or len(errors) != 1:
         return Verdict("WRONG", f"exit code {code}: {said}")
@@ -324,7 +324,7 @@ def _refused(code: int, errors: Sequence[str], named: Sequence[str], changed: Se
     return Verdict("refused", said)
 
 
-def _names(line: str, case: Case, unharmed: bytes) -> bool:
+def names_the_file(line: str, case: Case, unharmed: bytes) -> bool:
     """Return whether a line names the file, its checkpoint, or a setting that differs."""
     path = Path(case.file)
     if path.name in line or (path.parent.name.startswith("round-") and path.parent.name in line):

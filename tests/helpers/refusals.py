@@ -55,12 +55,21 @@ def _check(given: Dataset | Callable[[], object]) -> None:
         dataset.checked()
 
 
+def check_refused(given: Dataset | Callable[[], object], key: str, *facts: str) -> None:
+    """Check that a dataset, or a call, is refused by a key of the scenario, with values that the message names."""
+    message = refusal(given)
+    assert message.startswith(f"scenario.{key}: ")
+    assert "--debug" not in message
+    for fact in facts:
+        assert fact in message
+
+
 def check_refused_command(words: list[str], messages: list[str]) -> None:
     """Run a command that must fail with one line and leave the current folder as it was."""
     before = contents(Path())
     code, out, err = run(*words)
-    assert code == 2, out + err
-    assert err.count("\n") == 1
+    assert (code, out) == (2, ""), out + err
+    assert err.count("\n") == 1, err
     assert err.startswith("fl-lightning: error: ")
     for message in messages:
         assert message in err
@@ -87,8 +96,8 @@ def replace_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 NO_FILES = {
-    "a folder": (replace_by(Path.mkdir), "is a folder, it needs to be a file"),
-    "a pipe": (replace_by(os.mkfifo), "is a pipe, it needs to be a file"),
-    "a device": (replace_by(lambda path: path.symlink_to("/dev/zero")), "is a device, it needs to be a file"),
+    "a folder": (replace_by(Path.mkdir), "is a folder"),
+    "a pipe": (replace_by(os.mkfifo), "is a pipe"),
+    "a device": (replace_by(lambda path: path.symlink_to("/dev/zero")), "is a device"),
 }
 """What may be in the place of a file, and the message."""

@@ -137,11 +137,11 @@ def test_only_a_network_that_ends_with_its_head_is_cut():
 
 
 def test_a_head_that_is_never_called_is_refused():
-    with pytest.raises(ConfigError, match=r"^model.head: .*UsesWeights does not call 'fc'.* Name"):
+    with pytest.raises(ConfigError, match=r"^model.head: .*UsesWeights .*'fc'"):
         wrapped(UsesWeights)
 
 
-REFUSED = r"^model.head: .*Softmax computes something after or around 'fc', so .* separately"
+REFUSED = r"^model.head: .*Softmax .*'fc'"
 
 
 @pytest.mark.parametrize("method", [FedPer(), FedRep(), FedBABU()])
@@ -297,7 +297,7 @@ def test_from_module_passes_the_number_of_classes_to_a_module_that_takes_it():
 
 
 def test_a_built_network_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^model: got an object of the class Plain\. Give its class"):
+    with pytest.raises(ConfigError, match=r"^model: .* Plain\."):
         experiment(tmp_path, model=Plain()).fit()
 
 
@@ -332,7 +332,7 @@ class Named(Sized):
 
 
 def test_outputs_that_are_no_tensor_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^model: forward returned dict\. Return the logits, a tensor"):
+    with pytest.raises(ConfigError, match=r"^model: forward returned dict\."):
         experiment(tmp_path, model=Named).fit()
 
 
@@ -340,6 +340,6 @@ def test_integer_inputs_need_an_embedding(tmp_path):
     x = np.random.default_rng(0).integers(0, 50, (40, 8))
     np.savez(tmp_path / "a.npz", x_train=x[:30], y_train=x[:30, 0] % 3, x_test=x[30:], y_test=x[30:, 0] % 3)
     data = Scenario(Arrays(str(tmp_path / "a.npz")), IID(), 2)
-    with pytest.raises(ConfigError, match=r"^model: it cannot take int64 inputs \(.*\)\. Use TextCNN"):
+    with pytest.raises(ConfigError, match=r"^model: .* int64 .*TextCNN"):
         experiment(tmp_path / "refused", scenario=data, clients_per_round=2, model=Sized).fit()
     experiment(tmp_path / "run", scenario=data, clients_per_round=2, rounds=1, model=partial(TextCNN, channels=2)).fit()

@@ -363,7 +363,7 @@ def test_padding_is_never_learnt() -> None:
 
 @pytest.mark.parametrize("model", [CNN, CNN4, LeNet, *NORMED])
 def test_image_models_refuse_other_shapes(model: type) -> None:
-    with pytest.raises(ValueError, match=r"^model: this network needs images .* the dataset has \(200,\)"):
+    with pytest.raises(ValueError, match=r"^model: .*images.* \(200,\)"):
         model((200,), 4)
 
 
@@ -378,7 +378,7 @@ def test_images_that_are_too_small_are_refused(model: type, side: int) -> None:
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_text_models_refuse_images(model: type) -> None:
-    with pytest.raises(ValueError, match=r"^model: this network reads token ids \(length,\), the dataset has"):
+    with pytest.raises(ValueError, match=r"^model: .*token ids"):
         model((1, 28, 28), 4)
 
 

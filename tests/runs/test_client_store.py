@@ -132,7 +132,7 @@ def reload_store(kept, where="disk"):
 
 
 def test_section_with_a_slash_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^client state: section 'term_a/b' contains a slash\. Rename it\.$"):
+    with pytest.raises(ConfigError, match=r"^client state: section 'term_a/b'"):
         new_store(tmp_path, "memory").put(0, 1, {"term_a/b": {"w": torch.ones(1)}})
 
 

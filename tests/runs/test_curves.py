@@ -65,8 +65,8 @@ def test_infinite_values_are_gaps():
 @pytest.mark.parametrize(
     ("accs", "options", "message"),
     [
-        ([0.5, 1.5], {"percent": True}, "percent: acc is no fraction: one value is 1.5"),
-        ([0.5], {"x": "bytes"}, "x: bytes were not recorded, comm/total_bytes is missing in metrics.csv"),
+        ([0.5, 1.5], {"percent": True}, "^percent: acc .* 1.5"),
+        ([0.5], {"x": "bytes"}, "^x: bytes .* comm/total_bytes "),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(accs, options, message):

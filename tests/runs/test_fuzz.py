@@ -72,9 +72,9 @@ def test_judge_finds_a_damaged_newest_checkpoint(root, tmp_path):
 
 def test_judge_accepts_only_one_line_refusals():
     line = ["fl-lightning: error: metrics.csv is damaged"]
-    assert fuzzing._refused(2, line, line, []) == Verdict("refused", line[0])
+    assert fuzzing.judge_refusal(2, line, line, []) == Verdict("refused", line[0])
     for given in ((1, line, line, []), (2, line * 2, line, []), (2, line, [], []), (2, line, line, ["metrics.csv"])):
-        assert fuzzing._refused(*given).kind == "WRONG"
+        assert fuzzing.judge_refusal(*given).kind == "WRONG"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_judge_accepts_the_changed_setting_as_the_name_of_its_file(line, named, 
     Path("run").mkdir()
     Path("run/config.yaml").write_text("seed: 4\nbatch_size: 16\nmodel:\n")
     case = Case("figures", "run/config.yaml", "flip", 3)
-    assert fuzzing._names(line, case, b"seed: 0\nbatch_size: 16\nmodel:\n") == named
+    assert fuzzing.names_the_file(line, case, b"seed: 0\nbatch_size: 16\nmodel:\n") == named
 
 
 def act(what):

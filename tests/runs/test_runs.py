@@ -62,7 +62,7 @@ def test_a_setting_is_found_by_its_key_or_the_end_of_it(tmp_path):
     assert run.setting("lpha") is None
     second = {"class_path": "mine.Net", "init_args": {"clients": 4}}
     run = open_run_folder(write_run(tmp_path / "other", CONFIG | {"model": second}))
-    with pytest.raises(ConfigError, match=r"clients: \S+ has scenario.clients and model.clients. Give the whole"):
+    with pytest.raises(ConfigError, match=r"^clients: .* scenario.clients and model.clients"):
         run.key("clients")
 
 
@@ -253,12 +253,9 @@ def test_folders_that_are_no_runs_are_left_out_with_a_warning(tmp_path):
     with caught_warnings() as lines:
         opened = open_runs([tmp_path / "runs", tmp_path / "foreign"])
     assert [run.run_dir for run in opened] == [sound]
-    assert [line.partition(": ")[0] for line in lines] == [
-        str(begun),
-        str(tmp_path / "runs" / "damaged"),
-        str(tmp_path / "foreign"),
-    ]
-    assert "not a run, or its first round has not ended: metrics.csv not found; left out" in lines[0]
+    left_out = [begun, tmp_path / "runs" / "damaged", tmp_path / "foreign"]
+    assert [line.partition(": ")[0] for line in lines] == list(map(str, left_out))
+    assert "metrics.csv not found" in lines[0]
     assert lines[2].endswith("no run found; left out")
 
 
@@ -293,12 +290,12 @@ def test_where_accepts_keys_ends_of_keys_and_lists(tmp_path):
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        (["alpa=1"], "where: no run has a setting 'alpa'. Did you mean alpha?"),
-        (["zzz=1"], "where: no run has a setting 'zzz'$"),
-        (["alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
-        (["=1"], "where: '=1' is not of the form KEY=VALUE"),
-        (["seed=1", "seed=2"], r"where: seed is given twice. Use seed=\[1,2\] for runs with either"),
-        (["seed=["], r"where: '\[' is not valid YAML"),
+        (["alpa=1"], "where: .* 'alpa'.* alpha?"),
+        (["zzz=1"], "where: .* 'zzz'$"),
+        (["alpha"], "where: 'alpha' .* KEY=VALUE"),
+        (["=1"], "where: '=1' .* KEY=VALUE"),
+        (["seed=1", "seed=2"], r"where: seed .* seed=\[1,2\]"),
+        (["seed=["], r"where: '\[' .* YAML"),
     ],
 )
 def test_invalid_where_is_refused(where, why, tmp_path):
@@ -310,7 +307,7 @@ def test_invalid_where_is_refused(where, why, tmp_path):
 def test_ambiguous_end_of_a_key_is_refused(tmp_path):
     write_run(tmp_path / "a", {"algorithm": {"mu": 1}})
     write_run(tmp_path / "b", {"model": {"mu": 1}})
-    with pytest.raises(ConfigError, match=r"where: mu may be algorithm.mu or model.mu. Give the whole key"):
+    with pytest.raises(ConfigError, match=r"^where: mu .* algorithm.mu or model.mu"):
         open_runs(tmp_path, ["mu=1"])
 
 
