@@ -16,7 +16,7 @@ import torchmetrics
 from torch.nn import functional as F
 
 from fl_lightning.cli.experiment import build, experiment_parser
-from fl_lightning.core.config_files import with_config_paths
+from fl_lightning.core.config_files import read_configs
 from fl_lightning.core.task import Tasks
 from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import evaluate
@@ -44,7 +44,7 @@ def by_torchmetrics(module, batches, classes):
 def compare(*words):
     """Print the times of both ways on one experiment."""
     parser = experiment_parser()
-    words = with_config_paths(["--config=digits_fedavg.yaml", "--logger", "null", *words])
+    words = read_configs(["--config=digits_fedavg.yaml", "--logger", "null", *words]).words
     run = build(parser.parse_args(words), parser, "runs/unused")
     run._build()
     worker, classes = run.worker, run.data.data.num_classes

@@ -14,6 +14,7 @@ from fl_lightning.callbacks.figures import RoundFigure as RoundFigure  # a base 
 from fl_lightning.callbacks.knowledge_map import KnowledgeMap
 from fl_lightning.callbacks.progress import RoundProgress
 from fl_lightning.callbacks.row_norms import RowNorms
+from fl_lightning.evaluation.round_metrics import RoundMetrics as RoundMetrics  # what `RoundFigure.numbers` may return
 
 __all__ = [
     "AggregationWeights",

@@ -11,10 +11,10 @@ from fl_lightning.callbacks.base import require
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from fl_lightning.callbacks.plots import bars, heat_maps, panels
 from fl_lightning.core.names import labels
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-    from fl_lightning.evaluation.summary import Row
 
 
 class AggregationWeights(RoundFigure):
@@ -57,10 +57,11 @@ class AggregationWeights(RoundFigure):
         owner = type(run.algorithm.aggregator if run.algorithm.server else run.algorithm).__name__
         require(run, "weights", f"callbacks: AggregationWeights: {owner} computes no weights. Leave it out.")
 
-    def numbers(self, arrays: Arrays) -> Row:
+    def numbers(self, arrays: Arrays) -> RoundMetrics:
         """Return each client's aggregation weight, summed over classes."""
         totals = arrays["weights"].reshape(len(arrays["clients"]), -1).sum(axis=1)
-        return {f"client_{client}/weight": float(w) for client, w in zip(arrays["clients"], totals, strict=True)}
+        clients = zip(arrays["clients"].tolist(), totals.tolist(), strict=True)
+        return RoundMetrics(clients={client: {"weight": weight} for client, weight in clients})
 
     def draw(self, arrays: Arrays) -> Figure:
         """Draw the aggregation weights: a bar per client or, for weights by class, a heat map."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fl_lightning.engines import Engine, Worker
     from fl_lightning.engines.evaluator import Evaluator
     from fl_lightning.evaluation.evaluation import Evaluation
-    from fl_lightning.evaluation.summary import Row
+    from fl_lightning.evaluation.round_metrics import RoundMetrics
     from fl_lightning.loggers.collection import Loggers
     from fl_lightning.runs.metrics_csv import MetricsCsv
     from fl_lightning.runs.record import Keep
@@ -159,10 +159,13 @@ class RoundCallback(Capable):
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
         """Called when a client has finished its fit or failed. Its uploaded tensors may be on a GPU."""
 
-    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Called after aggregation and evaluation, before logging. The callback may add to `metrics`."""
+    def on_round_metrics(self, run: FederatedRun, metrics: RoundMetrics) -> None:
+        """Called after aggregation and evaluation, before logging. The callback may add to `metrics`.
 
-    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
+        The metrics of client 3 are in `metrics.clients[3]`.
+        """
+
+    def on_round_end(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Called when the metrics of the round are on disk."""
 
     def on_fit_end(self, run: FederatedRun) -> None:

@@ -10,7 +10,7 @@ from fl_lightning.core.errors import check_positive
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-    from fl_lightning.evaluation.summary import Row
+    from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 SECONDS = 1.0
 """Minimum seconds between checkpoints if `every` is not given."""
@@ -45,7 +45,7 @@ class Checkpointing(Monitor):
         self.best_round: int | None = None
         self._next = 0.0  # time of the next checkpoint
 
-    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_end(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Write a checkpoint if one is due, if the round is the best so far, or if the run is over."""
         if self.every and run.round % self.every and not run.is_over:
             return

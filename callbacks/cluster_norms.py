@@ -9,7 +9,7 @@ from fl_lightning.callbacks.base import RoundCallback, require
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-    from fl_lightning.evaluation.summary import Row
+    from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 
 class ClusterNorms(RoundCallback):
@@ -32,7 +32,7 @@ class ClusterNorms(RoundCallback):
         """Return the metric names: cluster count, and the norms of each cluster's mean update and largest update."""
         return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
 
-    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Add the number of clusters and each cluster's update norms to the round's metrics."""
         self.check(run)
         for name in ("mean", "max"):

@@ -15,7 +15,7 @@ from fl_lightning.callbacks.plots import lines, panels
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation.summary import Row
+    from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 
 class CommunicationMeter(RoundCallback):
@@ -43,7 +43,7 @@ class CommunicationMeter(RoundCallback):
         self.down += result.download_bytes
         self.up += result.upload.nbytes if result.upload and run.algorithm.server else 0
 
-    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Add the round's uploaded and downloaded bytes, and the total of all rounds so far, to its metrics."""
         self.total += self.up + self.down
         metrics |= {"comm/up_bytes": self.up, "comm/down_bytes": self.down, "comm/total_bytes": self.total}
@@ -66,10 +66,10 @@ class BytesByRound(RoundFigure):
 
     name = "bytes"
 
-    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Add no metrics, because the bytes of the round are known only in `on_round_end`."""
 
-    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_end(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Draw the figure of cumulative bytes if it is due in this round."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         super().on_round_end(run, metrics)

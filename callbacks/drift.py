@@ -16,11 +16,11 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.names import labels
 from fl_lightning.core.state_dicts import flatten
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation.summary import Row
 
 
 class ClientDrift(RoundFigure):
@@ -79,12 +79,14 @@ class ClientDrift(RoundFigure):
             "cosine": np.array([float(F.cosine_similarity(update, step, dim=0)) for update in updates]),
         }
 
-    def numbers(self, arrays: Arrays) -> Row:
+    def numbers(self, arrays: Arrays) -> RoundMetrics:
         """Return the distance and cosine similarity of each client's update to the aggregated one, and their means."""
-        row = {f"drift/{what}_mean": float(arrays[what].mean()) for what in ("distance", "cosine")}
-        for i, client in enumerate(arrays["clients"]):
-            row |= {f"client_{client}/drift_{what}": float(arrays[what][i]) for what in ("distance", "cosine")}
-        return row
+        metrics = RoundMetrics()
+        for what in ("distance", "cosine"):
+            metrics[f"drift/{what}_mean"] = float(arrays[what].mean())
+            for client, value in zip(arrays["clients"].tolist(), arrays[what].tolist(), strict=True):
+                metrics.clients[client][f"drift_{what}"] = value
+        return metrics
 
     def draw(self, arrays: Arrays) -> Figure:
         """Draw bar charts of the distance and cosine similarity of each client's update to the aggregated one."""

@@ -10,7 +10,7 @@ from fl_lightning.core.errors import ConfigError, check_positive
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-    from fl_lightning.evaluation.summary import Row
+    from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 
 class EarlyStopping(Monitor):
@@ -49,7 +49,7 @@ class EarlyStopping(Monitor):
             fix = "Name another metric as monitor, or hold out test data (scenario.local_test)."
             raise ConfigError(f"callbacks: EarlyStopping: no round will have {' or '.join(ACCURACIES)}. {fix}")
 
-    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Compare the watched metric of an evaluated round with its best value so far."""
         due = run.evaluation.is_due(run.round, run.rounds)
         if not due or (watched := self.watched(metrics)) is None:

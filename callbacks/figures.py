@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fl_lightning.client.module import ClientModule
     from fl_lightning.core.message import Tensors
     from fl_lightning.engines import Result
+    from fl_lightning.evaluation.round_metrics import RoundMetrics
     from fl_lightning.evaluation.summary import Row
 
 Arrays = dict[str, np.ndarray]
@@ -118,21 +119,24 @@ class RoundFigure(RoundCallback):
         raise NotImplementedError
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Return the numbers to add to the round's metrics, computed from the measured arrays."""
+        """Return the numbers to add to the round's metrics, computed from the measured arrays.
+
+        With numbers of single clients, return a `RoundMetrics`.
+        """
         return {}
 
     def draw(self, arrays: Arrays) -> Figure:
         """Return the Matplotlib figure that shows the measured arrays."""
         raise NotImplementedError
 
-    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """If a figure is due in this round, call `measure`, and add the result of `numbers` to the round's metrics."""
         self.names = run.data.names
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         if self._arrays:
             metrics |= self.numbers(self._arrays)
 
-    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_end(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Write the measured arrays and the figure to the run folder, and log the figure."""
         if not self._arrays:
             return

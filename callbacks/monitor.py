@@ -15,12 +15,18 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import suggest
 from fl_lightning.core.task import Score
 from fl_lightning.engines import Result
-from fl_lightning.evaluation.evaluation import client_summary, logged_metrics, own_series, personal_means, train_metrics
+from fl_lightning.evaluation.evaluation import (
+    client_summary,
+    logged_metrics,
+    own_metrics,
+    personal_means,
+    train_metrics,
+)
+from fl_lightning.evaluation.round_metrics import RoundMetrics, client_key
 from fl_lightning.evaluation.summary import COLUMN, is_lower_better
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-    from fl_lightning.evaluation.summary import Row
 
 ACCURACIES = ("global/acc", "client/acc_mean")
 """Default metrics; the first one that exists is watched."""
@@ -70,7 +76,7 @@ class Monitor(RoundCallback):
             message = f"{self._key('mode')}: {self.mode} takes the worst {self.metric} as the best. Set mode: {better}."
             warnings.warn(message, stacklevel=2)
 
-    def watched(self, metrics: Row) -> float | None:
+    def watched(self, metrics: RoundMetrics) -> float | None:
         """Return the watched metric of a round, or None if the round lacks it. NaN becomes the worst possible value.
 
         Warns at the first evaluated round without the metric, if others will have it.
@@ -80,18 +86,18 @@ class Monitor(RoundCallback):
         """
         if self.metric is None:
             return None
-        if self.metric not in metrics:
+        value = metrics.flat().get(self.metric)
+        if value is None:
             if any(name in metrics for name in (*ACCURACIES, *LOSSES)):
                 self._report_missing(self.metric, metrics)
             return None
-        value = metrics[self.metric]
         if math.isnan(value):
             return -math.inf if self.mode == "max" else math.inf
         return value
 
-    def _report_missing(self, name: str, metrics: Row) -> None:
+    def _report_missing(self, name: str, metrics: RoundMetrics) -> None:
         if not self._known:
-            names = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
+            names = ", ".join(one for one in metrics if one != "round")
             fix = f"Available: {names}. A callback that adds a metric in some rounds only must name it in `metrics`."
             raise ConfigError(f"{self._key('monitor')}: metric {name!r} not found. {fix}")
         if not self._warned:
@@ -148,18 +154,18 @@ def round_metrics(run: FederatedRun) -> list[str]:
     names += ["client/failed"] * (run.on_client_failure == "drop")
     names += ["time/fit_s", "time/round_s", "time/processor_s", "client_<id>/train_loss"]
     ids = ["<id>"] if len(scored) == len(shards) else scored
-    names += [name.replace("client_0/", f"client_{client}/", 1) for client in ids for name in own_series({0: score})]
+    names += [client_key(client, name) for client in ids for name in own_metrics({0: score})[0]]
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
 
 
-def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> Row:
+def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> RoundMetrics:
     """Return the metrics that clients' Lightning callbacks logged during the fits of a round.
 
     Raises:
         ConfigError: A logged metric has the name of a metric of the run. The message has the first such name.
     """
     logged = logged_metrics(results)
-    if taken := logged.keys() & set(round_metrics(run) if logged else ()):
+    if taken := logged.flat().keys() & set(round_metrics(run) if logged else ()):
         name = min(taken).partition("/")[2]
         raise ConfigError(f"client_callbacks: a callback logs {name!r}, which is a metric of the run. Rename it.")
     return logged

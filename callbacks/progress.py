@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
     from fl_lightning.callbacks.notebook_view import NotebookView
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation.summary import Row
+    from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 
 SHOWN = {
@@ -67,7 +67,7 @@ class RoundProgress(RoundCallback):
         if self._live:
             self._live.end_client()
 
-    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
+    def on_round_end(self, run: FederatedRun, metrics: RoundMetrics) -> None:
         """Show the metrics of the round or, without a terminal or notebook, print a line about it.
 
         After the first round, also print the engine's message, such as the engine that `auto` has chosen.

@@ -29,7 +29,7 @@ from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.experiment import Experiment
 from fl_lightning.engines.trainer import limited_garbage_collection
 from fl_lightning.evaluation.evaluation import Evaluation, train_metrics
-from fl_lightning.evaluation.summary import Row
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
 from fl_lightning.loggers.naming import run_names, setting_of
@@ -219,7 +219,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
                 self.record.ensure_checkpoint()
                 self._restore(self.checkpoints.read(self.round))
 
-    def _run_round(self, round: int) -> Row:
+    def _run_round(self, round: int) -> RoundMetrics:
         started, processor_started = time.monotonic(), processor_seconds()
         participants = self.server.participants(round)
         self._notify("on_round_start", participants)
@@ -228,12 +228,14 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         reported = {f"server/{name}": value for name, value in self.server.end_round().items()}
         self.round = round
         fitted = time.monotonic()
-        metrics = {"round": round, **train_metrics(results), **reported, **self.evaluator.after_round(round, results)}
+        metrics = RoundMetrics({"round": round, **train_metrics(results), **reported})
+        metrics |= self.evaluator.after_round(round, results)
         metrics |= logged_by_clients(self, results)
         if self.on_client_failure == "drop":
             metrics["client/failed"] = len(participants) - len(results)
         seconds, processor = time.monotonic() - started, processor_seconds() - processor_started
-        return metrics | {"time/fit_s": fitted - started, "time/round_s": seconds, "time/processor_s": processor}
+        metrics |= {"time/fit_s": fitted - started, "time/round_s": seconds, "time/processor_s": processor}
+        return metrics
 
     def _fit_clients(self, round: int, participants: Sequence[int]) -> list[Result]:
         """Train the participants of a round, and give the server their uploads by ascending client id.

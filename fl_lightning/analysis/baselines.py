@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.config import flatten, read_config
+from fl_lightning.core.config import flatten
+from fl_lightning.core.config_files import CommandLine
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.strict_yaml import read_yaml
 
@@ -33,7 +34,7 @@ SHARED_OPTIONS = ("loss_terms", "aggregator", "buffers")
 """The options of the base class."""
 
 
-def expand_baseline(words: Sequence[str]) -> list[str]:
+def expand_baseline(line: CommandLine) -> CommandLine:
     """Replace `--algorithm=NAME` by the options of the baseline NAME, a named set of options in a config.
 
     An algorithm other than the config's own starts from its own defaults. Otherwise an option that both have, such as
@@ -41,19 +42,17 @@ def expand_baseline(words: Sequence[str]) -> list[str]:
     keep the config's values if the algorithm has them.
 
     Args:
-        words: The command line, with each option and its value as one word.
+        line: The command line, with each option and its value as one word.
     """
-    configs = option_values(words, "config")
-    places = [place for place, word in enumerate(words) if word.startswith("--algorithm=")]
-    if not configs or not places:
-        return list(words)
+    places = [place for place, word in enumerate(line.words) if word.startswith("--algorithm=")]
+    if not line.configs or not places:
+        return line
     *_, place = places
-    name = words[place].partition("=")[2]
+    name = line.words[place].partition("=")[2]
     baselines: Baselines = {}
     own_algorithm = None
-    for config in configs:
-        content = read_config(Path(config))
-        baselines = merge_baselines(baselines, content.get("baselines"), Path(config))
+    for path, content in line.configs:
+        baselines = merge_baselines(baselines, content.get("baselines"), path)
         own_algorithm = content.get("algorithm", own_algorithm)
     options = {"algorithm": name} | baselines.get(name, {})
     expanded = setting_words(options)
@@ -61,21 +60,19 @@ def expand_baseline(words: Sequence[str]) -> list[str]:
         own_algorithm = own_algorithm["class_path"]
     if class_name(options["algorithm"]) != class_name(own_algorithm):
         expanded = [f"--algorithm={BASE_CLASS}", *expanded]
-    return [*words[:place], *expanded, *words[place + 1 :]]
+    return line._replace(words=[*line.words[:place], *expanded, *line.words[place + 1 :]])
 
 
-def warn_of_dropped_options(configs: Sequence[str], resolved: Mapping[str, Any]) -> None:
+def warn_of_dropped_options(configs: Sequence[Mapping[str, Any]], resolved: Mapping[str, Any]) -> None:
     """Warn of each option in the config files that the chosen algorithm does not have.
 
     Only the options that most algorithms share (`SHARED_OPTIONS`) are checked.
 
     Args:
-        configs: The paths of the config files.
+        configs: The contents of the config files.
         resolved: The resolved config of the run.
     """
-    stated: dict[str, Any] = {}
-    for config in configs:
-        stated |= flatten(read_config(Path(config)))
+    stated = {key: value for content in configs for key, value in flatten(content).items()}
     used = flatten(resolved)
     for key in (f"algorithm.{option}" for option in SHARED_OPTIONS):
         if (value := stated.get(key)) and key not in used:

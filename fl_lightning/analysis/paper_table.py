@@ -20,7 +20,7 @@ import yaml
 from fl_lightning.analysis.baselines import expand_baseline, setting_words, split_setting, to_word
 from fl_lightning.analysis.executor import Job, folder_name, run_folder
 from fl_lightning.core.config import flatten, read_config
-from fl_lightning.core.config_files import named_file, nearest_file, with_config_paths
+from fl_lightning.core.config_files import named_file, nearest_file, read_configs
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.strict_yaml import load_yaml, read_yaml
 
@@ -341,7 +341,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
         ConfigError: A config or its baselines cannot be read.
     """
     settings: dict[str, Any] = {}
-    for word in expand_baseline(with_config_paths(words)):
+    for word in expand_baseline(read_configs(words)).words:
         key, _, value = word.removeprefix("--").partition("=")
         if key == "config":
             content = read_config(Path(value))

@@ -6,23 +6,26 @@ from collections.abc import Sequence
 
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.class_names import correct_case
-from fl_lightning.cli.options import OPTION_WORD, options_of, split_options
-from fl_lightning.core.config_files import with_config_paths
+from fl_lightning.cli.options import EXPERIMENTS, OPTION_WORD, options_of, split_options
+from fl_lightning.core.config_files import CommandLine, read_configs
 
 
-def normalize_words(command: str, words: Sequence[str]) -> list[str]:
-    """Normalize an experiment's command line: options as `--key=value`, configs as paths, class names in correct case.
+def read_command_line(command: str, words: Sequence[str]) -> CommandLine:
+    """Read the config files of an experiment's command line, and normalize its words. Others stay as they are.
 
-    The name of a baseline is replaced by its options.
+    Options become `--key=value`, and configs paths. The names of classes get their correct case. The name of a baseline
+    is replaced by its options.
 
     Args:
-        command: The command, one that takes the keys of an experiment.
-        words: The command line after the command.
+        command: The command.
+        words: The words after the command.
 
     Raises:
         ConfigError: A config or its baselines cannot be read.
     """
-    return expand_baseline(correct_case(with_config_paths(join_values(command, words))))
+    if command not in EXPERIMENTS:
+        return CommandLine(words)
+    return expand_baseline(read_configs(correct_case(join_values(command, words))))
 
 
 def join_values(command: str, words: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, get_args, get_type_hints
 
@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.cli.catalogue import CLASS_KEYS
 from fl_lightning.cli.class_names import as_backbone
 from fl_lightning.cli.unknown_names import CLASS_EXPECTED, KeyChecker, class_choices, quote
+from fl_lightning.core.config_files import CommandLine
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.trusted_imports import find_object, refusal
 
@@ -34,22 +35,22 @@ FUNCTIONS = {
 
 
 @contextmanager
-def readable_errors(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterator[None]:
+def readable_errors(parser: ArgumentParser, line: CommandLine = CommandLine()) -> Iterator[None]:
     """Context manager: turn errors of jsonargparse and of the constructors it calls into a one-line `ConfigError`.
 
     Args:
         parser: The parser that is used inside.
-        words: The command line that it parses. With it, a message shows a fix as it is typed.
+        line: The command line that it parses. With it, a message shows a fix as it is typed.
     """
     try:
         yield
     except (FLError, BrokenPipeError):
         raise
     except Exception as error:
-        raise refusal() or ConfigError(simplify_message(one_line(error), parser, words)) from error
+        raise refusal() or ConfigError(simplify_message(one_line(error), parser, line)) from error
 
 
-def simplify_message(message: str, parser: ArgumentParser, words: Sequence[str] = ()) -> str:
+def simplify_message(message: str, parser: ArgumentParser, line: CommandLine = CommandLine()) -> str:
     """Return jsonargparse's error message shortened to the key, the value and the expected type."""
     message = message.removeprefix('Parser key "config": ')
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
@@ -57,7 +58,7 @@ def simplify_message(message: str, parser: ArgumentParser, words: Sequence[str] 
     shown = key if is_experiment or not key else f"--{key}"
     reason = (
         _missing_argument(message, parser.prog, is_experiment)
-        or _unknown_argument(key, message, words)
+        or _unknown_argument(key, message, line)
         or _wrong_value(key, message)
         or _wrong_class(key, message)
         or _without_noise(message)
@@ -75,10 +76,10 @@ def _missing_argument(message: str, program: str, is_experiment: bool) -> str | 
     return f"{found[1]}: not given. Write it after the command; `{program} --help` shows how"
 
 
-def _unknown_argument(key: str, message: str, words: Sequence[str]) -> str | None:
+def _unknown_argument(key: str, message: str, line: CommandLine) -> str | None:
     """Rewrite jsonargparse's message about an unknown argument of a user's class. Return None for any other message."""
     option, paths = re.search(r"Option '([\w.-]+)", message), re.findall(r"class_path[ =]'([\w.]+)'", message)
-    return KeyChecker("fit", words).unknown_argument(option[1], paths[-1], key) if option and paths else None
+    return KeyChecker("fit", line).unknown_argument(option[1], paths[-1], key) if option and paths else None
 
 
 def _wrong_value(key: str, message: str) -> str | None:

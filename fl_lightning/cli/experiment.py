@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning import HOMES
@@ -21,6 +20,7 @@ from fl_lightning.cli.errors import readable_errors, refuse_nulls
 from fl_lightning.cli.experiment_parser import config_argument, experiment_parser
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.errors import CheckpointError, ConfigError
+from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
@@ -72,7 +72,7 @@ def refuse_function(model: Any) -> None:
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
     """Return the resolved config that a run records, as plain values, without options such as `run_dir`."""
-    config = use_recorded_paths(yaml.safe_load(parser.dump(given, skip_unset=False)))
+    config = use_recorded_paths(load_yaml(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
 
 

@@ -121,7 +121,7 @@ def open_experiment(words: Words, environment: Environment) -> Iterator[tuple[Fe
     """
     os.environ.clear()
     os.environ.update(environment)
-    from fl_lightning.cli.command_line import normalize_words
+    from fl_lightning.cli.command_line import read_command_line
     from fl_lightning.cli.commands import fit
     from fl_lightning.cli.errors import readable_errors
     from fl_lightning.cli.experiment import build, plain_config
@@ -132,7 +132,7 @@ def open_experiment(words: Words, environment: Environment) -> Iterator[tuple[Fe
         parser = command_parser("fit")
         try:
             with readable_errors(parser):
-                given = parser.parse_args(fit.expand(normalize_words("fit", words)))
+                given = parser.parse_args(fit.expand(read_command_line("fit", words)).words)
             yield build(given, parser, Path(folder) / "run"), plain_config(given, parser)
         except FLError as error:
             raise ConfigError(describe_error(error)[1]) from None

@@ -155,19 +155,19 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         echo(text.rstrip("\n"))
         return 0
     if name == "fit" and load("fl_lightning.cli.options").is_multirun(words):
-        name = "multirun"  # normalizes and checks the words of each of its runs
-    else:
-        if name in load("fl_lightning.cli.options").EXPERIMENTS:
-            words = load("fl_lightning.cli.command_line").normalize_words(name, words)
-        load("fl_lightning.cli.unknown_names").check_names(name, words)
+        name = "multirun"
+    line = load("fl_lightning.cli.command_line").read_command_line(name, words)
+    if name != "multirun":  # it checks the names of each of its runs
+        load("fl_lightning.cli.unknown_names").check_names(name, line)
     command = load(f"fl_lightning.cli.commands.{name}")
     parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog = f"fl-lightning {name}"
     readable_errors = load("fl_lightning.cli.errors").readable_errors
-    with readable_errors(parser):
-        words = getattr(command, "expand", list)(words)
-    with readable_errors(parser, words):
-        given = parser.parse_args(words)
+    with readable_errors(parser, line):
+        line = command.expand(line) if hasattr(command, "expand") else line
+        given = parser.parse_args(line.words)
+    if line.configs:
+        given.config = line.configs  # jsonargparse has only their paths
     if own_process:
         gc.freeze()  # scanning all imported objects takes a second
         gc.enable()

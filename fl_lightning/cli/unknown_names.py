@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,8 +14,7 @@ from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_sourc
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision
 from fl_lightning.cli.options import EXPERIMENTS, MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.other_frameworks import CLASSES, OPTIONS
-from fl_lightning.core.config import read_config
-from fl_lightning.core.config_files import is_run, shipped
+from fl_lightning.core.config_files import CommandLine, is_run, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.spelling import fold, nearest, suggest
@@ -36,22 +33,22 @@ NOT_IN_CONFIGS = {"config", "print_config", *map(key_of, MULTIRUN)}
 CLASS_EXPECTED = "expected the name of a class, or a class_path with its init_args"
 
 
-def check_names(command: str, words: Sequence[str]) -> None:
+def check_names(command: str, line: CommandLine) -> None:
     """Raise an error if a command line or its config files contain an unknown option, key, class or class argument.
 
     The arguments of a user's own class are checked later by the command's parser, which imports the class.
 
     Args:
         command: The command.
-        words: The command line after the command; that of an experiment in normal form.
+        line: The command line.
 
     Raises:
         ConfigError: Names the unknown key or class, and the most similar valid name.
     """
     if command in EXPERIMENTS:
-        load("fl_lightning.runs.trust").allow_local_modules(words)  # imports numpy
-    known = KeyChecker(command, words)
-    for content in known.contents:
+        load("fl_lightning.runs.trust").allow_local_modules(line.words)  # imports numpy
+    known = KeyChecker(command, line)
+    for _, content in line.configs:
         known.check_keys(content)
     for place, (option, value) in enumerate(known.typed):
         known.check_option(option, value, [later for later, _ in known.typed[place + 1 :]])
@@ -62,23 +59,20 @@ class KeyChecker:
 
     Args:
         command: The command.
-        words: The command line after the command.
+        line: The command line.
 
     Attributes:
-        contents: The contents of the config files.
         typed: The options of the command line with their values. A positional argument has "" as its option.
         classes: The chosen classes by key: names or import paths.
     """
 
-    def __init__(self, command: str, words: Sequence[str] = ()) -> None:
+    def __init__(self, command: str, line: CommandLine) -> None:
         self.command = command
         self.options: dict[str, dict[str, Any]] = options_of(command)
         self.is_experiment = command in EXPERIMENTS
-        self.typed = list(self._typed(words))
-        paths = [Path(value) for key, value in self.typed if key == "config" and os.path.isfile(value)]
-        self.contents = [read_config(path) for path in paths] if self.is_experiment else []
+        self.typed = list(self._typed(line.words))
         found: dict[str, Any] = {key: one.get("default") for key, one in self.options.items()}
-        for content in self.contents:
+        for _, content in line.configs:
             found |= _chosen_classes(content)
         for option, value in self.typed:
             found |= _chosen_classes(_parsed(value), option.removesuffix(".class_path"))

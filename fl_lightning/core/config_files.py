@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
@@ -20,13 +21,30 @@ DIGITS = "digits_fedavg.yaml"
 """The config of FedAvg on the digits dataset. The configs of other algorithms replace the name FedAvg in it."""
 
 
-def with_config_paths(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with each `--config=NAME` replaced by `--config=PATH`.
+class CommandLine(NamedTuple):
+    """A command line, and its config files, which are read once.
+
+    Attributes:
+        words: The words after the command.
+        configs: The path and the content of each config file of an experiment, in their order.
+    """
+
+    words: Sequence[str] = ()
+    configs: Sequence[tuple[Path, dict[str, Any]]] = ()
+
+
+def read_configs(words: Sequence[str]) -> CommandLine:
+    """Read the config files of an experiment's command line, and replace each `--config=NAME` by `--config=PATH`.
 
     `NAME` is the name of a config in this package, or a path.
+
+    Raises:
+        ConfigError: A file does not exist, or is no YAML mapping.
     """
     start = "--config="
-    return [f"{start}{config_path(word.removeprefix(start))}" if word.startswith(start) else word for word in words]
+    words = [f"{start}{config_path(word.removeprefix(start))}" if word.startswith(start) else word for word in words]
+    paths = [Path(word.removeprefix(start)) for word in words if word.startswith(start)]
+    return CommandLine(words, [(path, read_config(path, f"--config: {path}")) for path in paths])
 
 
 def config_path(name: str) -> str:
@@ -35,7 +53,7 @@ def config_path(name: str) -> str:
     The name may leave out `.yaml`.
 
     Raises:
-        ConfigError: The file does not exist, or is no YAML mapping.
+        ConfigError: The file does not exist.
     """
     path = named_file(name, "configs")
     if path is None:
@@ -44,7 +62,6 @@ def config_path(name: str) -> str:
         near = nearest_file(name, "configs")
         fix = f"Did you mean {near}?" if near else "See `fl-lightning list configs`."
         raise ConfigError(f"--config: {name} is neither a file here nor a shipped config. {fix}")
-    read_config(path, f"--config: {name}")
     return str(path)
 
 

@@ -29,6 +29,7 @@ from fl_lightning.engines.base import Done, Engine, in_client_order
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation.evaluation import Evaluation, measured
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row
 
 SAMPLES, CHUNK, TOLERANCE = 8, 2, 0.05
@@ -74,7 +75,7 @@ class Evaluator:
             "evaluate_globally": due and how.personal_on_global,
         }
 
-    def after_round(self, round: int, results: Sequence[Result]) -> Row:
+    def after_round(self, round: int, results: Sequence[Result]) -> RoundMetrics:
         """Return the evaluation metrics of a finished round, empty if `evaluation.every` skips the round.
 
         Args:
@@ -82,16 +83,19 @@ class Evaluator:
             results: The results of the clients that trained.
         """
         if not self.evaluation.is_due(round, self.rounds):
-            return {}
+            return RoundMetrics()
         received = self.evaluation.of_received
         clients = self._evaluate_received(round, self.server.downloads) if received else results
         trained = [result.local for result in results if result.local] if received else []
         on_global = [result.on_global for result in results if result.on_global]
         metrics = self._measure(round, clients, on_global, trained)
         metrics |= self._count_untrained(clients) if received else {}
-        return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
+        for result in results:
+            if result.losses:
+                metrics.clients[result.client]["train_loss"] = result.losses["loss"]
+        return metrics
 
-    def test(self, round: int) -> Row:
+    def test(self, round: int) -> RoundMetrics:
         """Return metrics after a round: of the global model, and of each client's model on the client's test split.
 
         Raises:
@@ -104,9 +108,11 @@ class Evaluator:
                 raise ConfigError(f"algorithm: {name} has no global model to test. {where}")
             if not data.has_global_test:
                 raise ConfigError("scenario.dataset: all test samples are on the clients' machines. See metrics.csv")
-            return {"round": round, **self._measure(round, ())}
-        clients = self._evaluate_received(round, self._downloads)
-        return {"round": round, **self._measure(round, clients), **self._count_untrained(clients)}
+        clients = [] if data.is_remote else self._evaluate_received(round, self._downloads)
+        metrics = RoundMetrics({"round": round})
+        metrics |= self._measure(round, clients)
+        metrics |= self._count_untrained(clients)
+        return metrics
 
     def deliver_models(self, round: int) -> None:
         """Send each client's final model to the client's own machine, which stores the model.
@@ -178,7 +184,7 @@ class Evaluator:
         clients: Iterable[Result],
         on_global: Sequence[Score] = (),
         trained: Sequence[Score] = (),
-    ) -> Row:
+    ) -> RoundMetrics:
         scores = {result.client: result.local for result in clients if result.local}
         has_one = self.server.algorithm.one_model and self.worker.data.has_global_test
         module = self.global_module(round) if has_one else None

@@ -21,7 +21,7 @@ from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Worker, engine_of
 from fl_lightning.engines.evaluator import Evaluator
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.evaluation.summary import Row
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.models import ModelFactory, NetworkFactory
 
 
@@ -141,6 +141,6 @@ class Experiment:
         task = Task(self.round, client, download, self.memory.get(client, {}), scale)
         return self.worker.modules.personalize(task).train()
 
-    def test(self) -> Row:
+    def test(self) -> RoundMetrics:
         """Evaluate the global model, and each client's `client_module` on its own test split."""
         return self.evaluator.test(self.round)

@@ -17,6 +17,7 @@ from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.core.task import Result, Score
 from fl_lightning.evaluation.extra_metrics import Measure
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row, is_lower_better
 
 
@@ -197,8 +198,8 @@ def measured(
     on_global: Sequence[Score] = (),
     new: Sequence[Score] = (),
     trained: Sequence[Score] = (),
-) -> Row:
-    """Return the evaluation metrics of a round by column of `metrics.csv`, given the scores of all evaluated models.
+) -> RoundMetrics:
+    """Return the evaluation metrics of a round, given the scores of all evaluated models.
 
     Args:
         shared: The global model's score on the global test set, if there is a global model.
@@ -211,7 +212,7 @@ def measured(
     summaries = [client_summary(list(own.values())), client_summary(trained, "trained_client")]
     summaries += [client_summary(new, "new_client")]
     row = {name: value for part in (row, *summaries) for name, value in part.items()}
-    return row | personal_means(on_global) | own_series(own)
+    return RoundMetrics(row | personal_means(on_global), own_metrics(own))
 
 
 def client_summary(scores: Sequence[Score], group: str = "client") -> Row:
@@ -246,13 +247,11 @@ def personal_means(scores: Sequence[Score]) -> Row:
     return {f"personal_on_global/{name}_mean": sum(own) / len(own) for name, own in values.items()}
 
 
-def own_series(scores: Mapping[int, Score]) -> Row:
-    """Return the test metrics of each client's own model, without the loss. The keys are `client_<id>/<name>`."""
+def own_metrics(scores: Mapping[int, Score]) -> dict[int, Row]:
+    """Return the test metrics of each client's own model, without the loss."""
     return {
-        f"client_{client}/{name}": value
+        client: {name: value for name, value in score.values.items() if name != "loss"}
         for client, score in scores.items()
-        for name, value in score.values.items()
-        if name != "loss"
     }
 
 
@@ -262,9 +261,9 @@ def train_metrics(results: Sequence[Result]) -> Row:
     return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
 
 
-def logged_metrics(results: Sequence[Result]) -> Row:
+def logged_metrics(results: Sequence[Result]) -> RoundMetrics:
     """Return the metrics that callbacks logged while clients trained: the value of each client, and the mean."""
-    own = {f"client_{r.client}/{name}": value for r in results for name, value in r.logged.items()}
     names = dict.fromkeys(name for result in results for name in result.logged)
     means = {name: fmean(r.logged[name] for r in results if name in r.logged) for name in names}
-    return {**{f"client/{name}": mean for name, mean in means.items()}, **own}
+    shared = {f"client/{name}": mean for name, mean in means.items()}
+    return RoundMetrics(shared, {result.client: result.logged for result in results})

@@ -29,9 +29,6 @@ MODELS = re.compile(
     r"|global/(.+)|personal_on_global/(.+)_mean"
 )
 
-CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
-"""Matches the name of one client's metric, `client_<id>/<name>`."""
-
 LOSSES = ("global/loss", "client/loss_mean", "trained_client/loss_mean", "new_client/loss_mean", "client/train_loss")
 
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
@@ -43,18 +40,6 @@ LOWER_BETTER = (
 
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.
 COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")
-
-
-def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
-    """Split a round's metrics into those of the whole run and those of each client, named `client_<id>/<name>`."""
-    shared: Row = {}
-    by_client: dict[int, Row] = {}
-    for key, value in row.items():
-        if match := CLIENT_SERIES.fullmatch(key):
-            by_client.setdefault(int(match[1]), {})[match[2]] = value
-        else:
-            shared[key] = value
-    return shared, by_client
 
 
 def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:

@@ -14,8 +14,11 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.names import Names
-from fl_lightning.evaluation.summary import CLIENT_SERIES, Row, lowest_losses, summarize
+from fl_lightning.evaluation.round_metrics import RoundMetrics
+from fl_lightning.evaluation.summary import Row, lowest_losses, summarize
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
+
+_REFUSED = re.compile(r"[^\w.-]+")  # characters that a logger may refuse in a key
 
 FEW_CLIENTS = 1000
 """Maximum number of clients for which each client's metrics, and the partition in W&B, are logged by default."""
@@ -27,18 +30,6 @@ def logs_clients_by_default(clients: int) -> bool:
         message = f"log_clients: metrics of single clients are not logged ({clients:,} clients)."
         warnings.warn(f"{message} Set log_clients: true to log them.", stacklevel=2)
     return clients <= FEW_CLIENTS
-
-
-def named_key(key: str, names: Sequence[str]) -> str:
-    """Return the key of a metric in loggers, with the client's name if clients have names: `client_3_north/acc`.
-
-    Characters that a logger may refuse become `_`.
-    """
-    match = CLIENT_SERIES.fullmatch(key)
-    if not match or int(match[1]) >= len(names):
-        return key
-    name = re.sub(r"[^\w.-]+", "_", names[int(match[1])])
-    return f"client_{match[1]}_{name}/{match[2]}"
 
 
 def _logs_to_wandb(logger: Logger) -> bool:
@@ -65,7 +56,7 @@ class Loggers:
             if isinstance(one, RoundLogger) and type(one) in map(type, self._all[:n]):
                 raise ConfigError(f"logger: {type(one).__name__} is listed twice. List it once.")
         self._begun: list[Logger] = []
-        self._client_names: Sequence[str] = ()
+        self._labels: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -114,7 +105,7 @@ class Loggers:
         """
         shown = counts.tolist() if len(counts) <= FEW_CLIENTS else None
         beginning = Beginning(run_dir, config or {}, labels, round, shown, names)
-        self._client_names = names.clients
+        self._labels = [f"{client}_{_REFUSED.sub('_', name)}" for client, name in enumerate(names.clients)]
         try:
             with blame("logger"):
                 for one in self._all:
@@ -127,14 +118,18 @@ class Loggers:
             self.finalize("failed")
             raise
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics of round `step` in all loggers.
+    def log_round(self, metrics: RoundMetrics) -> None:
+        """Log the metrics of a round in all loggers: those of a client as `client_3/acc`.
 
         If clients have names, the key of a client's metric includes the client's name: `client_3_north/acc`.
         """
-        named = {named_key(key, self._client_names): value for key, value in metrics.items()}
+        flat = metrics.flat(self._labels)
+        self.log_metrics(flat, step=int(flat.pop("round")))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log metrics of round `step` by name in all loggers."""
         for one in self._all:
-            one.log_metrics(dict(named), step)
+            one.log_metrics(dict(metrics), step)
 
     def log_image(self, key: str, images: Sequence[str], **options: Any) -> None:
         """Log image files in all loggers that support images."""

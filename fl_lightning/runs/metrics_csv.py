@@ -14,7 +14,8 @@ from typing import TextIO
 
 from fl_lightning.core.errors import CheckpointError, Damaged
 from fl_lightning.core.files import flush, open_file, open_to_append, replace_atomically, write_atomically
-from fl_lightning.evaluation.summary import Row, split_series
+from fl_lightning.evaluation.round_metrics import RoundMetrics
+from fl_lightning.evaluation.summary import Row
 from fl_lightning.runs.csv_reader import CLIENT_NAME, read_rows
 
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "trained_client/", "new_client/", "comm/", "time/")
@@ -25,7 +26,7 @@ class MetricsCsv:
     """Writes the metrics of a run to `metrics.csv`, and the metrics of single clients to `clients.csv`.
 
     `metrics.csv` has a row per round and a column per metric, blank if a round has no value. `clients.csv` is in the
-    same folder. Metrics of single clients are named `client_<id>/<name>`.
+    same folder.
 
     Args:
         path: The file.
@@ -85,24 +86,24 @@ class MetricsCsv:
             self._columns = []
             self.path.unlink(missing_ok=True)
 
-    def append(self, row: Row) -> None:
+    def append(self, metrics: RoundMetrics) -> None:
         """Append a round's metrics to `clients.csv`, then to `metrics.csv`. The new rows survive a kill of the process.
 
         Raises:
             CheckpointError: Writing fails.
         """
-        shared, by_client = split_series(row)
+        row = dict(metrics)
         try:
-            self.clients.append(int(row["round"]), by_client)
-            if shared.keys() <= set(self._columns):
+            self.clients.append(int(row["round"]), metrics.clients)
+            if row.keys() <= set(self._columns):
                 with open_to_append(self.path, "a", newline="") as file:
-                    csv.DictWriter(file, self._columns, lineterminator="\n").writerow(shared)
+                    csv.DictWriter(file, self._columns, lineterminator="\n").writerow(row)
             else:
-                self._rewrite([*self.rows, shared])
+                self._rewrite([*self.rows, row])
         except OSError as error:
             raise CheckpointError(f"cannot write round {row['round']} to {self.path.parent}: {error}") from error
-        self.rows.append(shared)  # only after it is written: `rows` must never be ahead of the file
-        self._digest.add(shared)
+        self.rows.append(row)  # only after it is written: `rows` must never be ahead of the file
+        self._digest.add(row)
 
     def flush(self) -> None:
         """Flush all rows of `metrics.csv` and `clients.csv` to disk, so that they survive a power failure.
@@ -177,14 +178,14 @@ class ClientsCsv:
         else:
             self.path.unlink(missing_ok=True)
 
-    def append(self, round: int, series: Mapping[int, Row]) -> None:
-        """Append the clients' metrics of one round to the file, a line per client."""
-        new = {name for row in series.values() for name in row}.difference(self._columns)
+    def append(self, round: int, clients: Mapping[int, Row]) -> None:
+        """Append the clients' metrics of one round to the file, a line per client with metrics."""
+        new = {name for row in clients.values() for name in row}.difference(self._columns)
         if new:
             self._columns += sorted(new, key=_column_order)
             self._copy(round)
-        name = {k: {CLIENT_NAME: self.names[k]} if self.names else {} for k in series}
-        rows = [{"round": round, "client": k, **name[k], **row} for k, row in sorted(series.items())]
+        name = {k: {CLIENT_NAME: self.names[k]} if self.names else {} for k in clients}
+        rows = [{"round": round, "client": k, **name[k], **row} for k, row in sorted(clients.items()) if row]
         if rows:
             with open_to_append(self.path, "a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)

@@ -19,7 +19,8 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
-from fl_lightning.evaluation.summary import Row, split_series, summarize
+from fl_lightning.evaluation.round_metrics import RoundMetrics
+from fl_lightning.evaluation.summary import summarize
 from fl_lightning.loggers.base import Labels
 from fl_lightning.loggers.collection import Loggers, logs_clients_by_default
 from fl_lightning.runs.background_writer import Writer
@@ -225,15 +226,15 @@ class Record:
         if schema := self._data.data.schema:
             write_atomically(self.run_dir / "schema.json", schema.to_json())
 
-    def log(self, metrics: Row) -> None:
+    def log(self, metrics: RoundMetrics) -> None:
         """Append a round's metrics to `metrics.csv` and `clients.csv`, then pass them to the loggers.
 
         Raises:
             CheckpointError: Writing fails.
         """
-        metrics = metrics if self.log_clients else split_series(metrics)[0]
+        metrics = metrics if self.log_clients else RoundMetrics(shared=metrics)
         self.csv.append(metrics)
-        self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=int(metrics["round"]))
+        self.logger.log_round(metrics)
 
     def checkpoint(self, keep: Keep | None = None) -> None:
         """Write a checkpoint of the last finished round in the background, after the previous one is on disk.

@@ -395,4 +395,4 @@ def test_testing_a_run_evaluates_each_clients_last_model(tmp_path, buffers):
     again = experiment(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
     again.load()
     found, last = again.test(), client_series(tmp_path, 3)
-    assert [found[f"client_{k}/acc"] for k in range(6)] == [last[f"client_{k}/acc"] for k in range(6)]
+    assert [found.clients[k]["acc"] for k in range(6)] == [last[f"client_{k}/acc"] for k in range(6)]

@@ -11,11 +11,11 @@ from commands import rows, run
 
 from fl_lightning.algorithms import MOON, ModelContrast
 from fl_lightning.analysis.baselines import expand_baseline, merge_baselines
-from fl_lightning.cli.command_line import normalize_words
+from fl_lightning.cli.command_line import read_command_line
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.cli.main import main
-from fl_lightning.core.config_files import with_config_paths
+from fl_lightning.core.config_files import read_configs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WITH_BASELINES = {
@@ -50,7 +50,7 @@ def here(tmp_path, monkeypatch):
 
 
 def expanded(*words):
-    return expand_baseline(["fit", *words])[1:]
+    return expand_baseline(read_configs(["fit", *words])).words[1:]
 
 
 def test_a_baseline_is_replaced_by_its_options(here):
@@ -94,7 +94,7 @@ def test_a_run_of_a_baseline_can_be_resumed(here):
 def algorithm_of(*words):
     """Return the algorithm of a command line."""
     parser = experiment_parser()
-    return plain_config(parser.parse_args(expand(normalize_words("fit", words))), parser)["algorithm"]
+    return plain_config(parser.parse_args(expand(read_command_line("fit", words)).words), parser)["algorithm"]
 
 
 def test_another_algorithm_starts_from_its_own_defaults(here):
@@ -150,7 +150,7 @@ def baselines_of(config):
 @pytest.mark.parametrize(("config", "name"), list(shipped()))
 def test_every_baseline_of_a_shipped_config_parses(parser, config, name):
     """A baseline does not take over options of the config's own method with the same name."""
-    words = expand_baseline(with_config_paths([f"--config={config}", f"--algorithm={name}"]))
+    words = expand_baseline(read_configs([f"--config={config}", f"--algorithm={name}"])).words
     parsed = parser.parse_args(words).algorithm
     package, _, method = parsed.class_path.rpartition(".")
     assert package.startswith("fl_lightning")
@@ -167,7 +167,7 @@ def test_every_baseline_of_a_shipped_config_parses(parser, config, name):
 @pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*_feddw_practical.yaml")))
 def test_methods_with_parts_of_the_network_have_the_last_layer_in_feddws_tables(parser, config, name):
     """As in FedDW's code: the mapping layers before it are shared and trained, and MOON compares their outputs."""
-    words = expand_baseline(with_config_paths([f"--config={config}", f"--algorithm={name}"]))
+    words = expand_baseline(read_configs([f"--config={config}", f"--algorithm={name}"])).words
     made = parser.instantiate(parser.parse_args(words))
     shape = (1, 28, 28) if "mnist" in config else (3, 32, 32) if "cifar" in config else (200,)
     network = made.model(in_shape=shape, num_classes=10)

@@ -13,7 +13,7 @@ from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.analysis.paper_table import read_table as uncached_read_table
 from fl_lightning.cli.experiment import experiment_parser
 from fl_lightning.core.config import flatten
-from fl_lightning.core.config_files import with_config_paths
+from fl_lightning.core.config_files import read_configs
 from fl_lightning.evaluation.summary import summarize
 
 FOLDER = Path(__file__).parents[2] / "papers"
@@ -266,7 +266,7 @@ parser, read_table = cache(experiment_parser), cache(uncached_read_table)
 
 @cache
 def parsed(cell):
-    return parser().parse_args(expand_baseline(with_config_paths(cell)))
+    return parser().parse_args(expand_baseline(read_configs(cell)).words)
 
 
 def config_of(cell):

@@ -44,7 +44,7 @@ from fl_lightning.analysis.reproduction_table import (
 )
 from fl_lightning.analysis.statistics import paired_difference
 from fl_lightning.cli.experiment import experiment_parser, plain_config
-from fl_lightning.core.config_files import with_config_paths
+from fl_lightning.core.config_files import read_configs
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits
 
@@ -220,7 +220,7 @@ def test_other_settings_are_other_runs(here, change):
 def test_settings_of_a_command_line_equal_those_of_fit(here):
     words = ["--config=tiny.yaml", "--algorithm=FedProx", "--model.hidden=[4]", "--rounds=7"]
     found = settings_of(words)
-    parsed = experiment_parser().parse_args(expand_baseline(with_config_paths(words)))
+    parsed = experiment_parser().parse_args(expand_baseline(read_configs(words)).words)
     assert found["algorithm.mu"] == parsed.algorithm.init_args.mu == 0.1
     assert found["model.hidden"] == list(parsed.model.init_args.hidden) == [4]
     assert (found["rounds"], found["trainer.max_epochs"], found["algorithm"]) == (7, 1, "FedProx")
@@ -277,7 +277,7 @@ def test_the_scale_changes_no_other_setting(name, column, row):
 
     def config(scale):
         (job,) = table_jobs(table, Path("out"), scale).values()
-        return plain_config(parser.parse_args(expand_baseline(with_config_paths(job.words))), parser)
+        return plain_config(parser.parse_args(expand_baseline(read_configs(job.words)).words), parser)
 
     whole, small = config(Scale()), config(Scale(0.03))
     assert small["rounds"] == scaled(whole["rounds"], 0.03) < whole["rounds"]

@@ -39,6 +39,7 @@ from fl_lightning.callbacks.monitor import is_among, round_metrics
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Digits, Dirichlet, Scenario, Table
 from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.loggers.wandb import NOTE, Labels, WandbRoundLogger, add_checksum
 from fl_lightning.models import Backbone
 
@@ -375,7 +376,7 @@ def test_a_mode_that_contradicts_the_default_metric_is_kept_with_a_warning(tmp_p
     line = "callbacks: EarlyStopping.mode: max takes the worst global/loss as the best. Set mode: min."
     assert [str(warning.message) for warning in messages] == [line]
     assert [(each.metric, each.mode) for each in watchers] == [("global/loss", "max"), ("global/loss", "min")]
-    assert [each.watched({"global/loss": math.nan}) for each in watchers] == [-math.inf, math.inf]
+    assert [each.watched(RoundMetrics({"global/loss": math.nan})) for each in watchers] == [-math.inf, math.inf]
 
 
 @pytest.mark.parametrize(("monitor", "mode"), [("comm/total_bytes", "max"), ("mine/accidents", "min")])
@@ -391,11 +392,11 @@ def test_nan_is_worse_than_any_number(mode, values, best):
     watcher = EarlyStopping("global/loss", mode, patience=2)
     evaluated = SimpleNamespace(evaluation=Evaluation(), round=1, rounds=9)
     for value in (float("nan"), *values):
-        watcher.on_round_metrics(evaluated, {"global/loss": value, "global/acc": 0.5})
+        watcher.on_round_metrics(evaluated, RoundMetrics({"global/loss": value, "global/acc": 0.5}))
     assert (watcher.best, watcher.waited) == (best, 0)
     for _ in range(2):
         assert not watcher.stops
-        watcher.on_round_metrics(evaluated, {"global/loss": float("nan"), "global/acc": 0.5})
+        watcher.on_round_metrics(evaluated, RoundMetrics({"global/loss": float("nan"), "global/acc": 0.5}))
     assert watcher.stops
 
 

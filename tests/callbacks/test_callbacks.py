@@ -12,6 +12,7 @@ import fl_lightning
 from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 
 def test_communication_meter_counts_all_messages_and_is_resumed(tmp_path):
@@ -61,8 +62,9 @@ def test_early_stopping_counts_evaluations_without_improvement(mode, patience, m
     callback = EarlyStopping("global/acc", mode, patience, min_delta)
     stopped = None
     for round, value in enumerate(values, start=1):
-        callback.on_round_metrics(EVALUATED, {"global/acc": value})
-        callback.on_round_metrics(EVALUATED, {"client/train_loss": 0.0})  # a round without the metric does not count
+        callback.on_round_metrics(EVALUATED, RoundMetrics({"global/acc": value}))
+        without = RoundMetrics({"client/train_loss": 0.0})  # a round without the metric does not count
+        callback.on_round_metrics(EVALUATED, without)
         if callback.stops and stopped is None:
             stopped = round
     assert stopped == stops_after
@@ -148,7 +150,7 @@ def test_each_round_has_a_checkpoint_if_the_data_are_on_the_clients_machines(mon
     run.save_checkpoint = lambda keep: saved.append(run.round)
     keeper = Checkpointing(monitor="score")
     for run.round in (1, 2, 3):
-        keeper.on_round_end(run, {})
+        keeper.on_round_end(run, RoundMetrics())
     assert saved == expected
 
 

@@ -30,6 +30,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Regression
 from fl_lightning.data import Shard
 from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 
 def expected(run, module, x, y):
@@ -109,8 +110,9 @@ def test_a_round_without_tested_clients_has_no_figure(tmp_path):
     run = experiment(tmp_path, PeerFedPer(), callbacks=[figure := ConfusionMatrix()])
     run._build()
     run.round = run.rounds
-    figure.on_round_metrics(run, {})
-    figure.on_round_end(run, {})
+    metrics = RoundMetrics()
+    figure.on_round_metrics(run, metrics)
+    figure.on_round_end(run, metrics)
     assert not (tmp_path / "figures").exists()
 
 
@@ -142,7 +144,7 @@ def test_worst_client_is_the_first_of_equal_clients_with_test_samples(tmp_path):
     run._build()
     shards, scored = run.data.shards, run.evaluator.scored
     measured = figure.measure(run)
-    accs = {client: run.test()[f"client_{client}/acc"] for client in scored}
+    accs = {client: own["acc"] for client, own in run.test().clients.items()}
     assert measured["client"] == min(accs, key=accs.get)
     run.data.shards = untested(run.data, {*range(6)} - {scored[1]})
     assert figure.measure(run)["client"] == scored[1]

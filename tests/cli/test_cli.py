@@ -1,6 +1,7 @@
 """The commands on tiny runs of digits, in this process."""
 
 import inspect
+import io
 import os
 import re
 import shutil
@@ -659,3 +660,24 @@ def test_a_closed_pipe_ends_quietly(words, here, monkeypatch, capfd):
         stdout.write("what Python may still want to write")
     assert code in (1, 141)
     assert capfd.readouterr().err == ""
+
+
+def test_fit_reads_each_config_once_besides_its_parser(here, monkeypatch):
+    """The parser reads them by itself: for the settings, and the experiment's config alone for the name of the run."""
+    Path("more.yaml").write_text("seed: 3\n")
+    opened, ours, every = [], os.open, io.open
+
+    def record(kind, open_file):
+        def record_and_open(file, *rest, **options):
+            if str(file).endswith(".yaml") and not Path(file).is_relative_to(here / "run"):
+                opened.append((kind, Path(file).name))
+            return open_file(file, *rest, **options)
+
+        return record_and_open
+
+    monkeypatch.setattr(os, "open", record("ours", ours))
+    monkeypatch.setattr("builtins.open", record("parser", every))
+    words = ["--config", "tiny.yaml", "--config", "more.yaml", "--algorithm", "FedProx", "--logger", "CSVLogger"]
+    assert run("fit", *words, "--run_dir", str(here / "run"))[0] == 0
+    assert [name for kind, name in opened if kind == "ours"] == ["tiny.yaml", "more.yaml"]
+    assert [name for kind, name in opened if kind == "parser"].count("more.yaml") == 1

@@ -24,7 +24,6 @@ from fl_lightning.core.task import Task, Tasks, failed_result
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.engines.evaluator import results_of
-from fl_lightning.loggers.collection import named_key
 from fl_lightning.runs.csv_reader import read_rows
 from fl_lightning.runs.metrics_csv import ClientsCsv
 from fl_lightning.runs.partition import read_counts, read_names
@@ -123,8 +122,6 @@ def test_loggers_get_the_name_in_the_key_of_a_client(folder: Path) -> None:
     with Path("run/csv_logs/metrics.csv").open(encoding="utf-8") as file:
         keys = [key for key in next(csv.reader(file)) if key.endswith("/acc") and key.startswith("client_")]
     assert keys == ["client_0__b_north_/acc", "client_1_a_south_x_/acc", f"client_2_{'é' * 39}_/acc"]
-    assert named_key("client_7/acc", SHOWN) == "client_7/acc"
-    assert named_key("client/acc_mean", SHOWN) == "client/acc_mean"
 
 
 def test_an_older_run_without_names_goes_on_without_them(folder: Path, tmp_path: Path) -> None:

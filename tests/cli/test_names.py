@@ -21,7 +21,7 @@ from fl_lightning.cli.command_line import join_values
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.options import command_parser
 from fl_lightning.cli.other_frameworks import CLASSES, COMMANDS, OPTIONS
-from fl_lightning.core.config_files import derived_configs, nearest_file, shipped, with_config_paths
+from fl_lightning.core.config_files import derived_configs, nearest_file, read_configs, shipped
 from fl_lightning.core.spelling import fold, match_case, nearest
 
 FIT = "fit --config digits_fedskc.yaml --logger null"
@@ -234,7 +234,7 @@ def test_the_parser_accepts_each_suggested_option(fix, here, parser):
     words = [f"--{option}" for option in fix.partition(" (")[0].split()]
     if "=" not in words[-1]:
         words += [VALUES.get(words[-1].removeprefix("--"), "1")]
-    parser.parse_args(with_config_paths(join_values("fit", CHOSEN.split())) + words)
+    parser.parse_args([*read_configs(join_values("fit", CHOSEN.split())).words, *words])
 
 
 def test_names_of_other_tools_are_not_ours(parser):

@@ -8,6 +8,7 @@ from commands import TINY
 from fl_lightning.cli.commands.fit import config_name, names
 from fl_lightning.cli.experiment import plain_config
 from fl_lightning.cli.options import command_parser
+from fl_lightning.core.config_files import read_configs
 from fl_lightning.loggers.naming import changes, run_names
 
 
@@ -16,13 +17,21 @@ def parser():
     return command_parser("fit")
 
 
+def parsed(parser, words):
+    """Return the parsed command line with the contents of its config files, as `main` of the command gets it."""
+    line = read_configs(words)
+    given = parser.parse_args(line.words)
+    given.config = line.configs
+    return given
+
+
 @pytest.fixture
 def named(parser, tmp_path):
     """A function that returns the name and group of a command line with the tiny config or another text."""
 
     def of(*words, text=TINY):
         (tmp_path / "tiny.yaml").write_text(text)
-        given = parser.parse_args(["--config", str(tmp_path / "tiny.yaml"), *words])
+        given = parsed(parser, [f"--config={tmp_path / 'tiny.yaml'}", *words])
         return names(given, parser, plain_config(given, parser))
 
     return of
@@ -117,7 +126,7 @@ def test_a_run_is_named_after_the_experiment_and_not_after_later_files(texts, ex
         words.append(f"--config={tmp_path / f'file{number}.yaml'}")
     if TINY not in texts:
         words += ["--model=MLP", "--scenario.dataset=Digits", "--scenario.partition=IID", "--scenario.clients=3"]
-    given = parser.parse_args(words)
+    given = parsed(parser, words)
     name, _ = names(given, parser, plain_config(given, parser))
     assert name == f"{expected}-seed0"
     assert config_name(given, parser) == expected.partition("-")[0]

@@ -127,7 +127,7 @@ def test_client_metrics_are_computed_on_its_own_samples(tmp_path, kind):
         right = ((outputs > 0) == (y > 0)).float() if name == "acc" else (outputs - y.view_as(outputs)).abs()
         values.append(float(right.mean()))
         sizes.append(len(y))
-        assert test[f"client_{client}/{name}"] == pytest.approx(values[-1], rel=1e-6)
+        assert test.clients[client][name] == pytest.approx(values[-1], rel=1e-6)
     assert test[f"client/{name}_weighted"] == pytest.approx(np.average(values, weights=sizes), rel=1e-6)
     assert test[f"client/{name}_worst_decile"] == pytest.approx(min(values) if name == "acc" else max(values), rel=1e-6)
 

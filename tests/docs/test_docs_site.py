@@ -23,7 +23,7 @@ import fl_lightning
 from fl_lightning.cli.command_line import join_values
 from fl_lightning.cli.main import main
 from fl_lightning.cli.options import command_parser
-from fl_lightning.core.config_files import with_config_paths
+from fl_lightning.core.config_files import read_configs
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -243,7 +243,7 @@ def test_options_in_coming_from_exist():
     parser = command_parser("fit")
     for line in lines:
         words = line if line.startswith("--config") else f"--config digits_fedavg.yaml {line}"
-        parser.parse_args(with_config_paths(join_values("fit", shlex.split(words))))
+        parser.parse_args(read_configs(join_values("fit", shlex.split(words))).words)
 
 
 class Read(HTMLParser):

@@ -62,7 +62,7 @@ def test_f1_and_auroc_are_scikit_learns_for_the_global_model_and_each_client(tmp
     assert last["global/auroc"] == pytest.approx(roc_auc_score(y, shares, multi_class="ovr"), abs=1e-6)
     assert last["global/acc"] == pytest.approx((shares.argmax(1) == y).mean(), abs=1e-9)
 
-    series, seen = run.test(), {"f1_score": [], "auroc": []}
+    tested, seen = run.test(), {"f1_score": [], "auroc": []}
     for client, shard in enumerate(run.data.shards):
         shares = predictions(run, run.client_module(client), data.x_train[shard.test])
         y = data.y_train[shard.test].numpy()
@@ -72,16 +72,16 @@ def test_f1_and_auroc_are_scikit_learns_for_the_global_model_and_each_client(tmp
         auroc = np.mean([roc_auc_score(y == c, shares[:, c]) for c in defined]) if defined else None
         for name, value in (("f1_score", f1), ("auroc", auroc)):
             if value is None:
-                assert f"client_{client}/{name}" not in series
+                assert name not in tested.clients[client]
             else:
                 seen[name].append((value, len(y)))
-                assert series[f"client_{client}/{name}"] == pytest.approx(value, abs=1e-6)
+                assert tested.clients[client][name] == pytest.approx(value, abs=1e-6)
     for name, pairs in seen.items():
         values, sizes = zip(*pairs, strict=True)
-        assert series[f"client/{name}_mean"] == pytest.approx(np.mean(values), abs=1e-6)
-        assert series[f"client/{name}_weighted"] == pytest.approx(np.average(values, weights=sizes), abs=1e-6)
-        assert series[f"client/{name}_std"] == pytest.approx(np.std(values), abs=1e-6)
-        assert series[f"client/{name}_worst_decile"] == pytest.approx(min(values), abs=1e-6)
+        assert tested[f"client/{name}_mean"] == pytest.approx(np.mean(values), abs=1e-6)
+        assert tested[f"client/{name}_weighted"] == pytest.approx(np.average(values, weights=sizes), abs=1e-6)
+        assert tested[f"client/{name}_std"] == pytest.approx(np.std(values), abs=1e-6)
+        assert tested[f"client/{name}_worst_decile"] == pytest.approx(min(values), abs=1e-6)
 
 
 def test_metrics_of_multi_label_targets_and_of_numbers_are_scikit_learns(tmp_path):

@@ -18,6 +18,7 @@ from test_checkpoint import files_no_larger_than, flatten
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC, PeerAlgorithm
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.core.errors import CheckpointError, ConfigError
+from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.models import MLP, Head
 from fl_lightning.runs.background_writer import MAX_JOBS, Writer
 from fl_lightning.runs.checkpoint import CheckpointFolder
@@ -274,7 +275,7 @@ def test_best_checkpoint_is_kept_until_a_better_one_is_on_disk():
 
     run, checkpointing = Run(), Checkpointing(every=1, keep_last=1, monitor="global/acc", mode="max")
     for run.round, acc in enumerate([0.5, 0.4, 0.6], start=1):
-        checkpointing.on_round_end(run, {"global/acc": acc})
+        checkpointing.on_round_end(run, RoundMetrics({"global/acc": acc}))
     assert [keep([9, 8]) for keep in run.keeps] == [{9, 1}, {9, 1}, {9, 3}]
 
 

@@ -1,5 +1,6 @@
 import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,16 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import Damaged
-from fl_lightning.evaluation.summary import Row, split_series
+from fl_lightning.evaluation.round_metrics import RoundMetrics
+from fl_lightning.evaluation.summary import Row
 from fl_lightning.runs.metrics_csv import MetricsCsv
 
 
-def write(path: Path, rows: list[Row]) -> MetricsCsv:
+def write(path: Path, rows: Sequence[Row]) -> MetricsCsv:
+    """Write rows of metrics; those of single clients are in rows that are `RoundMetrics`."""
     path.unlink(missing_ok=True)
     metrics = MetricsCsv(path)
     metrics.rewind(0)
     for row in rows:
-        metrics.append(dict(row))
+        metrics.append(row if isinstance(row, RoundMetrics) else RoundMetrics(row))
     return metrics
 
 
@@ -58,7 +61,7 @@ def test_a_round_is_a_row_and_missing_values_are_blank(path: Path) -> None:
 def test_a_row_is_on_disk_when_append_returns(path: Path) -> None:
     metrics = write(path, [])
     for n, row in enumerate(THREE, 1):
-        metrics.append(row)
+        metrics.append(RoundMetrics(row))
         assert len(path.read_text().splitlines()) == n + 1
         assert rewind(path, n).rows == THREE[:n]
 
@@ -66,7 +69,7 @@ def test_a_row_is_on_disk_when_append_returns(path: Path) -> None:
 def test_a_row_without_new_columns_is_only_added_at_the_end(path: Path) -> None:
     metrics = write(path, [{"round": 1, "global/acc": 0.5, "global/loss": 2.0}])
     before, node = path.read_bytes(), path.stat().st_ino
-    metrics.append({"global/loss": 1.0, "round": 2})
+    metrics.append(RoundMetrics({"global/loss": 1.0, "round": 2}))
     assert path.read_bytes() == before + b"2,,1.0\n"
     assert path.stat().st_ino == node
 
@@ -107,20 +110,23 @@ def test_numbers_are_read_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, 
     ]
 
 
-names = st.sampled_from(
-    ["global/acc", "client/acc_mean", "client_2/acc", "client_10/acc", "client_2/loss", "client_11/µ", "zeta", "µ"]
-)
+values = st.floats(allow_nan=False)
+shared = st.dictionaries(st.sampled_from(["global/acc", "client/acc_mean", "zeta", "µ"]), values)
+own = st.dictionaries(st.sampled_from(["acc", "loss", "µ"]), values)
 
 
 @given(
-    contents=st.lists(st.dictionaries(names, st.floats(allow_nan=False)), min_size=1, max_size=6),
+    contents=st.lists(st.tuples(shared, st.dictionaries(st.sampled_from([2, 10, 11]), own)), min_size=1, max_size=6),
     done=st.integers(0, 6),
     data=st.data(),
 )
 def test_rewinding_and_replaying_gives_the_uninterrupted_file(
-    tmp_path_factory: pytest.TempPathFactory, contents: list[Row], done: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    contents: list[tuple[Row, dict[int, Row]]],
+    done: int,
+    data: st.DataObject,
 ) -> None:
-    rows: list[Row] = [{"round": n, **content} for n, content in enumerate(contents, 1)]
+    rows = [RoundMetrics({"round": n, **shared}, clients) for n, (shared, clients) in enumerate(contents, 1)]
     folder = tmp_path_factory.mktemp("csv")
     uninterrupted, path = folder / "a" / "metrics.csv", folder / "b" / "metrics.csv"
     for file in (uninterrupted, path):
@@ -129,11 +135,11 @@ def test_rewinding_and_replaying_gives_the_uninterrupted_file(
     write(path, rows[:done])
     back = data.draw(st.integers(0, min(done, len(rows))))
     metrics = rewind(path, back)
-    assert metrics.rows == [split_series(row)[0] for row in rows[:back]]
+    assert metrics.rows == rows[:back]
     for row in rows[back:]:
         metrics.append(row)
     assert path.read_bytes() == uninterrupted.read_bytes()
-    assert metrics.rows == [split_series(row)[0] for row in rows]
+    assert metrics.rows == rows
     assert clients_file(path) == clients_file(uninterrupted)
 
 
@@ -185,11 +191,11 @@ def test_a_file_without_every_round_is_refused_and_not_changed(content: bytes | 
 
 # --- Single clients ---
 
-CLIENTS: list[Row] = [
-    {"round": 1, "global/acc": 0.5, "client_10/acc": 0.25, "client_9/acc": 1.0, "client_9/train_loss": 2.5},
-    {"round": 2, "global/acc": 0.5},
-    {"round": 3, "global/acc": 0.5, "client_0/acc": 0.0, "client_9/drift": 3, "client_0/weight": 0.125},
-    {"round": 12, "global/acc": 0.5, "client_7/acc": 1.0},
+CLIENTS = [
+    RoundMetrics({"round": 1, "global/acc": 0.5}, {10: {"acc": 0.25}, 9: {"acc": 1.0, "train_loss": 2.5}}),
+    RoundMetrics({"round": 2, "global/acc": 0.5}, {3: {}}),
+    RoundMetrics({"round": 3, "global/acc": 0.5}, {0: {"acc": 0.0, "weight": 0.125}, 9: {"drift": 3}}),
+    RoundMetrics({"round": 12, "global/acc": 0.5}, {7: {"acc": 1.0}}),
 ]
 TWO = b"round,client,acc,train_loss\n1,9,1.0,2.5\n1,10,0.25,\n"
 
@@ -211,13 +217,13 @@ def test_a_client_has_a_line_for_each_round_in_clients_csv(path: Path) -> None:
 def test_new_clients_only_add_lines(path: Path) -> None:
     metrics = write(path, CLIENTS[:1])
     node, before = path.with_name("clients.csv").stat().st_ino, clients_file(path)
-    metrics.append({"round": 2, "global/acc": 1.0, **{f"client_{k}/acc": 0.5 for k in range(100, 200)}})
+    metrics.append(RoundMetrics({"round": 2, "global/acc": 1.0}, {k: {"acc": 0.5} for k in range(100, 200)}))
     assert path.with_name("clients.csv").stat().st_ino == node
     assert clients_file(path) == before + b"".join(b"2,%d,0.5,\n" % k for k in range(100, 200))
 
 
-def test_names_similar_to_those_of_a_client_stay_in_metrics_csv(path: Path) -> None:
-    row = {"round": 1, "client_x/acc": 1.0, "client_1": 2.0, "my_client_1/acc": 3.0, "client/acc_mean": 4.0}
+def test_metrics_of_the_run_may_be_named_like_those_of_a_client(path: Path) -> None:
+    row = {"round": 1, "client_1/acc": 1.0, "client_1": 2.0, "client/acc_mean": 4.0}
     assert write(path, [row]).rows == [row]
     assert clients_file(path) is None
 

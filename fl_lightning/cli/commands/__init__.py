@@ -1,6 +1,6 @@
 """The commands of `fl-lightning`, one file each.
 
-`main(given, parser)` runs a command. If a file has a function `expand(words)`, it completes the command line before it
+`main(given, parser)` runs a command. If a file has a function `expand(line)`, it completes the command line before it
 is parsed. The file `multirun` implements `fit` with `--seeds` or `--multirun`.
 """
 

@@ -18,8 +18,7 @@ from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
 from fl_lightning.cli.experiment_parser import config_argument
 from fl_lightning.cli.flower_app import connected_clients
-from fl_lightning.core.config import read_config
-from fl_lightning.core.config_files import read_run_config
+from fl_lightning.core.config_files import CommandLine, read_run_config
 from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.terminal import echo
@@ -32,16 +31,16 @@ from fl_lightning.runs.reader import Run, read_clients
 from fl_lightning.runs.trust import allow_local_modules, restrict_and_load_config
 
 
-def expand(words: Sequence[str]) -> list[str]:
+def expand(line: CommandLine) -> CommandLine:
     """Expand a `fit` command line: add the options that its other options imply.
 
     These are the class of the engine or optimizer whose options are given, and the config of the run to resume. Modules
     of the user's own classes become importable.
     """
-    configs = [read_config(Path(path)) for path in option_values(words, "config")]
-    words = with_optimizer_class(with_engine_class(words, configs), configs)
+    configs = [content for _, content in line.configs]
+    words = with_optimizer_class(with_engine_class(line.words, configs), configs)
     allow_local_modules([*words, *configs])
-    return with_resumed_config(words)
+    return line._replace(words=with_resumed_config(words))
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -55,7 +54,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         if given.run_dir and Path(given.run_dir).resolve() != run_dir.resolve():
             raise ConfigError(f"--run_dir: a resumed run stays in its folder ({run_dir}). Leave --run_dir out")
     else:
-        warn_of_dropped_options([str(path) for path in given.config or []], config)
+        warn_of_dropped_options([content for _, content in given.config or []], config)
         run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(config_name(given, parser))
     orchestrator = build(given, parser, run_dir)
     if given.fast:
@@ -151,7 +150,7 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 def config_name(given: Namespace, parser: ArgumentParser) -> str:
     """Return the file name of the experiment's config without its suffix. Run names begin with it."""
     configs = experiment_configs(given, parser)
-    return Path(str(configs[-1])).stem if configs else "run"
+    return configs[-1][0].stem if configs else "run"
 
 
 def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
@@ -169,10 +168,10 @@ def experiment_configs(given: Namespace, parser: ArgumentParser) -> list[Any]:
 
 def parse_configs(configs: Sequence[Any], parser: ArgumentParser, *more: str) -> Namespace:
     """Parse config files and further options as one command line, without showing warnings."""
-    words = [*(f"--config={path}" for path in configs), *more]
+    words = [*(f"--config={path}" for path, _ in configs), *more]
     with readable_errors(parser), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they were shown already
-        return parser.parse_args(expand_baseline(words))
+        return parser.parse_args(expand_baseline(CommandLine(words, configs)).words)
 
 
 def dry_run_report(run: FederatedOrchestrator, seconds: float) -> str:

@@ -11,7 +11,7 @@ from fl_lightning.analysis.baselines import option_values, warn_of_dropped_optio
 from fl_lightning.analysis.comparison import comparable_runs, compare
 from fl_lightning.analysis.executor import Job, is_finished
 from fl_lightning.analysis.multirun import PLACE, Combination, check_seeds, combinations, multirun_jobs, parse_grid
-from fl_lightning.cli.command_line import normalize_words
+from fl_lightning.cli.command_line import read_command_line
 from fl_lightning.cli.commands.compare import print_comparison, reference_settings
 from fl_lightning.cli.jobs import (
     FIT,
@@ -25,7 +25,7 @@ from fl_lightning.cli.jobs import (
 )
 from fl_lightning.cli.options import MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.unknown_names import check_names
-from fl_lightning.core.config_files import config_path, is_run
+from fl_lightning.core.config_files import CommandLine, is_run
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.terminal import echo
 from fl_lightning.runs.search import open_runs
@@ -38,7 +38,7 @@ CONFLICTS = {
 """Options of `fit` that cannot be used for several runs, with the reason and the fix."""
 
 
-def expand(words: Sequence[str]) -> list[str]:
+def expand(line: CommandLine) -> CommandLine:
     """Move the options for several runs, such as `--seeds`, to the start of a command line, and write `--` after them.
 
     In the words of each run, `PLACE` marks the position of `--multirun`.
@@ -48,7 +48,7 @@ def expand(words: Sequence[str]) -> list[str]:
     """
     own: dict[str, Sequence[str]] = {}
     rest: list[str] = []
-    for key, _, part in split_options(words, options_of("fit")):
+    for key, _, part in split_options(line.words, options_of("fit")):
         if key not in map(key_of, MULTIRUN):
             rest += part
         elif key in own:
@@ -58,7 +58,7 @@ def expand(words: Sequence[str]) -> list[str]:
             rest += [PLACE] * (key == "multirun")
     if not {"seeds", "multirun"} & own.keys():
         raise ConfigError(f"--{next(iter(own))}: needs --seeds or --multirun. Add one of them, or leave it out")
-    return [*(word for part in own.values() for word in part), "--", *rest]
+    return CommandLine([*(word for part in own.values() for word in part), "--", *rest])
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -105,7 +105,7 @@ def combine(given: Namespace) -> list[Combination]:
     found = combinations(grid, given.words)
     for each in found:
         try:
-            check_names("fit", normalize_words("fit", each.words))
+            check_names("fit", read_command_line("fit", each.words))
         except ConfigError as error:
             raise each.refusal(error) from error
     return found
@@ -131,7 +131,7 @@ def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list
     """
     configs = in_each(grid, resolve_config, given.workers)
     for each, config in zip(grid, configs, strict=True):
-        warn_of_dropped_options([config_path(name) for name in option_values(each.words, "config")], config)
+        warn_of_dropped_options([content for _, content in read_command_line("fit", each.words).configs], config)
     groups = multirun_jobs(grid, configs, given.seeds or (), out, reference_settings(given.reference))
     new = [each for each, jobs in zip(grid, groups, strict=True) if not any(job.folder.exists() for job in jobs)]
     in_each(new, check_experiment, given.workers)

@@ -12,7 +12,7 @@ from fl_lightning.analysis.executor import Job, earlier_result, is_finished
 from fl_lightning.analysis.paper_table import Scale, read_table, table_jobs
 from fl_lightning.analysis.reproduction import Reproduction
 from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
-from fl_lightning.cli.command_line import normalize_words
+from fl_lightning.cli.command_line import read_command_line
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import run_missing
 from fl_lightning.cli.options import command_parser
@@ -60,9 +60,9 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
         fit = load("fl_lightning.cli.commands.fit")
         parser = command_parser("fit")
         try:
-            words = normalize_words("fit", job.words)
-            load("fl_lightning.cli.unknown_names").check_names("fit", words)
+            line = read_command_line("fit", job.words)
+            load("fl_lightning.cli.unknown_names").check_names("fit", line)
             with readable_errors(parser):
-                parser.parse_args(fit.expand(words))
+                parser.parse_args(fit.expand(line).words)
         except ConfigError as error:
             raise ConfigError(f"{row} / {column}: {error}") from error

@@ -9,7 +9,6 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.analysis.summary_tables import clients_table, test_table
 from fl_lightning.cli.experiment import load_run
 from fl_lightning.core.console import SafeConsole
-from fl_lightning.evaluation.summary import split_series
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -21,7 +20,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         validation = False
     metrics = run.test()
     console.print(test_table(metrics, run.algorithm.server, validation))
-    rows = {client: {"round": metrics["round"], **row} for client, row in split_series(metrics)[1].items()}
+    rows = {client: {"round": metrics["round"], **own} for client, own in metrics.clients.items()}
     if table := clients_table(run.data, rows):
         console.print(table)
     return 0
