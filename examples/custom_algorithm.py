@@ -30,8 +30,13 @@ class LossWeightedMean(Aggregator):
 class FairProx(Algorithm):
     """FedAvg with a proximal term, weighted by the clients' losses."""
 
-    def __init__(self, mu: float = 0.1) -> None:
-        super().__init__([ProximalTerm(mu)], LossWeightedMean())
+    mu: float = 0.1
+
+    def own_terms(self):
+        return [ProximalTerm(self.mu)]
+
+    def own_aggregator(self):
+        return LossWeightedMean()
 
     def upload(self, module, *data):
         message = super().upload(module, *data)

@@ -58,7 +58,7 @@ def main(data: str | None = None, out: str | None = None, rounds: int = 10, mu: 
     runs = {
         "FedAvg, IID": (FedAvg(), IID()),
         "FedAvg, non-IID": (FedAvg(), non_iid),
-        "FedDW, non-IID": (FedDW(mu), non_iid),
+        "FedDW, non-IID": (FedDW(mu=mu), non_iid),
     }
     images, distances = {}, {}
     for name, (algorithm, partition) in runs.items():

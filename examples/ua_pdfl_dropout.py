@@ -46,8 +46,9 @@ class Comparison(NamedTuple):
 class RecordingUAPDFL(UAPDFL):
     """UA-PDFL that records all comparisons, in the order in which clients download."""
 
-    def __init__(self, **options: float) -> None:
-        super().__init__(**options)
+    def __post_init__(self) -> None:
+        """Start without comparisons."""
+        super().__post_init__()
         self.comparisons: list[Comparison] = []
         self._last = Comparison(-1, [], [], None)
 

@@ -1,25 +1,26 @@
 """`Algorithm`: the base class of federated methods.
 
 A method consists of loss terms (what clients add to their loss), shared knowledge (what is exchanged besides weights)
-and an aggregator (how uploads become the next shared state). Most methods are a constructor that combines such parts.
-`Algorithm`'s methods are overridden if a paper changes what is sent or what a client keeps.
+and an aggregator (how uploads become the next shared state). Most methods are a list of options and the parts that they
+add. `Algorithm`'s other methods are overridden if a paper changes what is sent or what a client keeps.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import buffer_names, detached, load_weights, require_parts, to_cpu
-from fl_lightning.core.arguments import ArgumentsMixin, describe
+from fl_lightning.core.arguments import FieldsMixin, describe
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -33,10 +34,15 @@ OWN = "personal"
 Batches = Iterable[tuple[Tensor, Tensor]]
 Buffers = Literal["average", "local", "drop"]
 OptimizerState = Literal["fresh", "kept"]
+UNSET: Any = None
+"""Default of an option that a method replaces by a value of its own."""
 
 
-class Algorithm(ArgumentsMixin, Capable):
+class Algorithm(FieldsMixin, Capable):
     """Base class of federated methods, which combine loss terms, shared knowledge and an aggregator.
+
+    A method declares its options as class attributes with a type, and returns its parts from `own_terms` and
+    `own_aggregator`. If a part cannot be replaced, its field is declared again with `field(init=False)`.
 
     Args:
         loss_terms: Loss terms in addition to the method's own.
@@ -72,6 +78,7 @@ class Algorithm(ArgumentsMixin, Capable):
             tensors, and `aggregation` leaves the weights to the aggregator. Engines then save copies.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
+        weighting: How the clients weigh in the method's own aggregator. Methods with this option declare it as a field.
         search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
         aggregator_options: Names of the method's own options that have no effect if `aggregator` is given.
     """
@@ -80,36 +87,46 @@ class Algorithm(ArgumentsMixin, Capable):
         "plain_exchange": ("receive", "upload", "remember", "aggregation"),
         "starts_alike": ("client_module", "download", "receive", "prepare", "personalize", "is_untrained"),
     }
-    plain_exchange: bool = True
-    starts_alike: bool = True
-    server: bool = True
-    public: str | None = None
-    optimizer_state: OptimizerState = "fresh"
-    drop_last: bool = False
-    one_model: bool = True
-    personal: tuple[str, ...] = ()
-    personal_section: str | None = None
-    validation: float = 0.0
-    whole: bool = True
-    needs_classes: bool = False
-    module_class: Callable[..., ClientModule] = ClientModule
-    samples: Sequence[int] = ()
+    section = "algorithm"
     search_space: ClassVar[dict[str, dict[str, Any]]] = {}
-    fixed: frozenset[str] = frozenset()
-    aggregator_options: tuple[str, ...] = ("weighting",)
+    plain_exchange = True
+    starts_alike = True
+    server = True
+    drop_last = False
+    one_model = True
+    validation = 0.0
+    whole = True
+    needs_classes = False
+    aggregator_options: ClassVar[tuple[str, ...]] = ("weighting",)
+    public: ClassVar[str | None] = None
+    personal_section: ClassVar[str | None] = None
+    optimizer_state: OptimizerState = field(default="fresh", init=False)
+    personal: Sequence[str] = field(default=(), init=False)
+    module_class: Callable[..., ClientModule] = field(default=ClientModule, init=False)
+    samples: Sequence[int] = field(default=(), init=False)
+    fixed: frozenset[str] = field(default=frozenset(), init=False)
+    weighting: Weighting = field(default="samples", init=False)
 
-    def __init__(
-        self,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        self.loss_terms: Sequence[LossTerm] = list(loss_terms or [])
-        self.aggregator: Aggregator = aggregator or WeightedMean()
-        self.buffers: Buffers = buffers
+    loss_terms: list[LossTerm] = UNSET
+    aggregator: Aggregator = UNSET
+    buffers: Buffers = "average"
+
+    def __post_init__(self) -> None:
+        """Check the options, and add the method's own parts to the given ones."""
+        super().__post_init__()
+        self.loss_terms = [*self.own_terms(), *(self.loss_terms or [])]
+        self.aggregator = self.aggregator or self.own_aggregator()
         self._refuse_equal_terms()
         self._refuse_parts_of_others()
         self._refuse_unused_options()
+
+    def own_terms(self) -> list[LossTerm]:
+        """Return the method's own loss terms. They come before those of the option `loss_terms`."""
+        return []
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the method's own aggregator, by default the weighted mean of the clients' models."""
+        return WeightedMean(self.weighting)
 
     def _refuse_equal_terms(self) -> None:
         """Raise an error if two loss terms have the same name.
@@ -351,7 +368,7 @@ class Algorithm(ArgumentsMixin, Capable):
         return {
             name: value
             for name, value in entries
-            if (name in own or name.startswith(self.personal)) and name not in dropped
+            if (name in own or name.startswith(tuple(self.personal))) and name not in dropped
         }
 
 

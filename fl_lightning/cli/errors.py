@@ -10,13 +10,14 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.catalogue import CLASS_KEYS
 from fl_lightning.cli.class_names import as_backbone
 from fl_lightning.cli.unknown_names import CLASS_EXPECTED, KeyChecker, class_choices, quote
+from fl_lightning.core.arguments import argument_types
 from fl_lightning.core.config_files import CommandLine
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.trusted_imports import find_object, refusal
@@ -171,7 +172,7 @@ def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
             raise ConfigError(f"{key}: {CLASS_EXPECTED}")
         owner, given = find_object(given.class_path), given.get("init_args") or Namespace()
     try:
-        parameters, hints = inspect.signature(owner).parameters, get_type_hints(owner.__init__)
+        parameters, hints = inspect.signature(owner).parameters, argument_types(owner)
     except Exception:  # a user's own class may have annotations that cannot be resolved
         return
     for name, value in vars(given).items():

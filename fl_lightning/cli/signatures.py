@@ -194,6 +194,11 @@ class Class:
         return any("dataclass" in ast.unparse(one) for one in self.node.decorator_list)
 
     @cached_property
+    def declares_options(self) -> bool:
+        """Whether the class declares its arguments as fields, see `FieldsMixin`."""
+        return any(one.name == "FieldsMixin" for one in self.ancestors)
+
+    @cached_property
     def help(self) -> dict[str, str]:
         """Descriptions of the constructor parameters by name, from the docstrings of the class and its base classes."""
         found: dict[str, str] = {}
@@ -270,6 +275,10 @@ def signature(cls: Class) -> list[Argument]:
         fields = {argument[0]: argument for base in cls.bases for argument in signature(base)}
         return list((fields | {argument[0]: argument for argument in _fields(cls)}).values())
     init = next((one for one in cls.node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    if init is None and cls.declares_options:
+        inherited = {argument[0]: argument for base in cls.bases for argument in signature(base)}
+        declared = {argument[0]: argument for argument in _fields(cls)}
+        return [one for one in (declared | inherited | declared).values() if not _is_fixed(one[2])]
     if init is None or (init.args.kwarg and init.args.vararg):  # passes all arguments to the base class
         return next((found for base in cls.bases if (found := signature(base))), [])
     arguments = [*init.args.args[1:], *init.args.kwonlyargs]
@@ -283,6 +292,11 @@ def _fields(cls: Class) -> Iterator[Argument]:
     for one in annotated:
         if isinstance(one.target, ast.Name) and "ClassVar" not in ast.unparse(one.annotation):
             yield one.target.id, one.annotation, one.value, cls
+
+
+def _is_fixed(default: ast.expr | None) -> bool:
+    """Return whether a field's default is `field(init=False)`, so that the field is no argument."""
+    return isinstance(default, ast.Call) and any(ast.unparse(one) == "init=False" for one in default.keywords)
 
 
 def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...]]:
@@ -309,6 +323,8 @@ def constant(module: Source, node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":  # of a dataclass, with a default_factory
         factory = node.keywords[0].value
         return constant(module, factory.body) if isinstance(factory, ast.Lambda) else []
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "number":
+        return constant(module, node.args[0])
     try:
         value = ast.literal_eval(node)
     except ValueError:

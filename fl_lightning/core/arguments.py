@@ -1,16 +1,21 @@
-"""Describe objects by their class and constructor arguments, for the `config.yaml` of runs started from Python."""
+"""Constructor arguments: declared as fields of a class, and described for the `config.yaml` of runs from Python."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 import numpy as np
+from typing_extensions import dataclass_transform
 
+from fl_lightning.core.errors import check_number
+
+T = TypeVar("T")
 PLAIN = (bool, int, float, str)
 MOST_ELEMENTS = 100
 """Maximum length of a list or mapping whose elements `describe` returns. For a longer one, it returns the class."""
@@ -33,6 +38,89 @@ def _keep_arguments(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return init_and_keep
+
+
+def number(default: T, within: str, fix: str = "") -> T:
+    """Return a field for a number that must lie in an interval, see `check_number`."""
+    return field(default=default, metadata={"within": within, "fix": fix})
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+class FieldsMixin(ArgumentsMixin):
+    """Base class whose subclasses declare their options as annotated class attributes, as in a keyword-only dataclass.
+
+    Each subclass becomes a `dataclass`. A field that is declared again with `field(init=False)` is not an option of the
+    subclass any more. In the constructor's signature, a class's own options come before those of its base class. A
+    class can write `__init__` instead. Then neither the class nor its subclasses get one from their fields.
+
+    Attributes:
+        section: The config key of the object, for error messages.
+
+    Raises:
+        ConfigError: The value of a `number` is outside of its interval.
+        TypeError: A class attribute without a type has the name of an inherited option.
+
+    Example:
+        >>> class Base(FieldsMixin):
+        ...     seed: int = 0
+        ...     size: int = 1
+        >>> class Square(Base):
+        ...     width: float = 2.0
+        ...     size: int = field(default=4, init=False)
+        ...     sides = 4  # without a type: no option
+        >>> inspect.signature(Square)
+        <Signature (*, width: 'float' = 2.0, seed: 'int' = 0) -> None>
+        >>> vars(Square(width=3.0))["width"], Square().size
+        (3.0, 4)
+    """
+
+    section = ""
+    _writes_init = False
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __post_init__(self) -> None:
+        """Check the numbers among the options."""
+        for option in fields(self):
+            if "within" in option.metadata:
+                check_number(f"{self.section}.{option.name}", getattr(self, option.name), **option.metadata)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        inherited = [option for option in getattr(cls, "__dataclass_fields__", {}).values() if option.init]
+        order = ["self", *inspect.get_annotations(cls), *inspect.signature(cls.__init__).parameters]
+        cls._writes_init = cls._writes_init or "__init__" in vars(cls)
+        dataclass(init=not cls._writes_init, kw_only=True, eq=False, repr=False)(cls)
+        for option in inherited:
+            if option.name in vars(cls) and option in fields(cls):
+                raise TypeError(f"{cls.__name__}.{option.name}: write its type, `{option.name}: {option.type} = ...`.")
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            signature = _written_signature(cls.__init__) if cls._writes_init else _sorted_signature(cls.__init__, order)
+            cls.__init__.__signature__ = signature  # type: ignore[attr-defined]
+
+
+def _written_signature(init: Callable[..., None]) -> inspect.Signature:
+    """Return the signature of a constructor with its types, which jsonargparse does not look up in a dataclass."""
+    with suppress(NameError):  # a type that is imported for type checkers only
+        return inspect.signature(init, eval_str=True)
+    return inspect.signature(init)
+
+
+def _sorted_signature(init: Callable[..., None], order: Iterable[str]) -> inspect.Signature:
+    """Return the signature of a constructor with its parameters in the given order."""
+    signature = inspect.signature(init)
+    names = dict.fromkeys([*order, *signature.parameters])
+    return signature.replace(parameters=[signature.parameters[name] for name in names if name in signature.parameters])
+
+
+def argument_types(kind: Any) -> dict[str, Any]:
+    """Return the types of a class's constructor arguments, by name.
+
+    Raises:
+        NameError: A type is not defined in the module of the class that declares the argument.
+    """
+    declared = is_dataclass(kind) and not getattr(kind, "_writes_init", False)
+    return get_type_hints(kind if declared else kind.__init__)
 
 
 def describe(value: Any) -> Any:

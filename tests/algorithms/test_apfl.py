@@ -28,7 +28,7 @@ from fl_lightning.core.message import Message
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_run_equals_a_loop_by_hand(tmp_path, adaptive):
     lr = 0.2
-    run = experiment(tmp_path, APFL(0.3, adaptive), **UNEQUAL)
+    run = experiment(tmp_path, APFL(alpha=0.3, adaptive=adaptive), **UNEQUAL)
     run.load()
     initial = copy.deepcopy(run.worker.template.backbone)
     model = copy.deepcopy(initial)
@@ -72,12 +72,12 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, adaptive):
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_the_shared_model_equals_fedavg_for_every_share(tmp_path, alpha):
     options = UNEQUAL | {"model": NormMLP}
-    shared = weights_after(tmp_path / "apfl", APFL(alpha), **options)
+    shared = weights_after(tmp_path / "apfl", APFL(alpha=alpha), **options)
     assert same_bytes(shared, weights_after(tmp_path / "avg", FedAvg(), **options))
 
 
 def test_with_a_share_of_0_a_client_is_evaluated_with_the_shared_model(tmp_path):
-    run = finished(tmp_path, APFL(0.0, adaptive=False), **UNEQUAL)
+    run = finished(tmp_path, APFL(alpha=0.0, adaptive=False), **UNEQUAL)
     client = next(iter(run.memory))
     x, _ = samples_of(run, client, "test")
     shared = copy.deepcopy(run.worker.template.backbone)
@@ -86,7 +86,7 @@ def test_with_a_share_of_0_a_client_is_evaluated_with_the_shared_model(tmp_path)
 
 
 def test_an_own_model_that_diverges_is_reported(tmp_path):
-    run = experiment(tmp_path, APFL(1.0, adaptive=False), **UNEQUAL)
+    run = experiment(tmp_path, APFL(alpha=1.0, adaptive=False), **UNEQUAL)
     run.load()
     module = run.worker.modules.build()
     with torch.no_grad():

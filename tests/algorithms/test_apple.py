@@ -178,7 +178,7 @@ def test_constant_equal_ratios_are_fedavg_with_an_nth_of_the_learning_rate(tmp_p
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """With partial participation: absent clients have their last core, and untrained clients the initial model."""
     mu, length, lr, dr_lr = 0.5, 2.5, 0.5, 0.05
-    run = finished(tmp_path, APPLE(dr_lr, mu, length), **UNEQUAL | FULL_BATCHES)
+    run = finished(tmp_path, APPLE(dr_lr=dr_lr, mu=mu, length=length), **UNEQUAL | FULL_BATCHES)
     n = 4
     sizes = [len(shard.train) for shard in run.data.shards]
     first = torch.tensor([size / sum(sizes) for size in sizes])

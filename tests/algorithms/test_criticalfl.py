@@ -66,7 +66,7 @@ class ByHand:
 def test_the_detector_equals_the_authors_list(least, most, delta, norms):
     periods, server = CriticalPeriods(delta), ByHand(least, most, delta)
     state = periods.initial() | {"most": torch.tensor(most)}
-    method = CriticalFL(delta)
+    method = CriticalFL(delta=delta)
     for round, norm in enumerate(norms, start=1):
         m = method.cohort({CRITICAL: state}, least, 100)
         assert m == server.m

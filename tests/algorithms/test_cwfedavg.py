@@ -385,7 +385,7 @@ def test_the_first_download_is_the_initial_model_bit_for_bit(tmp_path, distribut
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """Each client starts from its mixture of the class models."""
     lam = 0.5
-    run = experiment(tmp_path, CwFedAvg(lam), **UNEQUAL)
+    run = experiment(tmp_path, CwFedAvg(lam=lam), **UNEQUAL)
     run.load()
     local = copy.deepcopy(run.worker.template.backbone)
     class_models, known = [copy.deepcopy(local.state_dict())] * 10, dict.fromkeys(range(4), [0.1] * 10)
@@ -456,7 +456,7 @@ def test_clients_upload_only_weights_and_sample_counts(tmp_path, distribution):
 def test_each_step_adds_wdr_to_the_gradient(tmp_path):
     lam, lr = 3.0, 0.1
     options = {"clients_per_round": 1, "rounds": 1} | full_batch(lr, 3)
-    run = finished(tmp_path, CwFedAvg(lam), **options)
+    run = finished(tmp_path, CwFedAvg(lam=lam), **options)
     local = copy.deepcopy(run.worker.template.backbone)
     x, y = samples_of(run, run.server.participants(1)[0])
     shares = [int((y == j).sum()) / len(y) for j in range(10)]
@@ -505,7 +505,7 @@ def test_a_model_without_a_classification_layer_is_refused(tmp_path):
 
 
 def test_reference_halves_lambda_and_keeps_batchnorm_statistics_local(tmp_path):
-    paper, reference = CwFedAvg(3.0), CwFedAvg(3.0, preset="reference")
+    paper, reference = CwFedAvg(lam=3.0), CwFedAvg(lam=3.0, preset="reference")
     losses = []
     for method in (paper, reference):
         (term,) = method.loss_terms
@@ -552,10 +552,10 @@ def by_hand_reference(run, client, epochs, lr, momentum, lam):
 
 def test_reference_trains_on_full_batches_only(tmp_path):
     options = {"rounds": 1, "clients_per_round": 3, "batch_size": 8}
-    run = experiment(tmp_path / "reference", CwFedAvg(3.0, preset="reference"), **options)
+    run = experiment(tmp_path / "reference", CwFedAvg(lam=3.0, preset="reference"), **options)
     rounds = record_rounds(run)
     run.fit()
-    paper = experiment(tmp_path / "paper", CwFedAvg(1.5), **options)
+    paper = experiment(tmp_path / "paper", CwFedAvg(lam=1.5), **options)
     others = record_rounds(paper)
     paper.fit()
     ragged = 0

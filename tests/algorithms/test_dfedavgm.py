@@ -70,7 +70,7 @@ def test_mixing_applies_the_matrix_and_preserves_the_mean(tmp_path, graph):
 def test_in_a_complete_graph_it_is_fedavg_with_uniform_weights(tmp_path):
     options = {"optimizer": PLAIN, "rounds": 2, **ALL}
     run = finished(tmp_path / "peers", DFedAvgM(), **options)
-    other = finished(tmp_path / "avg", FedAvg("uniform"), **options)
+    other = finished(tmp_path / "avg", FedAvg(weighting="uniform"), **options)
     assert_near(run.state["model"], other.state["model"])
     x = [mixed(run, k, 2) for k in range(6)]
     for name in x[0]:

@@ -145,7 +145,12 @@ def test_before_round_1_each_client_has_the_initial_weights_in_its_own_mask(tmp_
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """With regrowth by gradients, from the masks that the run draws before round 1."""
     rate, rounds = 0.4, 10
-    start, run = (experiment(tmp_path / name, DisPFL(0.4, rate, rounds, graph=Ring()), **UNEQUAL) for name in "ab")
+    start, run = (
+        experiment(
+            tmp_path / name, DisPFL(dense_ratio=0.4, prune_rate=rate, search_rounds=rounds, graph=Ring()), **UNEQUAL
+        )
+        for name in "ab"
+    )
     start._build()
     start._begin(None, None, None)
     publish(start)
@@ -192,7 +197,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 @in_float64
 def test_a_round_equals_the_algorithm_by_hand(tmp_path, regrow):
     lr, rate, cpu = 0.1, 0.4, {"accelerator": "cpu", "max_epochs": 2}
-    method = DisPFL(0.4, rate, 10, regrow, graph=Ring())
+    method = DisPFL(dense_ratio=0.4, prune_rate=rate, search_rounds=10, regrow=regrow, graph=Ring())
     run = experiment(tmp_path, method, clients_per_round=6, rounds=2, batch_size=10_000, optimizer=PLAIN, trainer=cpu)
     run._build()
     run._begin(None, None, None)
@@ -264,7 +269,7 @@ def test_with_full_masks_it_is_gossip_averaging(tmp_path):
     ],
 )
 def test_weight_decay_and_kept_momentum_do_not_leave_the_mask(tmp_path, optimizer):
-    method, trained = DisPFL(0.3), []
+    method, trained = DisPFL(dense_ratio=0.3), []
     upload = method.upload
 
     def looked_at(module, *rest):
@@ -282,7 +287,7 @@ def test_weight_decay_and_kept_momentum_do_not_leave_the_mask(tmp_path, optimize
 
 
 def test_the_evaluated_and_the_returned_model_are_the_trained_one(tmp_path):
-    run = finished(tmp_path, DisPFL(0.3), rounds=1, clients_per_round=6)
+    run = finished(tmp_path, DisPFL(dense_ratio=0.3), rounds=1, clients_per_round=6)
     assert "global/acc" not in run.csv.rows[-1]
     assert run.test()["client/acc_mean"] == pytest.approx(run.csv.rows[-1]["client/acc_mean"])
     weights, _ = published_weights(run, 2)
@@ -295,7 +300,7 @@ def test_the_evaluated_and_the_returned_model_are_the_trained_one(tmp_path):
 
 
 def test_the_bytes_of_sparse_models(tmp_path):
-    run = finished(tmp_path, DisPFL(0.3, n_com=2), rounds=1)
+    run = finished(tmp_path, DisPFL(dense_ratio=0.3, n_com=2), rounds=1)
     sizes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
     densities = erk_densities(sizes, 0.3)
     values = sum(max(1, round(densities[n] * s.numel())) for n, s in sizes.items())

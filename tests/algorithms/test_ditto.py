@@ -34,7 +34,7 @@ ALL = {
 
 @pytest.mark.parametrize(("lam", "buffers"), [(1.0, "average"), pytest.param(5.0, "local", marks=pytest.mark.thorough)])
 def test_the_shared_model_equals_fedavg_for_every_lambda(tmp_path, lam, buffers):
-    one = finished(tmp_path / "ditto", Ditto(lam, buffers=buffers), **ALL)
+    one = finished(tmp_path / "ditto", Ditto(lam=lam, buffers=buffers), **ALL)
     other = finished(tmp_path / "avg", FedAvg(buffers=buffers), **ALL)
     assert same_bytes(one.state["model"], other.state["model"])
     for mine, theirs in zip(one.csv.rows, other.csv.rows, strict=True):
@@ -45,7 +45,7 @@ def test_the_shared_model_equals_fedavg_for_every_lambda(tmp_path, lam, buffers)
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.thorough
 def test_with_lambda_zero_personalised_models_are_those_of_local(tmp_path):
-    one = finished(tmp_path / "ditto", Ditto(0.0), evaluation=RECEIVED, **ALL)
+    one = finished(tmp_path / "ditto", Ditto(lam=0.0), evaluation=RECEIVED, **ALL)
     other = finished(tmp_path / "local", Local(), evaluation=RECEIVED, **ALL)
     assert one.memory.keys() == other.memory.keys()
     for client in one.memory:
@@ -60,7 +60,7 @@ def test_with_lambda_zero_personalised_models_are_those_of_local(tmp_path):
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, rounds = 3.0, 3
-    run = experiment(tmp_path, Ditto(lam), **UNEQUAL | {"optimizer": SGD})
+    run = experiment(tmp_path, Ditto(lam=lam), **UNEQUAL | {"optimizer": SGD})
     run.load()
     initial = run.worker.template.backbone
     shared, own = copy.deepcopy(initial), {}
@@ -109,6 +109,6 @@ def test_the_personalised_model_is_evaluated(tmp_path, clients):
 
 
 def test_a_diverged_personalised_model_is_reported(tmp_path):
-    run = experiment(tmp_path, Ditto(1e30), model=SMALL, rounds=1)
+    run = experiment(tmp_path, Ditto(lam=1e30), model=SMALL, rounds=1)
     with pytest.raises(ClientFailure, match=r"the personalised model's '.*' is NaN or Inf. Lower .* algorithm.lam"):
         run.fit()

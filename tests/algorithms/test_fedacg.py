@@ -23,7 +23,7 @@ from fl_lightning.core.errors import ConfigError
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, beta = 0.8, 0.3
-    run = experiment(tmp_path, FedACG(lam, beta), **UNEQUAL)
+    run = experiment(tmp_path, FedACG(lam=lam, beta=beta), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     momentum = [torch.zeros_like(p) for p in model.parameters()]
@@ -52,10 +52,10 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 def test_without_momentum_and_term_it_is_fedavg_bit_for_bit(tmp_path):
     plain = weights_after(tmp_path / "avg", FedAvg(aggregator=WeightedMean("uniform")), **UNEQUAL)
-    assert same_bytes(weights_after(tmp_path / "acg", FedACG(0.0, 0.0), **UNEQUAL), plain)
+    assert same_bytes(weights_after(tmp_path / "acg", FedACG(lam=0.0, beta=0.0), **UNEQUAL), plain)
 
 
 @pytest.mark.parametrize("lam", [-0.1, 1.0])
 def test_a_momentum_out_of_range_is_refused(lam):
     with pytest.raises(ConfigError, match=r"^algorithm\.lam"):
-        FedACG(lam)
+        FedACG(lam=lam)

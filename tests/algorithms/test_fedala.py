@@ -181,7 +181,9 @@ def test_nothing_is_learnt_if_both_models_are_equal():
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """A client's first mixture takes up to fifteen passes over its data, later ones take one pass."""
     eta, threshold = 0.8, 0.05
-    run = experiment(tmp_path, FedALA(2, 100, eta, threshold, max_epochs=15), **UNEQUAL)
+    run = experiment(
+        tmp_path, FedALA(layers=2, rand_percent=100, eta=eta, threshold=threshold, max_epochs=15), **UNEQUAL
+    )
     run.load()
     last, mixing, rounds = {}, {}, iter([(r, k) for r in (1, 2, 3) for k in run.server.participants(r)])
     initial = copy.deepcopy(run.worker.template.backbone.head.state_dict())

@@ -96,7 +96,9 @@ def test_without_other_participants_the_cloud_model_is_the_clients_own():
 def test_a_run_equals_a_loop_by_hand(tmp_path, heuristic):
     """Cloud models mix a client's own last model with those of the last round's other participants."""
     alpha, sigma, lam = (1.0, 2.0, 0.4) if heuristic else (0.5, 50.0, 0.2)
-    method = HeurFedAMP(0.3, sigma, lam) if heuristic else FedAMP(alpha, sigma, lam)
+    method = (
+        HeurFedAMP(self_weight=0.3, sigma=sigma, lam=lam) if heuristic else FedAMP(alpha=alpha, sigma=sigma, lam=lam)
+    )
     run = experiment(tmp_path, method, **UNEQUAL)
     run.load()
     models, last = {k: copy.deepcopy(run.worker.template.backbone) for k in range(4)}, []

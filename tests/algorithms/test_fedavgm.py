@@ -27,7 +27,7 @@ def test_a_momentum_step_equals_the_formula(nesterov):
 def test_a_run_equals_momentum_on_pseudo_gradients(tmp_path, nesterov, weighting):
     """With the usual signs of the literature: `d = w - mean`, `v = β v + d`, `w - η d` or `w - η (d + β v)`."""
     beta, lr = 0.6, 0.8
-    method = FedAvgM(beta, lr, nesterov, weighting)
+    method = FedAvgM(beta=beta, server_lr=lr, nesterov=nesterov, weighting=weighting)
     run, rounds = watched(tmp_path, method, rounds=4, model=NormMLP)
     parameters = dict(run.worker.template.backbone.named_parameters())
     v = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
@@ -49,7 +49,7 @@ def test_a_run_equals_momentum_on_pseudo_gradients(tmp_path, nesterov, weighting
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_a_run_equals_a_loop_by_hand(tmp_path, nesterov):
     beta, server_lr = 0.6, 0.8
-    run = experiment(tmp_path, FedAvgM(beta, server_lr, nesterov), **UNEQUAL)
+    run = experiment(tmp_path, FedAvgM(beta=beta, server_lr=server_lr, nesterov=nesterov), **UNEQUAL)
     momentum = {}
 
     def serve(before, mean):

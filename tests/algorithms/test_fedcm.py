@@ -17,7 +17,7 @@ from fl_lightning.core.errors import ConfigError
 @pytest.mark.parametrize("server_lr", [1.0, 0.7])
 def test_a_run_equals_a_loop_by_hand(tmp_path, server_lr):
     alpha, lr = 0.3, 0.2
-    run = experiment(tmp_path, FedCM(alpha, server_lr), **UNEQUAL)
+    run = experiment(tmp_path, FedCM(alpha=alpha, server_lr=server_lr), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     direction = [torch.zeros_like(p) for p in model.parameters()]
@@ -49,7 +49,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, server_lr):
 def test_with_alpha_1_it_is_fedavg_but_for_rounding(tmp_path):
     uniform = FedAvg(aggregator=WeightedMean("uniform"))
     assert_near(
-        weights_after(tmp_path / "cm", FedCM(1.0), **UNEQUAL), weights_after(tmp_path / "avg", uniform, **UNEQUAL)
+        weights_after(tmp_path / "cm", FedCM(alpha=1.0), **UNEQUAL), weights_after(tmp_path / "avg", uniform, **UNEQUAL)
     )
 
 

@@ -14,7 +14,7 @@ from fl_lightning.client.module import Step
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     alpha, lr = 0.3, 0.2
-    run = experiment(tmp_path, FedDC(alpha), **UNEQUAL)
+    run = experiment(tmp_path, FedDC(alpha=alpha), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     zero = [torch.zeros_like(p) for p in model.parameters()]

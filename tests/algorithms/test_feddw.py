@@ -159,7 +159,7 @@ def test_a_bias_is_dropped_refused_or_kept():
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """In rounds 2 and 3, no participant has class 1 or 6. Its row is kept."""
     mu = 30.0
-    run = experiment(tmp_path, FedDW(mu), seed=1, **UNEQUAL)
+    run = experiment(tmp_path, FedDW(mu=mu), seed=1, **UNEQUAL)
     run.load()
     model, omega = copy.deepcopy(run.worker.template.backbone), torch.eye(10)
     for round in range(1, 4):

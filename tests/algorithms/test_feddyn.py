@@ -14,7 +14,7 @@ from fl_lightning.client.module import Step
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     alpha = 0.3
-    run = experiment(tmp_path, FedDyn(alpha), **UNEQUAL)
+    run = experiment(tmp_path, FedDyn(alpha=alpha), **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     zero = [torch.zeros_like(p) for p in model.parameters()]

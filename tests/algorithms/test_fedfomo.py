@@ -142,7 +142,9 @@ def test_eq4_normalises_the_positive_benefits():
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """Clients receive the models of all others that have trained, and weigh them by their own training data."""
-    run = experiment(tmp_path, FedFomo(3, 0.0, validation=0.0), **UNEQUAL | {"scenario": digits(4, alpha=10.0)})
+    run = experiment(
+        tmp_path, FedFomo(models=3, epsilon=0.0, validation=0.0), **UNEQUAL | {"scenario": digits(4, alpha=10.0)}
+    )
     run.load()
     models = {k: copy.deepcopy(run.worker.template.backbone) for k in range(4)}
     previous, trained, positive = copy.deepcopy(models), set(), []

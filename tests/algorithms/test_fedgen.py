@@ -99,7 +99,9 @@ def labels_by_hand(counts, number, rng=None):
 def test_a_run_equals_a_loop_by_hand(tmp_path, reference):
     alpha, beta, decay, lr = 0.7, 0.4, 0.9, 0.01
     sizes = {"generator_steps": 4, "generator_lr": lr, "generator_batch_size": 8, "noise_dim": 5, "hidden_dim": 6}
-    run = experiment(tmp_path, FedGen(alpha, beta, decay, 0.8, **sizes, reference=reference), **UNEQUAL)
+    run = experiment(
+        tmp_path, FedGen(alpha=alpha, beta=beta, decay=decay, diversity=0.8, **sizes, reference=reference), **UNEQUAL
+    )
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     draw = partial(torch.rand if reference else torch.randn, dtype=torch.float64)

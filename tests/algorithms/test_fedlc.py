@@ -57,7 +57,7 @@ def test_the_rarer_class_needs_the_larger_margin():
 
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
-    run = experiment(tmp_path, FedLC(0.8), **UNEQUAL)
+    run = experiment(tmp_path, FedLC(tau=0.8), **UNEQUAL)
 
     def train(local, client, batches):
         labels = run.data.data.y_train[run.data.shards[client].train].tolist()
@@ -74,8 +74,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 def test_without_margins_it_is_fedavg_bit_for_bit(tmp_path):
     plain = weights_after(tmp_path / "avg", **UNEQUAL)
-    assert same_bytes(weights_after(tmp_path / "lc", FedLC(0.0), **UNEQUAL), plain)
-    assert not same_bytes(weights_after(tmp_path / "lc1", FedLC(1.0), **UNEQUAL), plain)
+    assert same_bytes(weights_after(tmp_path / "lc", FedLC(tau=0.0), **UNEQUAL), plain)
+    assert not same_bytes(weights_after(tmp_path / "lc1", FedLC(tau=1.0), **UNEQUAL), plain)
 
 
 def test_a_module_without_class_counts_is_refused():

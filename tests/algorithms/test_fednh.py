@@ -150,7 +150,7 @@ class WithoutDropout(NormMLP):
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """With full-batch steps of clients that miss classes."""
     rho, lr = 0.6, 0.5
-    run = finished(tmp_path, FedNH(rho), model=WithoutDropout, **UNEQUAL | full_batch(lr, weight_decay=0.1))
+    run = finished(tmp_path, FedNH(rho=rho), model=WithoutDropout, **UNEQUAL | full_batch(lr, weight_decay=0.1))
     net = copy.deepcopy(run.worker.template.backbone)
     shared = {k: v.clone() for k, v in net.state_dict().items()}
     for round in (1, 2, 3):

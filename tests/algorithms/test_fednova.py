@@ -55,7 +55,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, mu):
     rho, lr = 0.9, 0.1
     sgd = partial(torch.optim.SGD, lr=lr, momentum=rho)
 
-    run = experiment(tmp_path, FedNova(mu), optimizer=sgd, model=NoDropout, **OPTIONS)
+    run = experiment(tmp_path, FedNova(mu=mu), optimizer=sgd, model=NoDropout, **OPTIONS)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone).train()
     lengths = set()
@@ -103,8 +103,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, mu):
 @in_float64
 def test_with_equal_numbers_of_steps_it_is_fedprox_but_for_rounding(tmp_path):
     options = full_batch(0.1, 3) | {"scenario": digits(4, alpha=0.1)}
-    nova = weights_after(tmp_path / "nova", FedNova(0.2), **options)
-    assert_near(nova, weights_after(tmp_path / "prox", FedProx(0.2), **options), 1e-12)
+    nova = weights_after(tmp_path / "nova", FedNova(mu=0.2), **options)
+    assert_near(nova, weights_after(tmp_path / "prox", FedProx(mu=0.2), **options), 1e-12)
 
 
 def test_another_optimizer_and_a_schedule_are_refused(tmp_path):

@@ -57,7 +57,7 @@ def test_two_classes_leave_nothing_to_distil():
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     beta, tau = 0.6, 2.0
-    run = experiment(tmp_path, FedNTD(beta, tau), **UNEQUAL)
+    run = experiment(tmp_path, FedNTD(beta=beta, tau=tau), **UNEQUAL)
 
     def train(local, client, batches):
         teacher = copy.deepcopy(local)
@@ -74,8 +74,8 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 def test_with_beta_0_it_is_fedavg_bit_for_bit(tmp_path):
     options = UNEQUAL | {"model": NormMLP}
     plain = weights_after(tmp_path / "avg", **options)
-    assert same_bytes(weights_after(tmp_path / "ntd", FedNTD(0.0), **options), plain)
-    assert not same_bytes(weights_after(tmp_path / "ntd1", FedNTD(1.0), **options), plain)
+    assert same_bytes(weights_after(tmp_path / "ntd", FedNTD(beta=0.0), **options), plain)
+    assert not same_bytes(weights_after(tmp_path / "ntd1", FedNTD(beta=1.0), **options), plain)
 
 
 def test_the_term_is_zero_outside_a_fit():

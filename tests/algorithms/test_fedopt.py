@@ -61,7 +61,7 @@ def test_a_change_of_zero_leaves_the_model_without_nan(rule):
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_a_huge_tau_is_fedavg(tmp_path, rule, weighting):
     options = DOUBLE | {"model": NormMLP}
-    average = weights_after(tmp_path / "avg", FedAvg(weighting), **options)
+    average = weights_after(tmp_path / "avg", FedAvg(weighting=weighting), **options)
     method = METHODS[rule](server_lr=1e8, beta1=0.0, tau=1e8, initial_v=0.0, weighting=weighting)
     for name, value in weights_after(tmp_path / "huge", method, **options).items():
         assert value.dtype == average[name].dtype
@@ -71,9 +71,9 @@ def test_a_huge_tau_is_fedavg(tmp_path, rule, weighting):
 @pytest.mark.parametrize(
     ("rule", "method"),
     [
-        ("adagrad", FedAdagrad(0.2, 0.3, tau=0.05, weighting="uniform")),
-        ("adam", FedAdam(0.2, 0.3, 0.6, tau=0.05)),
-        ("yogi", FedYogi(0.2, 0.3, 0.6, 0.05)),
+        ("adagrad", FedAdagrad(server_lr=0.2, beta1=0.3, tau=0.05, weighting="uniform")),
+        ("adam", FedAdam(server_lr=0.2, beta1=0.3, beta2=0.6, tau=0.05)),
+        ("yogi", FedYogi(server_lr=0.2, beta1=0.3, beta2=0.6, tau=0.05)),
     ],
 )
 @in_float64

@@ -117,7 +117,7 @@ def test_centroids_are_means_over_all_samples_and_stay_where_there_are_none():
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, lr = 0.7, 0.2
-    run = experiment(tmp_path, FedPAC(lam), **UNEQUAL, trainer={"accelerator": "cpu", "max_epochs": 3})
+    run = experiment(tmp_path, FedPAC(lam=lam), **UNEQUAL, trainer={"accelerator": "cpu", "max_epochs": 3})
     run.load()
     model, heads, centroids = copy.deepcopy(run.worker.template.backbone), {}, {}
     initial = copy.deepcopy(model.head.state_dict())
@@ -168,7 +168,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 def test_one_client_without_alignment_trains_as_in_fedrep(tmp_path):
     one = UNEQUAL | {"scenario": digits(1), "clients_per_round": 1}
-    runs = [experiment(tmp_path / type(kind).__name__, kind, **one) for kind in (FedPAC(0.0), FedRep())]
+    runs = [experiment(tmp_path / type(kind).__name__, kind, **one) for kind in (FedPAC(lam=0.0), FedRep())]
     for run in runs:
         run.fit()
     pac, rep = (run.client_module(0).backbone.state_dict() for run in runs)

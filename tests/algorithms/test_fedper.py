@@ -29,7 +29,7 @@ def split_entries(entries, *parts):
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path, personal, begin):
     """Each participant trains the shared part and its personal part. Shared parts are averaged."""
-    run = experiment(tmp_path, FedPer(personal), model=DEEP, **UNEQUAL)
+    run = experiment(tmp_path, FedPer(personal=personal), model=DEEP, **UNEQUAL)
 
     shared, own = rounds_by_hand(run, personal=begin)
     run.fit()
@@ -53,7 +53,7 @@ def test_a_client_that_never_took_part_has_the_new_body_and_the_initial_head(tmp
 
 def test_batchnorm_statistics_belong_to_their_part(tmp_path):
     for personal, sent in ((["head"], True), (["encoder.2", "head"], False)):
-        run = finished(tmp_path / str(sent), FedPer(personal), model=NormMLP, rounds=1)
+        run = finished(tmp_path / str(sent), FedPer(personal=personal), model=NormMLP, rounds=1)
         assert ("encoder.2.running_mean" in run.state["model"]) == sent
         for memory in run.memory.values():
             assert ("encoder.2.running_mean" in memory["personal"]) == (not sent)
@@ -62,14 +62,14 @@ def test_batchnorm_statistics_belong_to_their_part(tmp_path):
 
 def test_a_part_is_matched_by_its_whole_name(tmp_path):
     """The part `encoder.1` does not include `encoder.11`."""
-    run = finished(tmp_path, FedPer(["encoder.1"]), model=partial(MLP, hidden=(8,) * 6), rounds=1)
+    run = finished(tmp_path, FedPer(personal=["encoder.1"]), model=partial(MLP, hidden=(8,) * 6), rounds=1)
     assert {name for m in run.memory.values() for name in m["personal"]} == {"encoder.1.weight", "encoder.1.bias"}
     assert "encoder.11.weight" in run.state["model"]
 
 
 @pytest.mark.parametrize("part", ["heads", "encoder.0", ""])
 def test_an_unknown_part_is_refused_before_round_1(tmp_path, part):
-    run = experiment(tmp_path, FedPer(["head", part]))
+    run = experiment(tmp_path, FedPer(personal=["head", part]))
     with pytest.raises(ConfigError, match=rf"algorithm.personal: '{part}' is no part of MLP with weights; it has enc"):
         run.fit()
     assert not run.round

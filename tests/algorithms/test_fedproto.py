@@ -125,7 +125,7 @@ def test_prototypes_come_from_a_pass_after_training_or_from_training_features(se
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, lr = 2.0, 0.1
-    run = finished(tmp_path, FedProto(lam), **UNEQUAL | full_batch(lr))
+    run = finished(tmp_path, FedProto(lam=lam), **UNEQUAL | full_batch(lr))
     models = {k: copy.deepcopy(run.worker.template.backbone) for k in range(4)}
     values, known = torch.zeros(10, 16), [False] * 10
     for round in (1, 2, 3):

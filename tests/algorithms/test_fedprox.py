@@ -12,7 +12,7 @@ from fl_lightning.algorithms import FedProx
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     mu = 0.7
-    run = experiment(tmp_path, FedProx(mu), **UNEQUAL)
+    run = experiment(tmp_path, FedProx(mu=mu), **UNEQUAL)
 
     def train(local, client, batches):
         start = copy.deepcopy(local)

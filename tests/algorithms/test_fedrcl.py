@@ -48,7 +48,7 @@ def batch(classes, samples=12, width=6, spread=0.3):
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     w_s, w_p, tau, threshold = 0.7, 0.4, 0.3, 0.6
-    run = experiment(tmp_path, FedRCL(w_s, w_p, tau, threshold), **UNEQUAL)
+    run = experiment(tmp_path, FedRCL(w_s=w_s, w_p=w_p, tau=tau, threshold=threshold), **UNEQUAL)
 
     def losses(s, y):
         for i in range(len(y)):

@@ -38,7 +38,7 @@ def sharp_gradients(local, x, y, rho):
 @pytest.mark.parametrize("momentum", [False, True])
 def test_a_run_equals_a_loop_by_hand(tmp_path, momentum):
     rho, alpha, lr = 0.3, 0.4 if momentum else 1.0, 0.2
-    method = MoFedSAM(rho, alpha) if momentum else FedSAM(rho)
+    method = MoFedSAM(rho=rho, alpha=alpha) if momentum else FedSAM(rho=rho)
     run = experiment(tmp_path, method, model=NoDropout, **UNEQUAL)
     run.load()
     model = copy.deepcopy(run.worker.template.backbone).train()
@@ -69,14 +69,16 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, momentum):
 
 def test_without_a_radius_it_is_fedavg_and_fedcm_bit_for_bit(tmp_path):
     options = UNEQUAL | {"model": NormMLP}
-    for plain, sharp in ((FedAvg(), FedSAM(0.0, "samples")), (FedCM(), MoFedSAM(0.0))):
+    for plain, sharp in ((FedAvg(), FedSAM(rho=0.0, weighting="samples")), (FedCM(), MoFedSAM(rho=0.0))):
         one, other = (weights_after(tmp_path / type(m).__name__, m, **options) for m in (plain, sharp))
         assert same_bytes(one, other)
 
 
 def test_recorded_losses_are_those_before_the_perturbation(tmp_path):
     options = UNEQUAL | {"rounds": 1, "optimizer": partial(torch.optim.SGD, lr=0.0)}
-    plain, sharp = (finished(tmp_path / str(r), FedSAM(r, loss_terms=[Proximal(0.1)]), **options) for r in (0.0, 0.5))
+    plain, sharp = (
+        finished(tmp_path / str(r), FedSAM(rho=r, loss_terms=[Proximal(0.1)]), **options) for r in (0.0, 0.5)
+    )
     for name in ("client/train_loss", "client/train_ce", "client/train_proximal"):
         assert plain.csv.rows[0][name] == pytest.approx(sharp.csv.rows[0][name])
 
@@ -84,7 +86,7 @@ def test_recorded_losses_are_those_before_the_perturbation(tmp_path):
 def test_a_parameter_that_the_loss_does_not_depend_on_has_a_zero_gradient():
     backbone = NoDropout((4,), 3)
     backbone.unused = torch.nn.Parameter(torch.ones(2))
-    module = FedSAM(0.3).client_module(backbone).train()
+    module = FedSAM(rho=0.3).client_module(backbone).train()
     module.training_step((torch.randn(6, 4), torch.arange(6) % 3), 0).backward()
     assert backbone.unused.grad.tolist() == [0.0, 0.0]
     assert all(p.grad.any() for p in backbone.head.parameters())

@@ -349,7 +349,7 @@ def shared_knowledge(rows):
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """No participant of round 1 has class 0."""
     tau, beta = 0.3, 0.5
-    run = experiment(tmp_path, FedSKC(tau, beta=beta, gda_scale="share"), seed=2, **UNEQUAL)
+    run = experiment(tmp_path, FedSKC(tau=tau, beta=beta, gda_scale="share"), seed=2, **UNEQUAL)
     run.load()
     model, known, reviews = copy.deepcopy(run.worker.template.backbone), {}, []
     for round in range(1, 4):
@@ -418,7 +418,9 @@ def test_knowledge_of_a_run_is_eq1_of_its_trained_clients(tmp_path):
 
 @pytest.mark.parametrize("preset", ["paper", "reference"])
 def test_options_reach_the_parts(preset):
-    method = FedSKC(0.3, 2, 0.7, gda_scale="share", spread="none", review="literal", preset=preset)
+    method = FedSKC(
+        tau=0.3, similar_clients=2, beta=0.7, gda_scale="share", spread="none", review="literal", preset=preset
+    )
     (term,) = method.loss_terms
     assert (term.tau, term.structural.similar_clients) == (0.3, 2)
     assert preset == "reference" or term.contrast.spread == "none"

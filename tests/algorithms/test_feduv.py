@@ -37,7 +37,7 @@ def uniformity_by_hand(z, detach=False):
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, mu = 1.5, 0.7
-    run = experiment(tmp_path, FedUV(lam, mu), **UNEQUAL)
+    run = experiment(tmp_path, FedUV(lam=lam, mu=mu), **UNEQUAL)
 
     def train(local, client, batches):
         for x, y in batches:

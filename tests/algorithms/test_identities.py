@@ -58,7 +58,7 @@ class LocalWithValidation(Local):
 
 
 BIAS_FREE = partial(MLP, hidden=(16,), head=Head(classifier="bias_free"))
-UNIFORM = partial(FedAvg, "uniform")
+UNIFORM = partial(FedAvg, weighting="uniform")
 GOSSIP = partial(PeerAlgorithm, n_com=2)
 LONELY = {"graph": ErdosRenyi(0.0)}
 
@@ -81,14 +81,14 @@ PAIRS = {
     "FedAvgM, plain": (partial(FedAvgM, beta=0.0, nesterov=False, weighting="uniform"), UNIFORM, NormMLP),
     "FedAvgM's server": (
         lambda: FedAvg(aggregator=ServerMomentum(0.5, weighting="uniform")),
-        partial(FedAvgM, 0.5, weighting="uniform"),
+        partial(FedAvgM, beta=0.5, weighting="uniform"),
         NormMLP,
     ),
     "FedBABU": (partial(FedBABU, frozen=[], tune_epochs=0), UNIFORM, NormMLP),
     "FedDW": (partial(FedDW, mu=0.0), FedAvg, BIAS_FREE),
-    "FedDistill": (partial(FedDistill, 0.0), Local, NormMLP),
-    "FedDistill, cumulative": (partial(FedDistill, 0.0, True), Local, NormMLP),
-    "FedDistillPlus": (partial(FedDistillPlus, 0.0), FedAvg, NormMLP),
+    "FedDistill": (partial(FedDistill, gamma=0.0), Local, NormMLP),
+    "FedDistill, cumulative": (partial(FedDistill, gamma=0.0, cumulative=True), Local, NormMLP),
+    "FedDistillPlus": (partial(FedDistillPlus, gamma=0.0), FedAvg, NormMLP),
     "FedFomo": (partial(FedFomo, models=0), LocalWithValidation, NormMLP),
     "FedGen": (partial(FedGen, alpha=0.0), FedAvg, NormMLP),
     "FedPer": (partial(FedPer, personal=[]), FedAvg, NormMLP),
@@ -123,7 +123,7 @@ PAIRS = {
     "UnitAlignment": (lambda: FedAvg(loss_terms=[UnitAlignment(0.0)]), FedAvg, NormMLP),
     "WeightDistribution": (
         lambda: FedAvg(loss_terms=[WeightDistribution(2.0)]),
-        lambda: CwFedAvg(2.0, aggregator=WeightedMean()),
+        lambda: CwFedAvg(lam=2.0, aggregator=WeightedMean()),
         NormMLP,
     ),
 }

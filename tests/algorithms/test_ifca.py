@@ -78,8 +78,8 @@ def test_with_identical_models_all_clients_choose_the_first(tmp_path):
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path, shared):
     k = 3
-    run = experiment(tmp_path / "run", IFCA(k, shared), model=NoDropout, **UNEQUAL)
-    start = experiment(tmp_path / "start", IFCA(k, shared), model=NoDropout, **UNEQUAL)
+    run = experiment(tmp_path / "run", IFCA(clusters=k, shared_layers=shared), model=NoDropout, **UNEQUAL)
+    start = experiment(tmp_path / "start", IFCA(clusters=k, shared_layers=shared), model=NoDropout, **UNEQUAL)
     start._build()
 
     def cluster_of(state, j):

@@ -85,4 +85,4 @@ def test_aggregation_ignores_the_uploads():
 
 def test_loss_terms_with_shared_knowledge_are_refused():
     with pytest.raises(ConfigError, match=r"algorithm.loss_terms: 'dw' needs shared knowledge"):
-        Local([Proximal(0.1), DistillingWeights()])
+        Local(loss_terms=[Proximal(0.1), DistillingWeights()])

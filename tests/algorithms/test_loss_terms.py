@@ -77,7 +77,7 @@ class Stranger(L.LightningModule):
 
 def client(mu, net):
     """Return FedProx's client."""
-    return FedProx(mu).client_module(net, partial(torch.optim.SGD, lr=0.1))
+    return FedProx(mu=mu).client_module(net, partial(torch.optim.SGD, lr=0.1))
 
 
 def fitted(build):

@@ -116,7 +116,7 @@ MAPPED = partial(MLP, hidden=(16,), head=Head(mapping=(12, 8)))
 def test_a_run_equals_a_loop_by_hand(network, layer, compared, tmp_path):
     """Some clients take part for the first time after round 1."""
     mu, tau = 2.0, 0.4
-    run = experiment(tmp_path, MOON(mu, tau, layer=layer), model=network, **UNEQUAL)
+    run = experiment(tmp_path, MOON(mu=mu, tau=tau, layer=layer), model=network, **UNEQUAL)
     run.load()
     model, last = copy.deepcopy(run.worker.template.backbone), {}
     came_back = came_late = 0

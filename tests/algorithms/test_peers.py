@@ -133,7 +133,7 @@ def test_n_com_other_clients_are_sampled_in_each_round(tmp_path):
 
 @pytest.mark.parametrize("n_com", [None, 1])
 def test_clients_collect_only_from_linked_peers(tmp_path, n_com):
-    run = finished(tmp_path, PeerAlgorithm(n_com, graph=Ring()), rounds=1, **ALL)
+    run = finished(tmp_path, PeerAlgorithm(n_com=n_com, graph=Ring()), rounds=1, **ALL)
     for client in range(K):
         around = {(client - 1) % K, (client + 1) % K}
         drawn = [set(peers_in(run.server.download(round, client))) for round in range(2, 22)]
@@ -225,7 +225,7 @@ def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
     probe.load()
     victim = probe.server.participants(2)[0]
     trouble = NaNInOneRound(2, len(probe.data.shards[victim].train))
-    method, options = partial(PeerAlgorithm, 2, loss_terms=[trouble]), {"on_client_failure": "drop"}
+    method, options = partial(PeerAlgorithm, n_com=2, loss_terms=[trouble]), {"on_client_failure": "drop"}
     runs = [experiment(tmp_path / str(rounds), method(), rounds=rounds, **options) for rounds in (1, 2)]
     runs[0].fit()
     with pytest.warns(UserWarning, match=f"client {victim}, round 2: .* is NaN or Inf"):
@@ -267,7 +267,7 @@ def test_terms_that_need_an_earlier_round_are_off_in_the_first(tmp_path, term):
 
 def test_the_state_of_a_term_stays_with_its_client(tmp_path):
     engine = Watching()
-    run = finished(tmp_path, PeerAlgorithm(2, loss_terms=[HistoryContrast()]), rounds=2, engine=engine, **ALL)
+    run = finished(tmp_path, PeerAlgorithm(n_com=2, loss_terms=[HistoryContrast()]), rounds=2, engine=engine, **ALL)
     assert run.csv.rows[1]["client/train_history"] > 0
     for task in engine.of_round(2).values():
         own = {f"model/encoder.{name}": value for name, value in task.memory["term_history"].items()}

@@ -133,7 +133,7 @@ def test_a_batch_is_split_into_disjoint_parts_of_equal_size(size, parts):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_step_equals_the_formula(order):
     torch.manual_seed(0)
-    method = PerFedAvg(order, alpha=0.4, delta=0.01)
+    method = PerFedAvg(order=order, alpha=0.4, delta=0.01)
     module = method.client_module(MLP((4,), 3, (5,)).double()).train()
     x, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
     n = ORDERS[order]
@@ -168,7 +168,7 @@ def test_a_step_equals_the_formula(order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_run_equals_a_loop_by_hand(tmp_path, order):
     alpha, delta = 0.3, 0.05
-    run = experiment(tmp_path, PerFedAvg(order, alpha, delta), **UNEQUAL)
+    run = experiment(tmp_path, PerFedAvg(order=order, alpha=alpha, delta=delta), **UNEQUAL)
 
     def gradients_at(local, batch, moves, length):
         there = copy.deepcopy(local)
@@ -217,7 +217,7 @@ def test_loss_terms_are_part_of_the_meta_objective():
 @pytest.mark.parametrize("order", ORDERS)
 def test_batchnorm_statistics_come_from_the_adapted_model_only(order):
     torch.manual_seed(0)
-    module = PerFedAvg(order, alpha=0.0).client_module(NormMLP((4,), 3)).train()
+    module = PerFedAvg(order=order, alpha=0.0).client_module(NormMLP((4,), 3)).train()
     x, y = torch.randn(12, 4), torch.arange(12) % 3
     net = copy.deepcopy(module.backbone)
     n = 12 // ORDERS[order]
@@ -229,14 +229,14 @@ def test_batchnorm_statistics_come_from_the_adapted_model_only(order):
 def test_both_gradients_of_the_difference_use_the_same_dropout_mask():
     """With a tiny δ, different dropout masks would give a huge difference."""
     torch.manual_seed(0)
-    module = PerFedAvg("hessian_free", alpha=10.0, delta=1e-9).client_module(NormMLP((4,), 3).double()).train()
+    module = PerFedAvg(order="hessian_free", alpha=10.0, delta=1e-9).client_module(NormMLP((4,), 3).double()).train()
     x, y = torch.randn(60, 4, dtype=torch.float64), torch.arange(60) % 3
     module.training_step((x, y), 0).backward()
     assert all(p.grad.abs().max() < 1e3 for p in module.backbone.parameters())
 
 
 def test_the_difference_is_computed_in_full_precision():
-    module = PerFedAvg("hessian_free").client_module(MLP((4,), 3, (5,))).train()
+    module = PerFedAvg(order="hessian_free").client_module(MLP((4,), 3, (5,))).train()
     seen = []
     module.backbone.head.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
@@ -264,8 +264,8 @@ def test_autocasts_cache_holds_no_old_weights():
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_alpha_zero_it_is_fedavg_on_the_second_parts(tmp_path, order, model):
     options = {"model": model, "optimizer": DECAY, "rounds": 2, "clients_per_round": 2}
-    one = experiment(tmp_path / "per", PerFedAvg(order, alpha=0.0), **options)
-    plain = FedAvg("uniform")
+    one = experiment(tmp_path / "per", PerFedAvg(order=order, alpha=0.0), **options)
+    plain = FedAvg(weighting="uniform")
     plain.module_class = TrainsOnSecondPart if order == "first" else TrainsOnSecondThird
     other = experiment(tmp_path / "avg", plain, **options)
     for run in (one, other):
@@ -321,7 +321,7 @@ def test_a_frozen_weight_does_not_change(tmp_path):
     backbone = MLP((4,), 3, (5,))
     backbone.head.bias.requires_grad_(False)
     before = backbone.head.bias.clone()
-    method = PerFedAvg("hessian_free", alpha=0.5)
+    method = PerFedAvg(order="hessian_free", alpha=0.5)
     module = method.client_module(backbone).train()
     x, y = torch.randn(12, 4), torch.arange(12) % 3
     module.training_step((x, y), 0).backward()
@@ -333,6 +333,6 @@ def test_a_frozen_weight_does_not_change(tmp_path):
 
 def test_a_batch_too_small_to_split_is_used_for_all_parts(tmp_path):
     """A batch of three samples is used three times."""
-    run = experiment(tmp_path, PerFedAvg("hessian_free"), batch_size=3, rounds=1, model=NormMLP)
+    run = experiment(tmp_path, PerFedAvg(order="hessian_free"), batch_size=3, rounds=1, model=NormMLP)
     run.load()
     assert run.worker.run(task_of_round(run, 1, 0)).failure is None

@@ -21,7 +21,9 @@ from fl_lightning.core.errors import ConfigError
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, inner, personal_lr, beta, lr = 4.0, 3, 0.05, 0.8, 0.2
-    run = experiment(tmp_path, PFedMe(lam, inner, personal_lr, beta), model=NoDropout, **UNEQUAL)
+    run = experiment(
+        tmp_path, PFedMe(lam=lam, inner_steps=inner, personal_lr=personal_lr, beta=beta), model=NoDropout, **UNEQUAL
+    )
     run.load()
     model, personal, recorded = copy.deepcopy(run.worker.template.backbone).train(), {}, []
     for round in range(1, 4):

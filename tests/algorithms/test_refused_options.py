@@ -164,7 +164,7 @@ def test_an_option_of_the_aggregator_is_refused_if_another_aggregator_is_given(m
 def test_a_subclass_may_set_both_an_option_and_the_aggregator_of_its_base_class():
     class Own(FedAvg):
         def __init__(self) -> None:
-            super().__init__("uniform", aggregator=ServerMomentum())
+            super().__init__(weighting="uniform", aggregator=ServerMomentum())
 
     assert Own().aggregator.weighting == "samples"
 

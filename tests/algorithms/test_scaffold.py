@@ -93,7 +93,7 @@ def test_frozen_parameters_have_no_control():
 @pytest.mark.parametrize("arrived", [1, 3])
 def test_weights_are_averaged_over_uploads_and_controls_over_all_clients(arrived):
     backbone, clients, lr = NormMLP((4,), 3), 8, 0.7
-    method = SCAFFOLD(lr)
+    method = SCAFFOLD(server_lr=lr)
     method.start([10] * clients, frozenset())
     state = method.initial_state(backbone, 3, clients, None)
     state["control"] = {name: torch.randn_like(value) for name, value in state["control"].items()}
@@ -139,7 +139,9 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     """Algorithm 1, with a decaying learning rate."""
     rate, decay, server_lr, rounds = 0.2, 0.01, 0.8, 3
     options = UNEQUAL | {"optimizer": partial(torch.optim.SGD, lr=rate, weight_decay=decay)}
-    run = experiment(tmp_path, SCAFFOLD(server_lr), round_lr_scheduler=partial(ExponentialLR, gamma=0.9), **options)
+    run = experiment(
+        tmp_path, SCAFFOLD(server_lr=server_lr), round_lr_scheduler=partial(ExponentialLR, gamma=0.9), **options
+    )
     run.load()
     model = copy.deepcopy(run.worker.template.backbone)
     c = [torch.zeros_like(p) for p in model.parameters()]

@@ -289,7 +289,9 @@ def test_algorithm_2_equals_a_brute_force_loop(peers, seed, th_i, reference):
     samples = rng.integers(1, 90, peers + 1).tolist()
     own, *others = (publication(rows[k].tolist(), samples[k], k) for k in range(peers + 1))
     heard = dict(zip(sorted(rng.choice(20, peers, replace=False).tolist()), others, strict=True))
-    collected, mixed = collect_and_mix(UAPDFL(th_i, preset="reference" if reference else "paper"), own, heard, seed)
+    collected, mixed = collect_and_mix(
+        UAPDFL(th_i=th_i, preset="reference" if reference else "paper"), own, heard, seed
+    )
     mine = own.section("unit")["distribution"]
     gaps = [shannon_by_hand(mine, message.section("unit")["distribution"]) for message in others]
     if th_i and all(gap < th_i for gap in gaps):
@@ -320,7 +322,7 @@ def test_branches_for_a_divergence_equal_to_the_threshold(divergence, others):
     th_i = ua.DIVERGENCES[divergence](*(torch.tensor(d) for d in (OWN, FAR)))
 
     def whole_models(th_i, **options):
-        collected, _ = collect_and_mix(UAPDFL(th_i, divergence=divergence, **options), own, peers)
+        collected, _ = collect_and_mix(UAPDFL(th_i=th_i, divergence=divergence, **options), own, peers)
         return [j for j, message in collected.items() if split(message.section("model"))[1]], collected
 
     chosen, collected = whole_models(th_i)
@@ -386,7 +388,7 @@ def test_ablations_of_algorithm_2():
 @pytest.mark.parametrize("th_i", [0.0, 0.1, math.inf])
 def test_a_client_without_peers_keeps_its_model(th_i):
     own = publication(OWN, 4)
-    collected, mixed = collect_and_mix(UAPDFL(th_i), own, {})
+    collected, mixed = collect_and_mix(UAPDFL(th_i=th_i), own, {})
     assert collected == {}
     assert same_bytes(mixed, own.section("model"))
 
@@ -398,7 +400,7 @@ def test_a_client_without_peers_keeps_its_model(th_i):
 def test_a_run_equals_a_loop_by_hand(tmp_path):
     """Clients collect from all three peers. In round 1 all are alike, later sometimes all and sometimes some."""
     th_i, mu, drops, shared = 0.1, 0.05, [], set()
-    run = experiment(tmp_path, UAPDFL(th_i, mu, n_com=None), **UNEQUAL)
+    run = experiment(tmp_path, UAPDFL(th_i=th_i, mu=mu, n_com=None), **UNEQUAL)
     run.load()
     local = copy.deepcopy(run.worker.template.backbone)
     unit = torch.ones(1, 1, 8, 8)
@@ -445,7 +447,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 @pytest.mark.parametrize(("th_i", "models"), [(math.inf, lambda n: ENCODER + HEAD), (0.0, lambda n: n * ENCODER)])
 def test_bytes_of_both_branches_equal_the_closed_formula(tmp_path, th_i, models):
     n_com = 3
-    run = finished(tmp_path, UAPDFL(th_i, n_com=n_com), rounds=1)
+    run = finished(tmp_path, UAPDFL(th_i=th_i, n_com=n_com), rounds=1)
     for row in run.csv.rows:
         assert row["comm/down_bytes"] == 4 * (n_com * UNIT + 4 * models(n_com))  # 4 of 6 take part
         assert row["comm/up_bytes"] == 0
@@ -455,7 +457,7 @@ def test_bytes_of_both_branches_equal_the_closed_formula(tmp_path, th_i, models)
 @pytest.mark.parametrize("preset", ["paper", "reference"])
 def test_bytes_depend_on_the_number_of_similar_peers(tmp_path, preset):
     engine, th_i, n_com = Watching(), 0.03, 3
-    run = finished(tmp_path, UAPDFL(th_i, n_com=n_com, preset=preset), rounds=4, engine=engine)
+    run = finished(tmp_path, UAPDFL(th_i=th_i, n_com=n_com, preset=preset), rounds=4, engine=engine)
     branches = Counter()
     for round in range(1, 5):
         expected = 0

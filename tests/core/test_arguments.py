@@ -1,17 +1,20 @@
 """Descriptions of objects by class and constructor arguments."""
 
+import inspect
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentError, ArgumentParser
 from torch import nn
 
-from fl_lightning import IID, MLP, Classification, FedProx, Head, ProcessesEngine
-from fl_lightning.core.arguments import ArgumentsMixin, describe
+from fl_lightning import IID, MLP, Algorithm, Classification, ConfigError, FedAvg, FedProx, Head, ProcessesEngine
+from fl_lightning.algorithms import HistoryContrast, Proximal, WeightedMean
+from fl_lightning.core.arguments import ArgumentsMixin, FieldsMixin, argument_types, describe, number
 
 
 class Base(ArgumentsMixin):
@@ -78,3 +81,68 @@ def test_a_copied_object_keeps_its_arguments_and_data_are_not_kept():
     assert describe(pickle.loads(pickle.dumps(Base(3)))) == describe(Base(3))
     assert describe(Derived(data))["init_args"]["values"] == [{"class_path": "torch.Tensor"}]
     assert "0.0" not in repr(vars(Derived(data)))
+
+
+class Fields(FieldsMixin):
+    section = "part"
+    size: int = 1
+    rate: float = number(0.5, "(0, 1]")
+
+
+class More(Fields):
+    name: str
+    size: int = field(default=3, init=False)
+    kind = "no option"
+
+
+class Written(Fields):
+    def __init__(self, sizes: "list[int]") -> None:  # a text, as after `from __future__ import annotations`
+        super().__init__(size=len(sizes))
+
+
+class Inherits(Written):
+    pass
+
+
+def test_fields_are_keyword_options_with_the_class_s_own_first():
+    assert list(inspect.signature(More).parameters) == ["name", "rate"]
+    assert (More(name="a").size, More(name="a", rate=1.0).rate) == (3, 1.0)
+    assert describe(More(name="a"))["init_args"] == {"name": "a", "rate": 0.5}
+    with pytest.raises(TypeError, match="size"):
+        More(name="a", size=2)
+    with pytest.raises(TypeError, match="positional"):
+        Fields(2)
+
+
+def test_a_number_out_of_its_interval_is_refused():
+    with pytest.raises(ConfigError, match=r"^part\.rate: 2\.0 "):
+        Fields(rate=2.0)
+
+
+def test_an_option_without_its_type_is_refused():
+    with pytest.raises(TypeError, match=r"^Untyped\.size: "):
+        type("Untyped", (Fields,), {"size": 2})
+
+
+@pytest.mark.parametrize("kind", [Written, Inherits])
+def test_a_written_constructor_is_kept_with_its_types(kind):
+    assert (kind([1, 2]).size, describe(kind([1]))["init_args"]) == (2, {"sizes": [1]})
+    assert argument_types(kind)["sizes"] == list[int]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--part", type=Fields)
+    assert parser.parse_args([f"--part={HERE}.{kind.__name__}", "--part.sizes=[4]"]).part.init_args.sizes == [4]
+    with pytest.raises(ArgumentError, match="sizes"):
+        parser.parse_args([f"--part={HERE}.{kind.__name__}", "--part.sizes=[a]"])
+
+
+def test_the_parts_of_a_method_come_before_the_given_ones():
+    class Own(Algorithm):
+        beta: float = 0.1
+
+        def own_terms(self):
+            return [Proximal(self.beta)]
+
+    given = HistoryContrast()
+    assert [term.name for term in Own(loss_terms=[given]).loss_terms] == ["proximal", "history"]
+    assert isinstance(FedAvg(weighting="uniform").aggregator, WeightedMean)
+    assert FedAvg(weighting="uniform").aggregator.weighting == "uniform"

@@ -179,8 +179,8 @@ def test_nothing_that_a_fit_leaves_behind_reaches_the_next(tmp_path):
 
 @pytest.mark.thorough
 def test_what_clients_train_is_what_they_train_without(tmp_path):
-    alone = weights_after(tmp_path / "alone", FedProx(0.1), model=NormMLP)
-    watched = weights_after(tmp_path / "watched", FedProx(0.1), model=NormMLP, client_callbacks=[Counts()])
+    alone = weights_after(tmp_path / "alone", FedProx(mu=0.1), model=NormMLP)
+    watched = weights_after(tmp_path / "watched", FedProx(mu=0.1), model=NormMLP, client_callbacks=[Counts()])
     assert same_bytes(alone, watched)
 
 

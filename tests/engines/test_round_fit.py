@@ -74,7 +74,7 @@ def test_local_work_and_clipping(tmp_path, name):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
 def test_precisions(tmp_path, precision):
     trainer = CPU | {"precision": precision, "gradient_clip_val": 0.5}
-    compare(tmp_path, partial(FedProx, 0.1), model=NormMLP, trainer=trainer, rounds=2)
+    compare(tmp_path, partial(FedProx, mu=0.1), model=NormMLP, trainer=trainer, rounds=2)
 
 
 class Sees(LossTerm):

@@ -89,7 +89,7 @@ ALGORITHMS = {
     "last epoch's prototypes": (partial(FedProto, seen="last_epoch"), {}),
     "all terms": (
         lambda: FedProx(
-            0.1,
+            mu=0.1,
             loss_terms=[
                 WeightDistribution(1.0),
                 DistillingWeights(1.0, allow_bias=True),
@@ -238,7 +238,9 @@ def test_a_client_stops_alone(tmp_path, moment):
 @pytest.mark.thorough
 def test_mixed_precision(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 2, "precision": "bf16-mixed"}
-    compare(tmp_path, FedProx(0.1), 2e-2, model=NormMLP, trainer=trainer, optimizer=partial(torch.optim.SGD, lr=0.02))
+    compare(
+        tmp_path, FedProx(mu=0.1), 2e-2, model=NormMLP, trainer=trainer, optimizer=partial(torch.optim.SGD, lr=0.02)
+    )
 
 
 # --- A step of every model ---

@@ -7,6 +7,7 @@ Constraints", IEEE TNNLS 2020, as implemented in the authors' code.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import field
 from typing import ClassVar
 
 import numpy as np
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.clustered.ifca import section
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
@@ -205,6 +206,13 @@ class CFL(Algorithm):
         weighting: Weight clients equally (`uniform`, the authors' code) or by their number of `samples`.
     """
 
+    eps1: float = 0.4
+    eps2: float = 1.6
+    min_rounds: int = 20
+    min_size: int = 2
+    weighting: Weighting = "uniform"
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {  # around the values of Sattler et al.
         "eps1": {"distribution": "log_uniform_values", "min": 0.1, "max": 1.0},
         "eps2": {"distribution": "log_uniform_values", "min": 0.5, "max": 5.0},
@@ -213,17 +221,9 @@ class CFL(Algorithm):
     one_model = False
     public = LAST
 
-    def __init__(
-        self,
-        eps1: float = 0.4,
-        eps2: float = 1.6,
-        min_rounds: int = 20,
-        min_size: int = 2,
-        weighting: Weighting = "uniform",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, Splits(eps1, eps2, min_rounds, min_size, weighting), buffers)
+    def own_aggregator(self) -> Aggregator:
+        """Return the aggregator that averages within clusters and splits them."""
+        return Splits(self.eps1, self.eps2, self.min_rounds, self.min_size, self.weighting)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial server state, in which all clients are in one cluster."""

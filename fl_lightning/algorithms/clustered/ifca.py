@@ -7,6 +7,7 @@ model averaging.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_weights, reinitialised
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
@@ -114,21 +116,22 @@ class IFCA(Algorithm):
         loss_terms: Loss terms for training. They do not affect the choice of the cluster.
     """
 
+    clusters: int = number(2, "[1, inf)", "the paper uses 2 to 4")
+    shared_layers: Sequence[str] = ()
+    weighting: Weighting = "samples"
+    aggregator: ClusterMeans = field(init=False)
+
     search_space: ClassVar = {"clusters": {"values": [2, 3, 4]}}  # Ghosh et al. use 2 to 4
     trains_new_clients = False
 
-    def __init__(
-        self,
-        clusters: int = 2,
-        shared_layers: Sequence[str] = (),
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.clusters", clusters, "[1, inf)", "the paper uses 2 to 4")
-        self.clusters, self.one_model = clusters, clusters == 1
-        self.means = ClusterMeans(weighting, shared_layers)
-        super().__init__(loss_terms, self.means, buffers)
+    def __post_init__(self) -> None:
+        """With one cluster, there is a model for all clients."""
+        super().__post_init__()
+        self.one_model = self.clusters == 1
+
+    def own_aggregator(self) -> ClusterMeans:
+        """Return the aggregator that averages the models of each cluster."""
+        return ClusterMeans(self.weighting, self.shared_layers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial server state. Each cluster's model has different random initial weights.
@@ -138,18 +141,18 @@ class IFCA(Algorithm):
         """
         check_number("algorithm.clusters", self.clusters, f"[1, {clients}]", "use at most scenario.clients")
         state = super().initial_state(backbone, num_classes, clients, rng)
-        for name in self.means.shared_layers:
+        for name in self.aggregator.shared_layers:
             if not any(entry.startswith(name) for entry in state["model"]):
                 raise ConfigError(
                     f"algorithm.shared_layers: no entry's name begins with {name!r}, as {min(state['model'])!r} does"
                 )
         starts = [state["model"], *(reinitialised(backbone, rng) for _ in range(1, self.clusters))]
-        own = self.means.without_shared_layers(state["model"])
+        own = self.aggregator.without_shared_layers(state["model"])
         return state | {section(j): {name: model[name].clone() for name in own} for j, model in enumerate(starts)}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: the models of all clusters, with the `shared_layers` only once."""
-        own = self.means.without_shared_layers(state["model"])
+        own = self.aggregator.without_shared_layers(state["model"])
         sections = {"model": {name: value for name, value in state["model"].items() if name not in own}}
         sections |= {section(j): state[section(j)] for j in range(self.clusters)}
         return Message.pack(sections | {piece.name: state[piece.name] for piece in self.knowledge})

@@ -8,15 +8,15 @@ Decentralized Federated Learning", 2024, where each client serves as its own ser
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from fl_lightning.algorithms.aggregators import fold_all
-from fl_lightning.algorithms.base import Batches, Buffers
+from fl_lightning.algorithms.aggregators import Weighting, fold_all
+from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.algorithms.global_model.criticalfl import (
     DETECTOR,
     MASK,
@@ -24,12 +24,12 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     CriticalPeriods,
     EntryMean,
     MeasuredModule,
-    check_shares,
     flatten_entries,
     largest_changes,
     mask_entries,
 )
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors, Upload, unbundle
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, pack_mask, parameter_names, unpack_mask
@@ -62,27 +62,22 @@ class PeerCriticalFL(PeerAlgorithm):
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. They are always collected completely.
     """
 
+    n_com: int = number(5, "[1, inf)")
+    delta: float = 0.01
+    window: int = 10
+    every: int = 2
+    sure: int = 5
+    max_share: float = number(0.75, "[0, 1]", "the paper's code uses 0.75")
+    keep: float = number(0.2, "(0, 1]", "the paper's code uses 0.2")
+    weighting: Weighting = field(default="samples", init=False)
+
     search_space: ClassVar = CriticalFL.search_space
     module_class = MeasuredModule
-    n_com: int
 
-    def __init__(
-        self,
-        n_com: int = 5,
-        delta: float = 0.01,
-        window: int = 10,
-        every: int = 2,
-        sure: int = 5,
-        max_share: float = 0.75,
-        keep: float = 0.2,
-        graph: Graph | None = None,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        self.periods = CriticalPeriods(delta, window, every, sure)
-        check_shares(max_share, keep)
-        self.max_share, self.keep = max_share, keep
-        super().__init__(n_com, graph, loss_terms, buffers)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.periods = CriticalPeriods(self.delta, self.window, self.every, self.sure)
 
     def peer_count(self, own: Message) -> int:
         """Return the number of peers to collect from, which the client's own critical-period detector has set."""

@@ -7,15 +7,14 @@ Sun, Li, Wang: "Decentralized Federated Averaging", IEEE TPAMI 2023, Algorithm 1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Buffers
+from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.algorithms.decentralized.topology import Graph
-from fl_lightning.client.module import LossTerm
 from fl_lightning.core.message import Message, Tensors, Upload, peer_section, unbundle
 from fl_lightning.core.state_dicts import State, weighted_mean
 
@@ -53,14 +52,7 @@ class DFedAvgM(PeerAlgorithm):
         graph: The neighbours of each client. It should be undirected; complete by default.
     """
 
-    def __init__(
-        self,
-        n_com: int | None = None,
-        graph: Graph | None = None,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(n_com, graph, loss_terms, buffers, weighting="uniform")
+    weighting: Weighting = field(default="uniform", init=False)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, the graph of peers and its mixing matrix."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Batches, Buffers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.decentralized.peers import LAID_OUT, PeerAlgorithm
-from fl_lightning.algorithms.decentralized.topology import Graph
-from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.core.errors import check_number
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors, Upload, tensors_to_message
 from fl_lightning.core.state_dicts import State, pack_mask, unpack_mask, weighted_mean
 
@@ -159,6 +160,12 @@ class DisPFL(PeerAlgorithm):
             or `random` ones. With `none`, masks do not change.
     """
 
+    dense_ratio: float = number(0.5, "(0, inf)", "the paper uses 0.5")
+    prune_rate: float = number(0.5, "[0, 1]", "the paper uses 0.5")
+    search_rounds: int = number(500, "[1, inf)")
+    regrow: Regrow = "gradient"
+    weighting: Weighting = field(default="samples", init=False)
+
     search_space: ClassVar = {  # Dai et al.: 0.2 to 0.8
         "dense_ratio": {"distribution": "uniform", "min": 0.2, "max": 0.8},
     }
@@ -166,23 +173,10 @@ class DisPFL(PeerAlgorithm):
     whole = False
     module_class = MaskedModule
 
-    def __init__(
-        self,
-        dense_ratio: float = 0.5,
-        prune_rate: float = 0.5,
-        search_rounds: int = 500,
-        regrow: Regrow = "gradient",
-        n_com: int | None = None,
-        graph: Graph | None = None,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.dense_ratio", dense_ratio, "(0, inf)", "the paper uses 0.5")
-        check_number("algorithm.prune_rate", prune_rate, "[0, 1]", "the paper uses 0.5")
-        check_number("algorithm.search_rounds", search_rounds, "[1, inf)")
-        self.dense_ratio, self.prune_rate = min(dense_ratio, 1.0), prune_rate
-        self.search_rounds, self.regrow = search_rounds, regrow
-        super().__init__(n_com, graph, loss_terms, buffers)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.dense_ratio = min(self.dense_ratio, 1.0)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the masked mean of the client's and its peers' models. A client without a mask gets a random one.

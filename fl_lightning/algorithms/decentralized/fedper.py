@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fl_lightning.algorithms.aggregators import Weighting
-from fl_lightning.algorithms.base import Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.algorithms.decentralized.topology import Graph
-from fl_lightning.client.module import LossTerm
 from fl_lightning.client.weights import beginnings
 
 
@@ -30,15 +26,10 @@ class PeerFedPer(PeerAlgorithm):
         ConfigError: The model does not have a personal part.
     """
 
-    def __init__(
-        self,
-        personal: Sequence[str] = ("head",),
-        n_com: int | None = None,
-        graph: Graph | None = None,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(n_com, graph, loss_terms, buffers, weighting)
-        self.personal = beginnings(personal)
+    personal: Sequence[str] = ("head",)
+
+    def __post_init__(self) -> None:
+        """Keep the personal part on the client. Without one, there is a model for all clients."""
+        super().__post_init__()
+        self.personal = beginnings(self.personal)
         self.one_model = not self.personal

@@ -8,18 +8,20 @@ collected messages count as communication.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from fl_lightning.algorithms.aggregators import Weighting
-from fl_lightning.algorithms.base import OWN, Aggregation, Algorithm, Buffers, recall
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
+from fl_lightning.algorithms.base import OWN, UNSET, Aggregation, Algorithm, recall
 from fl_lightning.algorithms.decentralized.topology import Complete, Graph
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_weights, to_cpu
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import ExchangedMean, State, VisibleState, weighted_mean
@@ -46,22 +48,19 @@ class PeerAlgorithm(Algorithm):
         ConfigError: `n_com` is below 1, or above the number of other clients.
     """
 
+    n_com: int | None = number(None, "[1, inf)")
+    graph: Graph = UNSET
+    weighting: Weighting = "samples"
+    aggregator: Aggregator = field(init=False)
+
     server = False
     public = LAID_OUT
     trains_new_clients = True
 
-    def __init__(
-        self,
-        n_com: int | None = None,
-        graph: Graph | None = None,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-        weighting: Weighting = "samples",
-    ) -> None:
-        check_number("algorithm.n_com", n_com, "[1, inf)")
-        self.n_com, self.graph = n_com, graph or Complete()
-        self.weighting: Weighting = weighting
-        super().__init__(loss_terms, buffers=buffers)
+    def __post_init__(self) -> None:
+        """Check the options. By default, all peers are linked."""
+        super().__post_init__()
+        self.graph = self.graph or Complete()
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and the graph of the peers that clients can collect from."""

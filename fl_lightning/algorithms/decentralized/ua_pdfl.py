@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Buffers
+from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
@@ -214,32 +215,35 @@ class UAPDFL(PeerAlgorithm):
             to round. See also `UnitAlignment` and `UnitRepresentation`.
     """
 
+    th_i: float = number(0.002, "[0, inf]")
+    mu: float = 0.1
+    n_com: int | None = number(5, "[1, inf)")
+    divergence: Divergence = "jensen_shannon"
+    dropout: bool = True
+    layerwise: bool = True
+    unit: float = 1.0
+    preset: Literal["paper", "reference"] = "paper"
+    weighting: Weighting = field(default="samples", init=False)
+
     search_space: ClassVar = {  # our choice, as the paper has neither; a divergence is at most ln 2
         "th_i": {"distribution": "log_uniform_values", "min": 0.0005, "max": 0.69},
         "mu": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1.0},
     }
 
-    def __init__(
-        self,
-        th_i: float = 0.002,
-        mu: float = 0.1,
-        n_com: int | None = 5,
-        divergence: Divergence = "jensen_shannon",
-        dropout: bool = True,
-        layerwise: bool = True,
-        unit: float = 1.0,
-        graph: Graph | None = None,
-        preset: Literal["paper", "reference"] = "paper",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.th_i", th_i, "[0, inf]")
-        self.th_i, self.dropout, self.layerwise = th_i, dropout, layerwise
-        self.divergence, self.reference = DIVERGENCES[divergence], preset == "reference"
+    def __post_init__(self) -> None:
+        """Keep the optimizers' states if the preset is the authors' code."""
+        super().__post_init__()
         if self.reference:
             self.optimizer_state = "kept"
-        term = UnitAlignment(mu, unit, self.reference)
-        super().__init__(n_com, graph, [term, *(loss_terms or [])], buffers)
+
+    @property
+    def reference(self) -> bool:
+        """Whether to follow the authors' code."""
+        return self.preset == "reference"
+
+    def own_terms(self) -> list[LossTerm]:
+        """Return the loss term that aligns unit representations."""
+        return [UnitAlignment(self.mu, self.unit, self.reference)]
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
         """Return the peers' messages, with only the model parts that the client collects.
@@ -273,7 +277,7 @@ class UAPDFL(PeerAlgorithm):
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
         """Return a list with each peer's divergence `Div(i, j)` from the client, in the output for the unit input."""
         mine = own.section("unit")["distribution"]
-        return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
+        return [DIVERGENCES[self.divergence](mine, peer.section("unit")["distribution"]) for peer in peers]
 
     def drops_out(self, gaps: Sequence[float]) -> bool:
         """Return whether the client continues from a random peer's model instead of averaging (client-wise dropout).

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Aggregator, Weighting
-from fl_lightning.algorithms.base import Batches, Buffers
+from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.global_model.fedavg import FedAvg
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.state_dicts import State
@@ -106,25 +105,14 @@ class CCVR(FedAvg):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    features: int = number(100, "[1, inf)")
+    epochs: int = number(10, "[0, inf)", "0 does not calibrate")
+
     search_space: ClassVar = {  # our choice
         "features": {"values": [100, 500, 2000]},
         "epochs": {"values": [1, 5, 10, 20]},
     }
     needs_classes = True
-
-    def __init__(
-        self,
-        features: int = 100,
-        epochs: int = 10,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.features", features, "[1, inf)")
-        check_number("algorithm.epochs", epochs, "[0, inf)", "0 does not calibrate")
-        super().__init__(weighting, loss_terms, aggregator, buffers)
-        self.features, self.epochs = features, epochs
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, after a check that the model has an encoder and a head."""

@@ -11,7 +11,7 @@ changed most. Afterwards the number falls again and whole models are sent.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches, Buffers
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import buffer_names
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
@@ -194,15 +195,6 @@ class EntryMean(Aggregator):
         return {"model": {name: model[name] for name in before}}
 
 
-def check_shares(max_share: float, keep: float) -> None:
-    """Check the ranges of the options `max_share` and `keep`."""
-    check_number("algorithm.max_share", max_share, "[0, 1]", "the paper's code uses 0.75")
-    check_number("algorithm.keep", keep, "(0, 1]", "the paper's code uses 0.2")
-
-
-# --- The method --------------------------------------------------------------------------------------------------
-
-
 class MeasuredModule(ClientModule):
     """A client's module that measures the gradient norm of its training.
 
@@ -259,27 +251,29 @@ class CriticalFL(Algorithm):
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. They are always sent completely.
     """
 
+    delta: float = 0.01
+    window: int = 10
+    every: int = 2
+    sure: int = 5
+    max_share: float = number(0.75, "[0, 1]", "the paper's code uses 0.75")
+    keep: float = number(0.2, "(0, 1]", "the paper's code uses 0.2")
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {  # around the values of Yan et al.
         "delta": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
         "keep": {"distribution": "uniform", "min": 0.1, "max": 1.0},
     }
     module_class = MeasuredModule
 
-    def __init__(
-        self,
-        delta: float = 0.01,
-        window: int = 10,
-        every: int = 2,
-        sure: int = 5,
-        max_share: float = 0.75,
-        keep: float = 0.2,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_shares(max_share, keep)
-        self.periods, self.max_share, self.keep = CriticalPeriods(delta, window, every, sure), max_share, keep
-        self.whole = keep == 1
-        super().__init__(loss_terms, EntryMean(), buffers)
+    def __post_init__(self) -> None:
+        """Check the options. Uploads are whole models only if `keep` is 1."""
+        super().__post_init__()
+        self.periods = CriticalPeriods(self.delta, self.window, self.every, self.sure)
+        self.whole = self.keep == 1
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the mean of each entry over the clients that sent it."""
+        return EntryMean()
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and a critical-period detector that starts in a critical period."""

@@ -5,14 +5,16 @@ Kim, Kim, Han: "Communication-Efficient Federated Learning with Accelerated Clie
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import ClassVar
 
 import torch
 
-from fl_lightning.algorithms.aggregators import WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.global_model.fedprox import Proximal
 from fl_lightning.client.module import LossTerm
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.round import Round
@@ -71,18 +73,20 @@ class FedACG(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    lam: float = 0.85
+    beta: float = number(0.01, "[0, inf)", "the paper uses 0.01")
+    weighting: Weighting = "uniform"
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {  # around the values of Kim et al.
         "lam": {"values": [0.5, 0.8, 0.85, 0.9, 0.95]},
         "beta": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
     }
 
-    def __init__(
-        self,
-        lam: float = 0.85,
-        beta: float = 0.01,
-        weighting: Weighting = "uniform",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.beta", beta, "[0, inf)", "the paper uses 0.01")
-        super().__init__([Proximal(beta), *(loss_terms or [])], LookAhead(lam, weighting), buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the proximal term around the look-ahead model."""
+        return [Proximal(self.beta)]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the server that sends a model ahead of the mean."""
+        return LookAhead(self.lam, self.weighting)

@@ -6,9 +6,8 @@ Data", AISTATS 2017, Algorithm 1.
 
 from __future__ import annotations
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
-from fl_lightning.client.module import LossTerm
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm
 
 
 class FedAvg(Algorithm):
@@ -20,11 +19,4 @@ class FedAvg(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
-    def __init__(
-        self,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
+    weighting: Weighting = "samples"

@@ -6,13 +6,13 @@ Section 4.3.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import ClassVar
 
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import ServerStep, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
-from fl_lightning.client.module import LossTerm
+from fl_lightning.algorithms.aggregators import Aggregator, ServerStep, Weighting
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
 
@@ -70,15 +70,14 @@ class FedAvgM(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    beta: float = 0.9
+    server_lr: float = 1.0
+    nesterov: bool = True
+    weighting: Weighting = "samples"
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {"beta": {"values": [0.0, 0.7, 0.9, 0.97, 0.99, 0.997]}}  # Hsu et al., Section 4
 
-    def __init__(
-        self,
-        beta: float = 0.9,
-        server_lr: float = 1.0,
-        nesterov: bool = True,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, ServerMomentum(beta, server_lr, nesterov, weighting), buffers)
+    def own_aggregator(self) -> Aggregator:
+        """Return the server step with momentum."""
+        return ServerMomentum(self.beta, self.server_lr, self.nesterov, self.weighting)

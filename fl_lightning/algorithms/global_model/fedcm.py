@@ -5,15 +5,15 @@ Xu, Wang, Wang, Yao: "FedCM: Federated Learning with Client-level Momentum", 202
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import ServerStep
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.core.errors import check_number
@@ -147,18 +147,21 @@ class FedCM(Algorithm):
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
+    alpha: float = 0.1
+    server_lr: float = 1.0
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {"alpha": {"values": [0.03, 0.05, 0.1, 0.3, 0.5]}}  # around the paper's 0.1
 
-    def __init__(
-        self,
-        alpha: float = 0.1,
-        server_lr: float = 1.0,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        term = ClientMomentum(alpha)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the loss term that mixes the server's direction into each step."""
+        term = ClientMomentum(self.alpha)
         term.method = type(self).__name__
-        super().__init__([term, *(loss_terms or [])], DirectionServer(server_lr), buffers)
+        return [term]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the server step that also computes the direction."""
+        return DirectionServer(self.server_lr)
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: the weights and the descent direction `Δ`."""

@@ -8,13 +8,13 @@ The gradient correction of Eq. 5 has the control variates of SCAFFOLD, which thi
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import DriftCorrection
-from fl_lightning.algorithms.base import Buffers
+from fl_lightning.algorithms.aggregators import Aggregator, DriftCorrection
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD
 from fl_lightning.client.module import ClientModule, LossTerm, Step
@@ -75,10 +75,16 @@ class FedDC(SCAFFOLD):
         alpha: α, the weight of the penalty on the drift, 0 or more.
     """
 
+    alpha: float = 0.1
+    server_lr: float = field(default=1.0, init=False)
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {"alpha": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.5}}  # Gao et al.
 
-    def __init__(
-        self, alpha: float = 0.1, loss_terms: list[LossTerm] | None = None, buffers: Buffers = "average"
-    ) -> None:
-        terms = [DriftPenalty(alpha), *(loss_terms or [])]
-        super().__init__(loss_terms=terms, aggregator=DriftCorrection(), buffers=buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the term of SCAFFOLD and the penalty on the drift."""
+        return [*super().own_terms(), DriftPenalty(self.alpha)]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the mean of the models plus the mean drift."""
+        return DriftCorrection()

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
@@ -241,24 +240,24 @@ class FedDW(Algorithm):
         ConfigError: The classification layer has a bias, and `drop_bias` is false.
     """
 
+    mu: float = 0.1
+    linearize_every: int | None = None
+    drop_bias: bool = True
+    preset: Literal["paper", "reference"] = "paper"
+
     search_space: ClassVar = {  # Section V: 0.01, 0.1, 1, 10, 100
         "mu": {"distribution": "log_uniform_values", "min": 0.01, "max": 100.0},
     }
 
-    def __init__(
-        self,
-        mu: float = 0.1,
-        linearize_every: int | None = None,
-        drop_bias: bool = True,
-        preset: Literal["paper", "reference"] = "paper",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        self.keeps_bias = preset == "reference"
-        self.drop_bias = drop_bias
-        term = DistillingWeights(mu, linearize_every, reference=preset == "reference", allow_bias=self.keeps_bias)
-        super().__init__([term, *(loss_terms or [])], aggregator, buffers)
+    @property
+    def keeps_bias(self) -> bool:
+        """Whether the classification layer keeps its bias, as in the authors' code."""
+        return self.preset == "reference"
+
+    def own_terms(self) -> list[LossTerm]:
+        """Return the regulariser of the classification layer."""
+        reference = self.preset == "reference"
+        return [DistillingWeights(self.mu, self.linearize_every, reference=reference, allow_bias=self.keeps_bias)]
 
     def client_module(
         self,

@@ -6,13 +6,14 @@ Algorithm 1.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import DriftCorrection
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.aggregators import Aggregator, DriftCorrection
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
@@ -92,9 +93,15 @@ class FedDyn(Algorithm):
         alpha: α, the weight of the regularizer, above 0. The paper uses 0.1 for CIFAR-10 and 0.01 for others.
     """
 
+    alpha: float = 0.1
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {"alpha": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}}  # Acar et al.
 
-    def __init__(
-        self, alpha: float = 0.1, loss_terms: list[LossTerm] | None = None, buffers: Buffers = "average"
-    ) -> None:
-        super().__init__([DynamicRegularizer(alpha), *(loss_terms or [])], DriftCorrection(), buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the dynamic regularizer."""
+        return [DynamicRegularizer(self.alpha)]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the mean of the models plus the mean drift."""
+        return DriftCorrection()

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Aggregation, Algorithm, Buffers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Aggregation, Algorithm
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import descend, load_optimizer_tensors, optimizer_tensors
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
@@ -284,39 +285,31 @@ class FedGen(Algorithm):
             and noise uniformly.
     """
 
+    alpha: float = 1.0
+    beta: float = 0.0
+    decay: float = 1.0
+    diversity: float = number(1.0, "[0, inf)", "0 is without the diversity loss")
+    generator_steps: int = number(50, "[1, inf)")
+    generator_lr: float = number(3e-4, "(0, inf)")
+    generator_batch_size: int = number(32, "[2, inf)")
+    noise_dim: int = number(32, "[1, inf)")
+    hidden_dim: int = number(256, "[1, inf)")
+    weighting: Weighting = "samples"
+    reference: bool = False
+
     search_space: ClassVar = {  # our choice, around the values of the paper and the authors' code
         "alpha": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
         "beta": {"values": [0.0, 0.1, 1.0, 10.0]},
     }
 
-    def __init__(
-        self,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        decay: float = 1.0,
-        diversity: float = 1.0,
-        generator_steps: int = 50,
-        generator_lr: float = 3e-4,
-        generator_batch_size: int = 32,
-        noise_dim: int = 32,
-        hidden_dim: int = 256,
-        weighting: Weighting = "samples",
-        reference: bool = False,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.diversity", diversity, "[0, inf)", "0 is without the diversity loss")
-        check_number("algorithm.generator_steps", generator_steps, "[1, inf)")
-        check_number("algorithm.generator_lr", generator_lr, "(0, inf)")
-        check_number("algorithm.generator_batch_size", generator_batch_size, "[2, inf)")
-        check_number("algorithm.noise_dim", noise_dim, "[1, inf)")
-        check_number("algorithm.hidden_dim", hidden_dim, "[1, inf)")
-        self.term = GeneratedFeatures(alpha, beta, decay, uniform_noise=reference)
-        super().__init__([self.term, *(loss_terms or [])], aggregator or WeightedMean(weighting), buffers)
-        self.reference, self.diversity = reference, diversity
-        self.generator_steps, self.generator_lr = generator_steps, generator_lr
-        self.generator_batch_size, self.noise_dim, self.hidden_dim = generator_batch_size, noise_dim, hidden_dim
+    def __post_init__(self) -> None:
+        """Create the loss term on generated features."""
+        self.term = GeneratedFeatures(self.alpha, self.beta, self.decay, uniform_noise=self.reference)
+        super().__post_init__()
+
+    def own_terms(self) -> list[LossTerm]:
+        """Return the loss on generated features."""
+        return [self.term]
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and a random seed for the feature generator's weights and training.

@@ -13,8 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.precision import at_least_float32
@@ -82,13 +81,10 @@ class FedLC(Algorithm):
         tau: τ, the scale of the margins `τ n_c^(-1/4)`.
     """
 
+    tau: float = 1.0
+
     search_space: ClassVar = {"tau": {"distribution": "log_uniform_values", "min": 0.1, "max": 5.0}}  # Zhang et al.
 
-    def __init__(
-        self,
-        tau: float = 1.0,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__([CalibratedLoss(tau), *(loss_terms or [])], aggregator, buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the calibrated cross-entropy."""
+        return [CalibratedLoss(self.tau)]

@@ -6,7 +6,7 @@ Algorithm 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.knowledge import class_sums_over
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import to_cpu
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.precision import at_least_float32
@@ -131,22 +132,19 @@ class FedNH(Algorithm):
         learn_scale: Train the factor and average it with the weights. Otherwise it stays at `scale`.
     """
 
+    rho: float = 0.9
+    scale: float = number(1.0, "(0, inf)", "the authors' code uses 1 to 30")
+    learn_scale: bool = True
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {  # around the values of Dai et al.
         "rho": {"distribution": "uniform", "min": 0.1, "max": 0.99},
         "scale": {"distribution": "log_uniform_values", "min": 1.0, "max": 30.0},
     }
 
-    def __init__(
-        self,
-        rho: float = 0.9,
-        scale: float = 1.0,
-        learn_scale: bool = True,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.scale", scale, "(0, inf)", "the authors' code uses 1 to 30")
-        self.scale, self.learn_scale = scale, learn_scale
-        super().__init__(loss_terms, PrototypeAveraging(rho), buffers)
+    def own_aggregator(self) -> Aggregator:
+        """Return the aggregator that moves the class prototypes."""
+        return PrototypeAveraging(self.rho)
 
     def client_module(
         self,

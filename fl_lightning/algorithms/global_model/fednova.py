@@ -6,11 +6,11 @@ NeurIPS 2020, Eq. 8 and Section 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.global_model.fedprox import Proximal
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.sgd import check_equal_steps, sgd_groups
@@ -126,12 +126,19 @@ class FedNova(Algorithm):
         mu: μ of FedProx's term, 0 or more, which the normalization takes into account.
     """
 
+    mu: float = 0.0
+    aggregator: Aggregator = field(init=False)
+
     module_class = EqualSteps
     search_space: ClassVar = {"mu": {"values": [0.0, 0.001, 0.01, 0.1]}}  # FedAvg's and FedProx's clients
 
-    def __init__(self, mu: float = 0.0, loss_terms: list[LossTerm] | None = None, buffers: Buffers = "average") -> None:
-        super().__init__([Proximal(mu), *(loss_terms or [])], NormalizedAveraging(), buffers)
-        self.mu = mu
+    def own_terms(self) -> list[LossTerm]:
+        """Return the proximal term of FedProx."""
+        return [Proximal(self.mu)]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the mean of the normalized changes."""
+        return NormalizedAveraging()
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained weights and the number of effective steps, `||a_k||₁`."""

@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.precision import at_least_float32, without_autocast
@@ -88,17 +87,14 @@ class FedNTD(Algorithm):
         tau: τ, the temperature.
     """
 
+    beta: float = 1.0
+    tau: float = 1.0
+
     search_space: ClassVar = {  # the ranges of Lee et al., Appendix
         "beta": {"distribution": "log_uniform_values", "min": 0.1, "max": 5.0},
         "tau": {"values": [0.5, 1.0, 2.0, 3.0]},
     }
 
-    def __init__(
-        self,
-        beta: float = 1.0,
-        tau: float = 1.0,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__([NotTrueDistillation(beta, tau), *(loss_terms or [])], aggregator, buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the distillation of the received model."""
+        return [NotTrueDistillation(self.beta, self.tau)]

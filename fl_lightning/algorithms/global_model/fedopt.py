@@ -7,13 +7,13 @@ Algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import field
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import ServerStep, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
-from fl_lightning.client.module import LossTerm
+from fl_lightning.algorithms.aggregators import Aggregator, ServerStep, Weighting
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
 
@@ -80,40 +80,6 @@ class AdaptiveServer(ServerStep):
         return m / (v.sqrt() + self.tau), {"first_moment": m, "second_moment": v}
 
 
-class FedAdagrad(Algorithm):
-    """FedAvg with Adagrad as server optimizer and the round's mean client update as its gradient.
-
-    With `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg up to rounding.
-
-    Bytes a round, each participant: down `model`, up `model + 8`.
-
-    Args:
-        server_lr: Server learning rate η_s. This default and that of `tau` are the paper's for CIFAR-10.
-        beta1: β1, the share of the first moment that the server keeps.
-        tau: Degree of adaptivity τ. A smaller τ is more adaptive.
-        initial_v: Initial sum of squares; τ² by default.
-        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
-    """
-
-    search_space: ClassVar = {  # within the grid of Reddi et al., Appendix D
-        "server_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
-        "tau": {"distribution": "log_uniform_values", "min": 1e-5, "max": 0.1},
-    }
-
-    def __init__(
-        self,
-        server_lr: float = 0.1,
-        beta1: float = 0.0,
-        tau: float = 1e-2,
-        initial_v: float | None = None,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        server = AdaptiveServer("adagrad", server_lr, beta1, tau=tau, initial_v=initial_v, weighting=weighting)
-        super().__init__(loss_terms, server, buffers)
-
-
 class FedAdam(Algorithm):
     """FedAvg with Adam as server optimizer and the round's mean client update as its gradient.
 
@@ -130,25 +96,43 @@ class FedAdam(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    server_lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+    initial_v: float | None = None
+    weighting: Weighting = "samples"
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {  # within the grid of Reddi et al., Appendix D
         "server_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
         "tau": {"distribution": "log_uniform_values", "min": 1e-5, "max": 0.1},
     }
-    rule: Rule = "adam"
+    rule: ClassVar[Rule] = "adam"
 
-    def __init__(
-        self,
-        server_lr: float = 0.01,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-        initial_v: float | None = None,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        server = AdaptiveServer(self.rule, server_lr, beta1, beta2, tau, initial_v, weighting)
-        super().__init__(loss_terms, server, buffers)
+    def own_aggregator(self) -> Aggregator:
+        """Return the server step of `rule`."""
+        moments = self.beta1, self.beta2, self.tau, self.initial_v
+        return AdaptiveServer(self.rule, self.server_lr, *moments, self.weighting)
+
+
+class FedAdagrad(FedAdam):
+    """FedAvg with Adagrad as server optimizer and the round's mean client update as its gradient.
+
+    With `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg up to rounding.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        initial_v: Initial sum of squares; τ² by default.
+    """
+
+    server_lr: float = 0.1
+    beta1: float = 0.0
+    beta2: float = field(default=0.99, init=False)
+    tau: float = 1e-2
+
+    rule = "adagrad"
 
 
 class FedYogi(FedAdam):
@@ -159,4 +143,4 @@ class FedYogi(FedAdam):
     Bytes a round, each participant: down `model`, up `model + 8`.
     """
 
-    rule: Rule = "yogi"
+    rule = "yogi"

@@ -10,8 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
@@ -65,15 +64,12 @@ class FedProx(Algorithm):
         mu: μ, the weight of the proximal term.
     """
 
+    mu: float = 0.01
+
     search_space: ClassVar = {  # Li et al.: 0.001, 0.01, 0.1, 1
         "mu": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
     }
 
-    def __init__(
-        self,
-        mu: float = 0.01,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__([Proximal(mu), *(loss_terms or [])], aggregator, buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the proximal term."""
+        return [Proximal(self.mu)]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.precision import at_least_float32, without_autocast
@@ -182,22 +182,18 @@ class FedRCL(Algorithm):
         weighting: Weight clients equally (`uniform`), or by their number of `samples`.
     """
 
+    w_s: float = 1.0
+    w_p: float = 1.0
+    tau: float = 0.05
+    threshold: float = 0.7
+    levels: list[str] | None = None
+    weighting: Weighting = "uniform"
+
     search_space: ClassVar = {  # around the values of Seo et al.
         "w_p": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
         "threshold": {"distribution": "uniform", "min": 0.5, "max": 0.95},
     }
 
-    def __init__(
-        self,
-        w_s: float = 1.0,
-        w_p: float = 1.0,
-        tau: float = 0.05,
-        threshold: float = 0.7,
-        levels: list[str] | None = None,
-        weighting: Weighting = "uniform",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        term = RelaxedContrastive(w_s, w_p, tau, threshold, levels)
-        super().__init__([term, *(loss_terms or [])], aggregator or WeightedMean(weighting), buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the relaxed contrastive loss."""
+        return [RelaxedContrastive(self.w_s, self.w_p, self.tau, self.threshold, self.levels)]

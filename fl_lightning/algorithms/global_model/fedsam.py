@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.global_model.fedcm import ClientMomentum, FedCM
 from fl_lightning.client.losses import loss_with_gradients, total_loss
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_parameters, trainable_parameters
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError
 
 
 def ascent(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
@@ -76,12 +77,6 @@ class SharpnessAware(ClientModule):
         return gradients
 
 
-def check_rho(rho: float) -> float:
-    """Return the radius ρ if it is 0 or more; otherwise raise a `ConfigError`."""
-    check_number("algorithm.rho", rho, "[0, inf)", "the paper uses 0.01 to 0.5")
-    return rho
-
-
 class FedSAM(Algorithm):
     """FedAvg whose clients look for flat minima, with sharpness-aware minimization (SAM) as local optimizer.
 
@@ -94,20 +89,17 @@ class FedSAM(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    rho: float = number(0.05, "[0, inf)", "the paper uses 0.01 to 0.5")
+    weighting: Weighting = "uniform"
+
     search_space: ClassVar = {  # Qu et al.: 0.01, 0.02, 0.05, 0.1, 0.5
         "rho": {"distribution": "log_uniform_values", "min": 0.01, "max": 0.5},
     }
 
-    def __init__(
-        self,
-        rho: float = 0.05,
-        weighting: Weighting = "uniform",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        self.module_class = partial(SharpnessAware, rho=check_rho(rho))
+    def __post_init__(self) -> None:
+        """Train clients with SAM."""
+        super().__post_init__()
+        self.module_class = partial(SharpnessAware, rho=self.rho)
 
 
 class MoFedSAM(FedCM):
@@ -123,15 +115,11 @@ class MoFedSAM(FedCM):
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
+    rho: float = number(0.05, "[0, inf)", "the paper uses 0.01 to 0.5")
+
     search_space: ClassVar = FedCM.search_space | FedSAM.search_space
 
-    def __init__(
-        self,
-        rho: float = 0.05,
-        alpha: float = 0.1,
-        server_lr: float = 1.0,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(alpha, server_lr, loss_terms, buffers)
-        self.module_class = partial(SharpnessAware, rho=check_rho(rho))
+    def __post_init__(self) -> None:
+        """Train clients with SAM."""
+        super().__post_init__()
+        self.module_class = partial(SharpnessAware, rho=self.rho)

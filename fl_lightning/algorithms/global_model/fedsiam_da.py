@@ -244,4 +244,4 @@ class FedSiamDA(Algorithm):
         if aggregator is None:
             mean = WeightedMean("samples" if aggregation == "weighted" else "uniform")
             aggregator = DualAggregation() if aggregation == "dual" else mean
-        super().__init__([*terms, *(loss_terms or [])], aggregator, buffers)
+        super().__init__(loss_terms=[*terms, *(loss_terms or [])], aggregator=aggregator, buffers=buffers)

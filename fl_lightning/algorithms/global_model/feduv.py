@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.precision import at_least_float32, without_autocast
@@ -145,20 +144,17 @@ class FedUV(Algorithm):
         detach_sigma: Treat the median distance in U as a constant.
     """
 
+    lam: float = 2.5
+    mu: float = 0.5
+    normalize_z: bool = False
+    detach_sigma: bool = False
+
     search_space: ClassVar = {  # around the values of Son et al.
         "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
         "mu": {"distribution": "log_uniform_values", "min": 0.05, "max": 5.0},
     }
 
-    def __init__(
-        self,
-        lam: float = 2.5,
-        mu: float = 0.5,
-        normalize_z: bool = False,
-        detach_sigma: bool = False,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        terms = [ClassifierVariance(lam), HypersphericalUniformity(mu, normalize_z, detach_sigma)]
-        super().__init__([*terms, *(loss_terms or [])], aggregator, buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the terms V and U."""
+        uniformity = HypersphericalUniformity(self.mu, self.normalize_z, self.detach_sigma)
+        return [ClassifierVariance(self.lam), uniformity]

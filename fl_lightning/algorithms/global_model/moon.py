@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.inputs import Inputs
@@ -131,18 +130,15 @@ class MOON(Algorithm):
         layer: Name of the layer whose inputs are compared, such as `head.3`; by default the encoder's outputs are.
     """
 
+    mu: float = 5.0
+    tau: float = 0.5
+    history: int = 1
+    layer: str | None = None
+
     search_space: ClassVar = {  # Li et al., Section 4: 0.1, 1, 5, 10
         "mu": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
     }
 
-    def __init__(
-        self,
-        mu: float = 5.0,
-        tau: float = 0.5,
-        history: int = 1,
-        layer: str | None = None,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__([ModelContrast(mu, tau, history, layer), *(loss_terms or [])], aggregator, buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the model-contrastive loss."""
+        return [ModelContrast(self.mu, self.tau, self.history, self.layer)]

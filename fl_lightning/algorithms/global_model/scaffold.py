@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
-from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches, Buffers
+from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.client.weights import to_cpu, trainable_parameters
@@ -154,22 +154,22 @@ class SCAFFOLD(Algorithm):
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
+    server_lr: float = 1.0
+
     search_space: ClassVar = {  # around the 1 of Karimireddy et al.
         "server_lr": {"distribution": "log_uniform_values", "min": 0.3, "max": 3.0},
     }
     aggregator_options = ("server_lr",)
 
-    def __init__(
-        self,
-        server_lr: float = 1.0,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        server = aggregator or ServerStep(server_lr, "uniform")
+    def own_terms(self) -> list[LossTerm]:
+        """Return the loss term that corrects each local step."""
         term = ControlVariates()
         term.method = type(self).__name__
-        super().__init__([term, *(loss_terms or [])], server, buffers)
+        return [term]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the server step towards the unweighted mean."""
+        return ServerStep(self.server_lr, "uniform")
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and the server's control variate `c`, all zeros."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import check_step_per_batch
 from fl_lightning.client.weights import buffer_names, kept_model, load_weights, to_cpu, trainable_parameters
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import State
@@ -119,24 +119,20 @@ class APFL(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    alpha: float = number(0.5, "[0, 1]")
+    adaptive: bool = True
+    weighting: Weighting = "samples"
+
     search_space: ClassVar = {  # Deng et al.: 0.25, 0.5, 0.75
         "alpha": {"distribution": "uniform", "min": 0.1, "max": 0.9},
     }
     trains_new_clients = True
     personal_section = OWN_MODEL
 
-    def __init__(
-        self,
-        alpha: float = 0.5,
-        adaptive: bool = True,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        check_number("algorithm.alpha", alpha, "[0, 1]")
-        self.module_class = partial(MixedModels, alpha=alpha, adaptive=adaptive)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.module_class = partial(MixedModels, alpha=self.alpha, adaptive=self.adaptive)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the shared model, the client's own model and its share α in the mixture of both."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Batches
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.client.weights import to_cpu, trainable_parameters
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, VisibleState
@@ -188,6 +189,13 @@ class APPLE(Algorithm):
         loss_terms: Loss terms on the mixture.
     """
 
+    dr_lr: float = number(1e-3, "[0, inf)")
+    mu: float = number(0.1, "[0, inf)")
+    length: float = number(16, "[0, inf)")
+    schedule: Schedule = "epsilon"
+    aggregator: Aggregator = field(init=False)
+    buffers: Buffers = field(default="local", init=False)
+
     search_space: ClassVar = {  # around the values of Luo and Wu
         "dr_lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 0.1},
         "mu": {"distribution": "log_uniform_values", "min": 0.01, "max": 1.0},
@@ -197,18 +205,16 @@ class APPLE(Algorithm):
     public = CORE
     personal_section = CORE
 
-    def __init__(
-        self,
-        dr_lr: float = 1e-3,
-        mu: float = 0.1,
-        length: float = 16,
-        schedule: Schedule = "epsilon",
-        loss_terms: list[LossTerm] | None = None,
-    ) -> None:
-        for name, value in {"dr_lr": dr_lr, "mu": mu, "length": length}.items():
-            check_number(f"algorithm.{name}", value, "[0, inf)")
-        super().__init__(loss_terms, Cores(), buffers="local")
-        self.module_class = partial(MixedModule, dr_lr=dr_lr, mu=mu, length=length, schedule=schedule)
+    def __post_init__(self) -> None:
+        """Train clients with a mixture of cores."""
+        super().__post_init__()
+        self.module_class = partial(
+            MixedModule, dr_lr=self.dr_lr, mu=self.mu, length=self.length, schedule=self.schedule
+        )
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the record of the clients that have trained a core."""
+        return Cores()
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, a record of clients with a trained core, and the initial mixing ratios."""

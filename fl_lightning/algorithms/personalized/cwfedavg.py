@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import UNSET, Algorithm, Buffers
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
@@ -322,23 +322,27 @@ class CwFedAvg(Algorithm):
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`. The default depends on the preset.
     """
 
+    lam: float = 10.0
+    distribution: Distribution = "weights"
+    preset: Literal["paper", "reference"] = "paper"
+    buffers: Buffers = UNSET
+
     search_space: ClassVar = {  # around Fig. 3, without its 0
         "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 50.0},
     }
     trains_new_clients = True
     aggregator_options = ("distribution",)
 
-    def __init__(
-        self,
-        lam: float = 10.0,
-        distribution: Distribution = "weights",
-        preset: Literal["paper", "reference"] = "paper",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers | None = None,
-    ) -> None:
-        reference = preset == "reference"
-        term = WeightDistribution(lam, reference)
-        how = buffers or ("local" if reference else "average")
-        super().__init__([term, *(loss_terms or [])], aggregator or ClassWise(distribution), how)
-        self.drop_last = reference
+    def __post_init__(self) -> None:
+        """Follow the paper or the authors' code, as `preset` says."""
+        super().__post_init__()
+        self.drop_last = self.preset == "reference"
+        self.buffers = self.buffers or ("local" if self.drop_last else "average")
+
+    def own_terms(self) -> list[LossTerm]:
+        """Return the regularizer WDR."""
+        return [WeightDistribution(self.lam, self.preset == "reference")]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the average of one model per class."""
+        return ClassWise(self.distribution)

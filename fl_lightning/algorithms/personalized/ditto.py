@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
 from fl_lightning.client.sgd import check_step_per_batch
 from fl_lightning.client.weights import kept_model, load_weights
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import State
@@ -95,23 +95,19 @@ class Ditto(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    lam: float = number(1.0, "[0, inf)", "the paper tries 0.05 to 2")
+    weighting: Weighting = "samples"
+
     search_space: ClassVar = {  # Li et al.: 0.1, 1, 2
         "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 2.0},
     }
     trains_new_clients = True
     personal_section = PERSONAL_MODEL
 
-    def __init__(
-        self,
-        lam: float = 1.0,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        check_number("algorithm.lam", lam, "[0, inf)", "the paper tries 0.05 to 2")
-        self.module_class = partial(TwoModels, lam=lam)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.module_class = partial(TwoModels, lam=self.lam)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the shared model and the client's personalised model, which starts as the initial model."""

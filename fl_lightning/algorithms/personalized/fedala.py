@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_weights, to_cpu
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.state_dicts import State
 
@@ -83,30 +82,21 @@ class FedALA(Algorithm):
         loss_terms: Loss terms for training. They are not used to learn the mixing weights.
     """
 
+    layers: int = number(2, "[0, inf)", "0 mixes nothing")
+    rand_percent: float = number(80.0, "(0, 100]")
+    eta: float = number(1.0, "[0, inf)")
+    threshold: float = number(0.1, "[0, inf)", "0 takes max_epochs passes")
+    max_epochs: int = number(100, "[1, inf)")
+
     search_space: ClassVar = {  # Zhang et al., ablation of s and p
         "rand_percent": {"values": [5.0, 20.0, 40.0, 80.0, 100.0]},
         "layers": {"values": [1, 2, 4, 6]},
     }
 
-    def __init__(
-        self,
-        layers: int = 2,
-        rand_percent: float = 80.0,
-        eta: float = 1.0,
-        threshold: float = 0.1,
-        max_epochs: int = 100,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.layers", layers, "[0, inf)", "0 mixes nothing")
-        check_number("algorithm.rand_percent", rand_percent, "(0, 100]")
-        check_number("algorithm.eta", eta, "[0, inf)")
-        check_number("algorithm.threshold", threshold, "[0, inf)", "0 takes max_epochs passes")
-        check_number("algorithm.max_epochs", max_epochs, "[1, inf)")
-        self.layers, self.share, self.eta = layers, rand_percent / 100, eta
-        self.threshold, self.max_epochs = threshold, max_epochs
-        super().__init__(loss_terms, aggregator, buffers)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.share = self.rand_percent / 100
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the received model, and keep the client's last model in `module.notes`. `prepare` mixes the two.

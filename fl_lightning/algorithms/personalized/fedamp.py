@@ -7,6 +7,7 @@ Algorithm 1, with `A(x) = 1 - exp(-x/σ)`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from typing import ClassVar
 
 import numpy as np
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.algorithms.global_model.fedprox import Proximal
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, VisibleState, flatten, weighted_mean
@@ -99,6 +100,12 @@ class FedAMP(Algorithm):
         lam: λ, the weight of the proximal term, 0 or more.
     """
 
+    alpha: float = number(1.0, "(0, inf)")
+    sigma: float = number(1.0, "(0, inf)")
+    lam: float = number(1.0, "[0, inf)", "0 switches the term off")
+    aggregator: Aggregator = field(init=False)
+    buffers: Buffers = field(default="local", init=False)
+
     search_space: ClassVar = {  # our choice: the papers' values span five decades
         "alpha": {"distribution": "log_uniform_values", "min": 0.1, "max": 100.0},
         "sigma": {"distribution": "log_uniform_values", "min": 0.1, "max": 100.0},
@@ -107,14 +114,13 @@ class FedAMP(Algorithm):
     public = UPLOADED
     personal_section = UPLOADED
 
-    def __init__(
-        self, alpha: float = 1.0, sigma: float = 1.0, lam: float = 1.0, loss_terms: list[LossTerm] | None = None
-    ) -> None:
-        for name, value in (("alpha", alpha), ("sigma", sigma)):
-            check_number(f"algorithm.{name}", value, "(0, inf)")
-        check_number("algorithm.lam", lam, "[0, inf)", "0 switches the term off")
-        self.alpha, self.sigma = alpha, sigma
-        super().__init__([Proximal(lam / alpha), *(loss_terms or [])], LastUploads(), buffers="local")
+    def own_terms(self) -> list[LossTerm]:
+        """Return the proximal term around the cloud model."""
+        return [Proximal(self.lam / self.alpha)]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the store of the clients' last models."""
+        return LastUploads()
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
         """Return the weights `ξ_ij` of the other clients' models in client i's mixture.
@@ -180,22 +186,14 @@ class HeurFedAMP(FedAMP):
         lam: λ, the weight of the proximal term `λ/2 ||w - u_i||²`.
     """
 
+    self_weight: float | None = number(None, "[0, 1]", "it is a share of the mixture")
+    sigma: float = number(10.0, "[0, inf)")
+    alpha: float = field(default=1.0, init=False)
+
     search_space: ClassVar = {  # our choice
         "sigma": {"distribution": "log_uniform_values", "min": 1.0, "max": 100.0},
         "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
     }
-
-    def __init__(
-        self,
-        self_weight: float | None = None,
-        sigma: float = 10.0,
-        lam: float = 1.0,
-        loss_terms: list[LossTerm] | None = None,
-    ) -> None:
-        check_number("algorithm.self_weight", self_weight, "[0, 1]", "it is a share of the mixture")
-        check_number("algorithm.sigma", sigma, "[0, inf)")
-        super().__init__(lam=lam, loss_terms=loss_terms)
-        self.self_weight, self.sigma = self_weight, sigma
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
         """Return the weights `ξ_ij` of the other clients' models in client i's mixture, from cosine similarities."""

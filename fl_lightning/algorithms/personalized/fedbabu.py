@@ -10,13 +10,14 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.fine_tuning import fine_tune
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import beginnings, require_parts
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 
 Tuned = Literal["full", "body", "head"]
@@ -40,23 +41,19 @@ class FedBABU(Algorithm):
         ConfigError: `tune` is `head` but nothing is frozen.
     """
 
+    frozen: Sequence[str] = ("head",)
+    tune: Tuned = "full"
+    tune_epochs: int = number(5, "[0, inf)", "use 0 to measure without fine-tuning")
+    weighting: Weighting = "uniform"
+
     search_space: ClassVar = {"tune_epochs": {"values": [1, 5, 10, 20]}}  # among the numbers of Oh et al.
 
-    def __init__(
-        self,
-        frozen: Sequence[str] = ("head",),
-        tune: Tuned = "full",
-        tune_epochs: int = 5,
-        weighting: Weighting = "uniform",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        check_number("algorithm.tune_epochs", tune_epochs, "[0, inf)", "use 0 to measure without fine-tuning")
-        if tune == "head" and not frozen:
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if self.tune == "head" and not self.frozen:
             raise ConfigError("algorithm.tune: 'head' needs a frozen part. Use 'full', or set algorithm.frozen.")
-        self.frozen, self.tune, self.tune_epochs = beginnings(frozen), tune, tune_epochs
+        self.frozen = beginnings(self.frozen)
 
     def client_module(
         self,
@@ -71,24 +68,24 @@ class FedBABU(Algorithm):
         """
         require_parts("frozen", self.frozen, backbone)
         for name, parameter in backbone.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and not name.startswith(self.frozen))
+            parameter.requires_grad_(parameter.requires_grad and not name.startswith(tuple(self.frozen)))
         return super().client_module(backbone, optimizer, lr_scheduler)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Fine-tune the client's model on its training data before evaluation."""
         for name, parameter in module.backbone.named_parameters():
-            if name.startswith(self.frozen):
+            if name.startswith(tuple(self.frozen)):
                 parameter.requires_grad_(True)
         if self.tune_epochs:
             fine_tune(module, batches, self.tune_epochs, self._is_tuned)
 
     def _is_tuned(self, name: str) -> bool:
-        return self.tune == "full" or name.startswith(self.frozen) == (self.tune == "head")
+        return self.tune == "full" or name.startswith(tuple(self.frozen)) == (self.tune == "head")
 
     def _shared(self, backbone: nn.Module) -> Tensors:
         """Return the state dict entries that clients and server exchange. Frozen parameters are not exchanged.
 
         Buffers of frozen parts, such as BatchNorm's running statistics, are exchanged.
         """
-        frozen = {name for name, _ in backbone.named_parameters() if name.startswith(self.frozen)}
+        frozen = {name for name, _ in backbone.named_parameters() if name.startswith(tuple(self.frozen))}
         return {name: value for name, value in super()._shared(backbone).items() if name not in frozen}

@@ -6,11 +6,13 @@ Algorithm 1.
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from torch import nn
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import beginnings
 from fl_lightning.core.errors import ConfigError
@@ -31,15 +33,10 @@ class FedBN(Algorithm):
         ConfigError: The model has no BatchNorm layer.
     """
 
-    one_model = False
+    weighting: Weighting = "samples"
+    buffers: Buffers = field(default="average", init=False)
 
-    def __init__(
-        self,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-    ) -> None:
-        super().__init__(loss_terms, aggregator or WeightedMean(weighting))
+    one_model = False
 
     def client_module(
         self,

@@ -11,6 +11,7 @@ The term, `LogitDistillation`, also works in any other method's `loss_terms`, to
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import field
 from typing import ClassVar
 
 import torch
@@ -132,14 +133,20 @@ class FedDistill(Algorithm):
             zeros for classes without samples.
     """
 
+    gamma: float = 1.0
+    cumulative: bool = False
+    aggregator: Aggregator = field(init=False)
+    buffers: Buffers = field(default="average", init=False)
+
     search_space: ClassVar = {  # our choice, around FedGen's 1
         "gamma": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
     }
     personal = ("",)
     one_model = False
 
-    def __init__(self, gamma: float = 1.0, cumulative: bool = False, loss_terms: list[LossTerm] | None = None) -> None:
-        super().__init__([LogitDistillation(gamma, cumulative), *(loss_terms or [])])
+    def own_terms(self) -> list[LossTerm]:
+        """Return the distillation from the mean logits."""
+        return [LogitDistillation(self.gamma, self.cumulative)]
 
 
 class FedDistillPlus(Algorithm):
@@ -155,14 +162,11 @@ class FedDistillPlus(Algorithm):
         cumulative: As in FedGen's code, see `FedDistill`.
     """
 
+    gamma: float = 1.0
+    cumulative: bool = False
+
     search_space: ClassVar = FedDistill.search_space
 
-    def __init__(
-        self,
-        gamma: float = 1.0,
-        cumulative: bool = False,
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__([LogitDistillation(gamma, cumulative), *(loss_terms or [])], aggregator, buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the distillation from the mean logits."""
+        return [LogitDistillation(self.gamma, self.cumulative)]

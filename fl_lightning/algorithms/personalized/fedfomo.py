@@ -7,6 +7,7 @@ Equations below are the paper's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from typing import ClassVar
 
 import numpy as np
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_weights, to_cpu
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, VisibleState, flatten, weighted_mean
@@ -115,6 +116,12 @@ class FedFomo(Algorithm):
         buffers: BatchNorm's running statistics: `average` mixes them like the weights; `local` or `drop`.
     """
 
+    models: int = number(5, "[0, inf)", "0 sends none")
+    epsilon: float = number(0.3, "[0, 1]")
+    decay: float = number(0.05, "[0, 1]")
+    validation: float = number(0.2, "[0, 1)")
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {  # around the values of Zhang et al.
         "models": {"values": [1, 3, 5, 10]},
         "epsilon": {"distribution": "uniform", "min": 0.0, "max": 1.0},
@@ -122,21 +129,9 @@ class FedFomo(Algorithm):
     one_model = False
     public = UPLOADED
 
-    def __init__(
-        self,
-        models: int = 5,
-        epsilon: float = 0.3,
-        decay: float = 0.05,
-        validation: float = 0.2,
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.models", models, "[0, inf)", "0 sends none")
-        for name, value in {"epsilon": epsilon, "decay": decay}.items():
-            check_number(f"algorithm.{name}", value, "[0, 1]")
-        check_number("algorithm.validation", validation, "[0, 1)")
-        self.models, self.epsilon, self.decay, self.validation = models, epsilon, decay, validation
-        super().__init__(loss_terms, Affinities(), buffers)
+    def own_aggregator(self) -> Aggregator:
+        """Return the store of the clients' models and affinities."""
+        return Affinities()
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights, and an affinity matrix in which each client prefers its own model."""

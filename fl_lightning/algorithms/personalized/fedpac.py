@@ -9,6 +9,7 @@ The two phases of a fit are FedRep's, and the alignment is FedProto's with centr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import field
 from functools import partial
 from typing import ClassVar
 
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.personalized.fedproto import PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized.fedrep import HeadThenBody
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.round import Round
@@ -211,21 +212,26 @@ class FedPAC(Algorithm):
         weighting: Weight bodies by the clients' number of `samples`, or equally (`uniform`).
     """
 
+    lam: float = 1.0
+    head_epochs: int = number(1, "[0, inf)")
+    weighting: Weighting = "samples"
+    aggregator: Aggregator = field(init=False)
+
     search_space: ClassVar = {"lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0}}  # Xu et al.: 1
     one_model = False
 
-    def __init__(
-        self,
-        lam: float = 1.0,
-        head_epochs: int = 1,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.head_epochs", head_epochs, "[0, inf)")
-        terms = [FeatureAlignment(lam), *(loss_terms or [])]
-        super().__init__(terms, ClassifierCollaboration(weighting), buffers)
-        self.module_class = partial(HeadThenBody, personal=(HEAD,), head_epochs=head_epochs)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.module_class = partial(HeadThenBody, personal=(HEAD,), head_epochs=self.head_epochs)
+
+    def own_terms(self) -> list[LossTerm]:
+        """Return the alignment of features with class centroids."""
+        return [FeatureAlignment(self.lam)]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the aggregator that mixes the clients' heads."""
+        return ClassifierCollaboration(self.weighting)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
         """Compute statistics of the client's features under the received model, and keep them for the upload."""

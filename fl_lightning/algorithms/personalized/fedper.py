@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Buffers
-from fl_lightning.client.module import LossTerm
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.weights import beginnings
 
 
@@ -25,14 +24,11 @@ class FedPer(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
-    def __init__(
-        self,
-        personal: Sequence[str] = ("head",),
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        self.personal = beginnings(personal)
+    personal: Sequence[str] = ("head",)
+    weighting: Weighting = "samples"
+
+    def __post_init__(self) -> None:
+        """Keep the personal part on the client. Without one, there is a model for all clients."""
+        super().__post_init__()
+        self.personal = beginnings(self.personal)
         self.one_model = not self.personal

@@ -9,13 +9,15 @@ averaged prototypes of all clients. It also works in any other method's `loss_te
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.knowledge import ClassMeans, Seen
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
@@ -124,21 +126,21 @@ class FedProto(Algorithm):
             the received `prototypes`.
     """
 
+    lam: float = 1.0
+    seen: Seen = "after"
+    predict: Literal["logits", "prototypes"] = "logits"
+    aggregator: Aggregator = field(init=False)
+    buffers: Buffers = field(default="average", init=False)
+
     search_space: ClassVar = {  # Tan et al. use 0.1 and 1, and vary it up to 4
         "lam": {"distribution": "log_uniform_values", "min": 0.1, "max": 4.0},
     }
     personal = ("",)
     one_model = False
 
-    def __init__(
-        self,
-        lam: float = 1.0,
-        seen: Seen = "after",
-        predict: Literal["logits", "prototypes"] = "logits",
-        loss_terms: list[LossTerm] | None = None,
-    ) -> None:
-        self.predict = predict
-        super().__init__([PrototypeAlignment(lam, seen), *(loss_terms or [])])
+    def own_terms(self) -> list[LossTerm]:
+        """Return the distance to the class prototypes."""
+        return [PrototypeAlignment(self.lam, self.seen)]
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Replace the head by a nearest-prototype classifier, if `predict` is `prototypes` and prototypes are known."""

@@ -6,17 +6,16 @@ ICML 2021, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from math import inf
 from typing import Any
 
-from fl_lightning.algorithms.aggregators import Aggregator, Weighting
-from fl_lightning.algorithms.base import Batches, Buffers
+from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.personalized.fedper import FedPer
 from fl_lightning.client.fine_tuning import fine_tune, learn_only, trainable_names
-from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError
 
 
 class HeadThenBody(ClientModule):
@@ -79,29 +78,22 @@ class FedRep(FedPer):
         ConfigError: `head_epochs` or `final_epochs` is above 0, but there is no personal part.
     """
 
-    def __init__(
-        self,
-        personal: Sequence[str] = ("head",),
-        head_epochs: int = 1,
-        final_epochs: int = 0,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(personal, weighting, loss_terms, aggregator, buffers)
-        for name, epochs in {"head_epochs": head_epochs, "final_epochs": final_epochs}.items():
-            check_number(f"algorithm.{name}", epochs, "[0, inf)")
+    head_epochs: int = number(1, "[0, inf)")
+    final_epochs: int = number(0, "[0, inf)")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        for name, epochs in {"head_epochs": self.head_epochs, "final_epochs": self.final_epochs}.items():
             if epochs and not self.personal:
                 raise ConfigError(
                     f"algorithm.{name}: {epochs} needs a personal part to train. Use 0, or set algorithm.personal."
                 )
-        self.final_epochs = final_epochs
-        self.module_class = partial(HeadThenBody, personal=self.personal, head_epochs=head_epochs)
+        self.module_class = partial(HeadThenBody, personal=tuple(self.personal), head_epochs=self.head_epochs)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Train the head for `final_epochs` epochs on the client's data before evaluation."""
         if self.final_epochs:
             assert isinstance(module, HeadThenBody)
             learn_only(module, lambda name: True, module.among)  # a fit ends with the head frozen
-            fine_tune(module, batches, self.final_epochs, lambda name: name.startswith(self.personal))
+            fine_tune(module, batches, self.final_epochs, lambda name: name.startswith(tuple(self.personal)))

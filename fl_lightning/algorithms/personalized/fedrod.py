@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import ConfigError
@@ -119,20 +119,16 @@ class FedROD(Algorithm):
         ConfigError: The head of the model is not one linear layer.
     """
 
+    weighting: Weighting = "samples"
+
     needs_classes = True
     module_class = TwoHeads
     trains_new_clients = True
     personal_section = PERSONAL_HEAD
 
-    def __init__(
-        self,
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        terms = [BalancedSoftmax(), *(loss_terms or [])]
-        super().__init__(terms, aggregator or WeightedMean(weighting), buffers)
+    def own_terms(self) -> list[LossTerm]:
+        """Return the class-balanced cross-entropy."""
+        return [BalancedSoftmax()]
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the shared model and the client's personal head."""

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fl_lightning.algorithms.aggregators import Aggregator, Weighting
-from fl_lightning.algorithms.base import Buffers
 from fl_lightning.algorithms.personalized.fedper import FedPer
-from fl_lightning.client.module import LossTerm
 
 
 class LGFedAvg(FedPer):
@@ -28,12 +25,4 @@ class LGFedAvg(FedPer):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
-    def __init__(
-        self,
-        personal: Sequence[str] = ("encoder",),
-        weighting: Weighting = "samples",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(personal, weighting, loss_terms, aggregator, buffers)
+    personal: Sequence[str] = ("encoder",)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches
-from fl_lightning.client.module import ClientModule, LossTerm
+from dataclasses import field
+
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches, Buffers
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
@@ -25,11 +28,15 @@ class Local(Algorithm):
         ConfigError: A loss term needs shared knowledge.
     """
 
+    aggregator: Aggregator = field(init=False)
+    buffers: Buffers = field(default="average", init=False)
+
     personal = ("",)
     one_model = False
 
-    def __init__(self, loss_terms: list[LossTerm] | None = None) -> None:
-        super().__init__(loss_terms)
+    def __post_init__(self) -> None:
+        """Refuse loss terms that need shared knowledge."""
+        super().__post_init__()
         for term in self.loss_terms:
             if term.knowledge:
                 raise ConfigError(

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.losses import loss_with_gradients, total_loss
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.client.weights import load_parameters, trainable_parameters
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.precision import without_autocast
 from fl_lightning.core.seeding import RandomStates
@@ -148,27 +148,21 @@ class PerFedAvg(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    order: Order = "first"
+    alpha: float = number(0.01, "[0, inf)", "the paper's experiments use 0.01")
+    delta: float = number(0.001, "(0, inf)", "use 0.001")
+    adapt_steps: int = number(1, "[0, inf)", "use 0 to measure without adapting")
+    weighting: Weighting = "uniform"
+
     search_space: ClassVar = {  # around the 0.01 of Fallah et al.
         "alpha": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
     }
 
-    def __init__(
-        self,
-        order: Order = "first",
-        alpha: float = 0.01,
-        delta: float = 0.001,
-        adapt_steps: int = 1,
-        weighting: Weighting = "uniform",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        check_number("algorithm.alpha", alpha, "[0, inf)", "the paper's experiments use 0.01")
-        check_number("algorithm.delta", delta, "(0, inf)", "use 0.001")
-        check_number("algorithm.adapt_steps", adapt_steps, "[0, inf)", "use 0 to measure without adapting")
-        self.alpha, self.adapt_steps = alpha, adapt_steps
-        self.module_class = partial(MetaStep, alpha=alpha, delta=None if order == "first" else delta)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        delta = None if self.order == "first" else self.delta
+        self.module_class = partial(MetaStep, alpha=self.alpha, delta=delta)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Adapt the model to the client with `adapt_steps` gradient steps on its training data."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep, Weighting
-from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.client.losses import total_loss
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import kept_model, load_weights, trainable_parameters
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
 
@@ -99,6 +99,12 @@ class PFedMe(Algorithm):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    lam: float = number(15.0, "(0, inf)", "the paper uses 15 to 30")
+    inner_steps: int = number(5, "[1, inf)", "the paper uses 5")
+    personal_lr: float = number(0.01, "(0, inf)", "the paper uses 0.01 to 0.1")
+    beta: float = number(1.0, "(0, inf)", "1 goes all the way to the mean")
+    weighting: Weighting = "uniform"
+
     search_space: ClassVar = {  # T. Dinh et al., Section 5
         "lam": {"distribution": "log_uniform_values", "min": 5.0, "max": 30.0},
         "personal_lr": {"distribution": "log_uniform_values", "min": 0.005, "max": 0.1},
@@ -107,23 +113,16 @@ class PFedMe(Algorithm):
     trains_new_clients = True
     aggregator_options = ("beta", "weighting")
 
-    def __init__(
-        self,
-        lam: float = 15.0,
-        inner_steps: int = 5,
-        personal_lr: float = 0.01,
-        beta: float = 1.0,
-        weighting: Weighting = "uniform",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        check_number("algorithm.lam", lam, "(0, inf)", "the paper uses 15 to 30")
-        check_number("algorithm.inner_steps", inner_steps, "[1, inf)", "the paper uses 5")
-        check_number("algorithm.personal_lr", personal_lr, "(0, inf)", "the paper uses 0.01 to 0.1")
-        check_number("algorithm.beta", beta, "(0, inf)", "1 goes all the way to the mean")
-        super().__init__(loss_terms, aggregator or ServerStep(beta, weighting), buffers)
-        self.module_class = partial(MoreauEnvelope, lam=lam, inner_steps=inner_steps, personal_lr=personal_lr)
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.module_class = partial(
+            MoreauEnvelope, lam=self.lam, inner_steps=self.inner_steps, personal_lr=self.personal_lr
+        )
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the server step towards the mean."""
+        return ServerStep(self.beta, self.weighting)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the server's model, and the client's personalised model from its last round.

@@ -98,5 +98,13 @@ class MyMethod(Algorithm):
         power: Power of a client's number of samples that is its weight in the mean.
     """
 
-    def __init__(self, beta: float = 0.1, power: float = 0.5) -> None:
-        super().__init__([PriorMatching(beta)], PowerMean(power))
+    beta: float = 0.1
+    power: float = 0.5
+
+    def own_terms(self) -> list[LossTerm]:
+        """Return the loss terms that the method adds on the clients."""
+        return [PriorMatching(self.beta)]
+
+    def own_aggregator(self) -> Aggregator:
+        """Return how the server computes the next global model."""
+        return PowerMean(self.power)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
-from fl_lightning.algorithms.base import Algorithm, Buffers
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.global_model.fedskc.aggregation import (
     GdaScale,
     GlobalDiscrepancy,
@@ -57,37 +57,44 @@ class FedSKC(Algorithm):
         aggregator: Replaces GDA and GPR.
     """
 
+    tau: float = 0.08
+    similar_clients: int = 1
+    beta: float | None = None
+    lcl: bool = True
+    gda: bool = True
+    gpr: bool = True
+    gda_scale: GdaScale = "count"
+    spread: Spread = "batch"
+    review: Review | None = None
+    preset: Literal["paper", "reference"] = "paper"
+
     search_space: ClassVar = {  # around Fig. 3(a), (b): 0.07 to 0.11 are alike, many neighbours are worse
         "tau": {"distribution": "log_uniform_values", "min": 0.03, "max": 0.5},
         "similar_clients": {"values": [0, 1, 2, 3]},
     }
     aggregator_options = ("beta", "gda_scale", "review")
 
-    def __init__(
-        self,
-        tau: float = 0.08,
-        similar_clients: int = 1,
-        beta: float | None = None,
-        lcl: bool = True,
-        gda: bool = True,
-        gpr: bool = True,
-        gda_scale: GdaScale = "count",
-        spread: Spread = "batch",
-        review: Review | None = None,
-        preset: Literal["paper", "reference"] = "paper",
-        loss_terms: list[LossTerm] | None = None,
-        aggregator: Aggregator | None = None,
-        buffers: Buffers = "average",
-    ) -> None:
-        reference = preset == "reference"
-        shared = knowledge_class(reference)(similar_clients)
-        terms: list[LossTerm] = []
-        if lcl:
-            terms.append(LocalContrastive(tau, spread=spread, reference=reference, knowledge=shared))
-        if aggregator is None:
-            aggregator = GlobalDiscrepancy(gda_scale, knowledge=shared) if gda and not reference else WeightedMean()
-            if gpr:
-                beta = beta if beta is not None else (0.99 if reference else 0.95)
-                review = review or ("literal" if reference else "interpolation")
-                aggregator = GlobalPeriodReview(aggregator, beta, review, reference=reference, knowledge=shared)
-        super().__init__([*terms, *(loss_terms or [])], aggregator, buffers)
+    def __post_init__(self) -> None:
+        """Create the knowledge that the loss term and the aggregator share."""
+        self.shared = knowledge_class(self.reference)(self.similar_clients)
+        super().__post_init__()
+
+    @property
+    def reference(self) -> bool:
+        """Whether to follow the authors' code."""
+        return self.preset == "reference"
+
+    def own_terms(self) -> list[LossTerm]:
+        """Return the contrastive loss, unless it is switched off."""
+        term = LocalContrastive(self.tau, spread=self.spread, reference=self.reference, knowledge=self.shared)
+        return [term] if self.lcl else []
+
+    def own_aggregator(self) -> Aggregator:
+        """Return the aggregator with the parts that are switched on."""
+        uses_gda, reference = self.gda and not self.reference, self.reference
+        inner = GlobalDiscrepancy(self.gda_scale, knowledge=self.shared) if uses_gda else WeightedMean()
+        if not self.gpr:
+            return inner
+        beta = self.beta if self.beta is not None else (0.99 if reference else 0.95)
+        review = self.review or ("literal" if reference else "interpolation")
+        return GlobalPeriodReview(inner, beta, review, reference=reference, knowledge=self.shared)
