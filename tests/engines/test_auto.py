@@ -85,15 +85,17 @@ def test_an_engine_that_breaks_down_is_left_out_and_told(tmp_path, timed, monkey
 def test_processes_are_tried_where_they_can_save_twice_their_start(tmp_path, timed, monkeypatch):
     tried = timed[1]
     run = experiment(tmp_path, engine="auto", rounds=1)
-    run._build()
-    run.engine.fits = 1000  # of 10 ms: ten seconds
-    run_tasks(run.engine, run.worker, [run.server.task(1, 0, run.server.download(1, 0))])
-    assert ProcessesEngine not in {engine for engine, _ in tried}
-    again = AutoEngine()
-    cases = {(2, 3100): False, (2, 3300): True, (4, 2100): False, (4, 2200): True, (1, 10**6): False}
-    for (cores, again.fits), expected in cases.items():  # fits of 10 ms: 16 s can be saved, or not
+    run.check()
+    monkeypatch.setattr(ProcessesEngine, "start", lambda self, worker: None)
+    timed[0][ProcessesEngine] = 1.0  # tried, and not taken
+    cases = {(2, 1000): False, (2, 3100): False, (2, 3300): True, (4, 2100): False, (4, 2200): True, (1, 10**6): False}
+    for (cores, fits), expected in cases.items():  # fits of 10 ms: 16 s can be saved, or not
         monkeypatch.setattr(auto, "usable_cores", lambda cores=cores: cores)
-        assert ("processes" in again._candidates(0.01, 1)) == expected
+        engine = AutoEngine()
+        engine.fits = fits
+        tried.clear()
+        run_tasks(engine, run.worker, [run.server.task(1, 0, run.server.download(1, 0))])
+        assert (ProcessesEngine in {kind for kind, _ in tried}) == expected
 
 
 def test_an_engine_is_started_and_warmed_up_before_its_time_is_taken(tmp_path, timed, monkeypatch):

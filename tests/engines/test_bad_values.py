@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from commands import TINY, contents, run
+from commands import TINY, run
 from experiments import digits, experiment
+from refusals import check_refused_command
 from torch.optim import lr_scheduler
 
 from fl_lightning.cli.catalogue import classes
@@ -61,7 +62,7 @@ def test_every_count_is_refused_in_one_line_or_runs(kind, cls, name, value, tmp_
     try:
         thing = made(kind, cls, **{name: value})
         if kind in ("algorithms", "engines") and cls.__name__ != "RayEngine":
-            experiment(tmp_path / "run", **{kind.removesuffix("s"): thing})._build()
+            experiment(tmp_path / "run", **{kind.removesuffix("s"): thing}).check()
         elif kind == "graphs":
             assert thing.links(6, np.random.default_rng(0)).shape == (6, 6)
         refused = ""
@@ -115,6 +116,7 @@ ROUNDS = [*FIT, "--round_lr_scheduler"]
 ABSOLUTE = [*ROUNDS, "ExponentialLR", "--round_lr_scheduler.gamma", "0.9", "--lr_scheduler"]
 MUON = hasattr(torch.optim, "Muon")  # since torch 2.9
 ONE_CYCLE = ["--lr_scheduler.max_lr=1", "--lr_scheduler.total_steps=2"]
+ROUND_CYCLE = [word.replace("--", "--round_") for word in ONE_CYCLE]
 STEPS = [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_epochs", "-1", "--trainer.max_steps"]
 
 
@@ -131,42 +133,26 @@ KINDS = [
     kind([*FIT, "--optimizer", "LBFGS", "--optimizer_state", "kept"], "optimizer_state: LBFGS's", "set fresh"),
     kind([*SCHEDULE, "ExponentialLR", "--lr_scheduler.gamma", "-1"], "lr_scheduler: the learning rate", "is below 0"),
     kind([*SCHEDULE, "LRScheduler"], "lr_scheduler: NotImplementedError"),
-    kind(
-        [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_epochs", "3"],
-        "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
-    ),
-    kind(
-        [*STEPS, "6", "--trainer.limit_train_batches", "2"],
-        "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
-        name="epochs_of_two_batches",
-    ),
-    kind(
-        [*STEPS, "3", "--trainer.accumulate_grad_batches", "99"],
-        "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
-        name="epochs_of_one_step",
-    ),
-    kind(
-        [*ROUNDS, "OneCycleLR", *(f"--round_{word[2:]}" for word in ONE_CYCLE), "--rounds", "4"],
-        "round_lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
-    ),
+    kind([*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_epochs", "3"], "lr_scheduler: Tried to step 3 times"),
+    kind([*STEPS, "6", "--trainer.limit_train_batches", "2"], "lr_scheduler: Tried to step 3", name="two_batches"),
+    kind([*STEPS, "3", "--trainer.accumulate_grad_batches", "99"], "lr_scheduler: Tried to step 3", name="one_step"),
+    kind([*ROUNDS, "OneCycleLR", *ROUND_CYCLE, "--rounds", "4"], "round_lr_scheduler: Tried to step 3 times"),
     kind(
         [*ABSOLUTE, "OneCycleLR", "--lr_scheduler.max_lr=1", "--lr_scheduler.total_steps=9"],
-        "lr_scheduler: OneCycleLR sets learning rates that round_lr_scheduler does not scale. Leave one of them out.",
+        "lr_scheduler: OneCycleLR ",
+        "round_lr_scheduler",
     ),
     kind(
         [*ABSOLUTE, "CosineAnnealingLR", "--lr_scheduler.T_max=2", "--lr_scheduler.eta_min=0.05"],
-        "lr_scheduler: CosineAnnealingLR sets learning rates that round_lr_scheduler does not scale.",
+        "lr_scheduler: CosineAnnealingLR ",
+        "round_lr_scheduler",
     ),
     kind([*ROUNDS, "ExponentialLR", "--round_lr_scheduler.gamma", ".inf"], "round_lr_scheduler: the learning rate"),
-    kind([*FIT, "--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: -1", "is below 0; 0 clips nothing"),
+    kind([*FIT, "--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: -1", "is below 0"),
     kind([*FIT, "--trainer.limit_train_batches", "1.5"], "trainer.limit_train_batches: 1.5 is outside [0, 1]"),
-    kind(
-        [*FIT, "--trainer.limit_train_batches", "0.001"],
-        "trainer.limit_train_batches: 0.001 is less than one of",
-        "smallest client",
-    ),
-    kind([*FIT, "--trainer.precision", "16-mixed"], "trainer.precision: 16-mixed is not available on the cpu"),
-    kind([*FIT, "--algorithm.tau", ".nan"], "algorithm.tau: nan is no finite number; the paper uses 0.08"),
+    kind([*FIT, "--trainer.limit_train_batches", "0.001"], "trainer.limit_train_batches: 0.001 ", "smallest client"),
+    kind([*FIT, "--trainer.precision", "16-mixed"], "trainer.precision: 16-mixed ", "cpu"),
+    kind([*FIT, "--algorithm.tau", ".nan"], "algorithm.tau: nan ", "0.08"),
     kind([*FIT, "--algorithm.loss_terms+", "{class_path: Proximal, init_args: {mu: .inf}}"], "algorithm.mu: inf"),
     kind([*FIT, "--engine", "ProcessesEngine", "--engine.threads", "100000"], "engine.threads: 100000 is outside"),
     kind([*FIT, "--model.hidden", "[1000000000000000000]"], "model: too large for this machine's memory"),
@@ -178,17 +164,7 @@ KINDS = [
 def test_one_line_says_what_is_wrong_and_nothing_is_left(words, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY.replace("rounds: 3", "rounds: 2"))
-    before = contents(tmp_path)
-
-    code, out, err = run(*words)
-
-    assert err.count("\n") == 1, err
-    assert err.startswith("fl-lightning: error: ")
-    for fragment in told:
-        assert fragment in err
-    assert "Traceback" not in out + err
-    assert code == 2
-    assert contents(tmp_path) == before
+    check_refused_command(words, told)
 
 
 def test_a_trainer_of_null_is_refused(tmp_path, monkeypatch):
@@ -270,7 +246,7 @@ def test_a_schedule_with_a_small_minimum_can_be_scaled_over_rounds(tmp_path):
 
 def test_a_run_of_ever_so_many_rounds_starts_at_once(tmp_path):
     started = time.perf_counter()
-    experiment(tmp_path, rounds=10**12, round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.9))._build()
+    experiment(tmp_path, rounds=10**12, round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.9)).check()
     assert time.perf_counter() - started < 20
 
 

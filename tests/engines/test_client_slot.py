@@ -44,9 +44,9 @@ def test_after_a_client_the_module_is_a_new_one(tmp_path, name):
     worker = built(run := experiment(tmp_path, method(), **options))
     if not run.algorithm.server:
         publish(run)
+    slot = worker.modules.intact_slot()
     run_tasks(SequentialEngine(), worker, [task_of_round(run, 1, client) for client in (0, 1)])
-    slot = worker.modules._slot
-    assert slot.is_intact
+    assert worker.modules.intact_slot() is slot
     module = slot.reset()
     assert all(parameter.grad is None for parameter in module.parameters())
     module.weight_memory.flat = None
@@ -184,7 +184,7 @@ def test_modules_that_no_slot_can_hold_are_built_for_each_client(tmp_path, optio
     worker = built(run := experiment(tmp_path, **options))
     tasks = [task_of_round(run, 1, client) for client in (0, 1, 2)]
     together, alone = run_tasks(SequentialEngine(), worker, tasks), [worker.run(task) for task in tasks]
-    assert worker.modules._slot is None
+    assert worker.modules.intact_slot() is None
     for one, other in zip(together, alone, strict=True):
         assert same_bytes(one.upload.section("model"), other.upload.section("model"))
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from fl_lightning.algorithms import FedSKC
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.run_summary import describe_device
 from fl_lightning.data import Digits
 from fl_lightning.engines import worker
@@ -47,7 +48,7 @@ def test_channels_last_trains_the_same_and_uploads_plain_tensors(tmp_path):
         for channels_last, model in ((False, CNN), (True, Watched))
     )
     for run in (plain, laid_out):
-        run._build()
+        run.check()
     one, other = (run.worker.run(task_of_round(run, 1, 0)) for run in (plain, laid_out))
     assert seen
     assert all(seen)
@@ -74,10 +75,10 @@ def test_the_format_of_images_is_chosen_once_and_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "prefers_channels_last", lambda network, device, precision: True)
     for chosen in (None, False, True):
         run = experiment(tmp_path / str(chosen), model=CNN, channels_last=chosen)
-        run._build()
+        run.check()
         assert run.worker.uses_channels_last is run.worker.client_data.channels_last is (chosen is not False)
         assert (", channels last," in describe_device(run)) is (chosen is not False)
-    assert run.worker.modules._slot is not None  # the weights keep their format
+    assert run.worker.modules.intact_slot() is not None  # the weights keep their format
 
 
 def test_bfloat16_in_software_is_slow(monkeypatch):
@@ -128,16 +129,14 @@ def test_the_module_that_is_reset_for_each_client_stays_compiled(tmp_path, monke
     compile = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module: compile(module, backend="eager"))
     graphs = []
-    run = experiment(tmp_path, model=CNN, compile=True, rounds=3, evaluate_every=3)
-    notify = run._notify
 
-    def count(moment, *args):
-        graphs.extend([counters["stats"]["unique_graphs"]] * (moment == "on_round_end"))
-        notify(moment, *args)
+    class Count(RoundCallback):
+        def on_round_end(self, run, metrics):
+            graphs.append(counters["stats"]["unique_graphs"])
 
-    run._notify = count
+    run = experiment(tmp_path, model=CNN, compile=True, rounds=3, evaluate_every=3, callbacks=[Count()])
     run.fit()
-    assert run.worker.modules._slot is not None
+    assert run.worker.modules.intact_slot() is not None
     assert graphs[0] == graphs[1] > 0
     torch._dynamo.reset()
 

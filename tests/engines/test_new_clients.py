@@ -208,7 +208,8 @@ def test_a_client_that_joins_clusters_gets_the_mean_of_all_participants(tmp_path
 @pytest.mark.parametrize("method", [PeerAlgorithm, DFedAvgM])
 def test_a_peer_that_joins_collects_from_all_peers(tmp_path: Path, method: Any) -> None:
     run = finished(tmp_path, method(graph=Ring()), scenario=HELD_OUT, trainer=ONE_EPOCH, rounds=1)
-    memories = run.evaluator._new_client_memories
+    memories = {}
+    run.evaluator.initial_uploads((4, 5), lambda result: memories.update({result.client: result.memory}))
     task, _ = run.server.new_client_tasks(4, run.state, memories, 1.0, True)
     visible = run.server.visible_state
     for peer in range(4):

@@ -1,6 +1,7 @@
 """Several processes: the same bytes, lost processes, and nothing left behind."""
 
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from running import alive, gone
 from worker_processes import Busy, Deadly, Harmless, Witness
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
@@ -45,8 +47,14 @@ def engine():
     ProcessesEngine.close(lasting)
 
 
-def pids(engine):
-    return [one._process.pid for one in engine._pool_workers]
+class WorkerPids(RoundCallback):
+    """Note the ids of the worker processes that start in a run."""
+
+    def __init__(self):
+        self.before, self.pids = multiprocessing.active_children(), set()
+
+    def on_round_end(self, run, metrics):
+        self.pids |= {child.pid for child in multiprocessing.active_children() if child not in self.before}
 
 
 def shared_memory():
@@ -169,7 +177,7 @@ def test_a_process_killed_in_mid_round_changes_nothing(tmp_path, engine):
 @pytest.mark.thorough
 def test_a_client_that_always_kills_its_process_fails_by_name(tmp_path, engine):
     run = experiment(tmp_path, engine=engine, clients_per_round=None, rounds=2)
-    run._build()
+    run.check()
     victim = max(range(6), key=lambda client: len(run.data.shards[client].train))
     run.algorithm = FedAvg(loss_terms=[Deadly(tmp_path, 9, len(run.data.shards[victim].train))])
     words = rf"client {victim}, round 2: 3 worker processes died running it, the last of them by SIGKILL \(likely out"
@@ -200,7 +208,7 @@ def test_a_client_that_hangs_fails_by_name_or_is_dropped(tmp_path):
     for choice in ("raise", "drop"):
         options = {"clients_per_round": None, "rounds": 1, "on_client_failure": choice}
         run = experiment(tmp_path / choice, engine=engine, **options)
-        run._build()
+        run.check()
         sizes = [len(shard.train) for shard in run.data.shards]
         victim = sizes.index(max(sizes))
         run.algorithm = FedAvg(loss_terms=[Hangs(max(sizes))])
@@ -243,16 +251,14 @@ def test_a_signal_to_the_run_ends_it_and_it_goes_on_from_there(tmp_path, signum)
     options = {"rounds": 3, "checkpoint_every": 10}
     alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]), **options)
     alone.fit()
-    engine = ProcessesEngine(2)
-    started = []
-    engine._start_worker = lambda: started.append(ProcessesEngine._start_worker(engine)) or started[-1]
+    started = WorkerPids()
     method = FedSKC(loss_terms=[Deadly(tmp_path, 1, to="leader", signum=signum)])
-    stopped = experiment(tmp_path / "parts", method, engine=engine, **options)
+    stopped = experiment(tmp_path / "parts", method, engine=ProcessesEngine(2), callbacks=[started], **options)
     with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
         stopped.fit()
     assert stopped.checkpoints.rounds() == [1, 0]
-    assert len(started) == 2
-    assert gone(one._process.pid for one in started)
+    assert len(started.pids) == 2
+    assert gone(started.pids)
     rest = experiment(tmp_path / "parts", FedSKC(loss_terms=[Harmless()]), **options)
     rest.fit(resume=True)
     assert_same_run(alone, rest)
@@ -261,25 +267,23 @@ def test_a_signal_to_the_run_ends_it_and_it_goes_on_from_there(tmp_path, signum)
 SCRIPT = """
 import sys
 from pathlib import Path
-from functools import partial
 sys.path[:0] = {tests!r}
 import torch
+import multiprocessing
 from experiments import experiment
-from worker_processes import Deadly
-from fl_lightning.algorithms import FedAvg
-from fl_lightning.engines import ProcessesEngine, processes
+from fl_lightning.callbacks import RoundCallback
+from fl_lightning.engines import ProcessesEngine
 from fl_lightning.core.errors import Interrupted
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path({folder!r})
-    run = experiment(folder / "run", rounds=10_000, engine=ProcessesEngine(2), checkpoint_every=1000)
-    heard = run._notify
-    def notify(moment, *args):
-        heard(moment, *args)
-        if moment == "on_round_end" and run.round == 2:
-            print(*(one._process.pid for one in run.engine._pool_workers), flush=True)
-    run._notify = notify
+    class Print(RoundCallback):
+        def on_round_end(self, run, metrics):
+            if run.round == 2:
+                print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    options = {{"rounds": 10_000, "engine": ProcessesEngine(2), "checkpoint_every": 1000}}
+    run = experiment(folder / "run", callbacks=[Print()], **options)
     try:
         run.fit()
     except Interrupted as end:
@@ -354,11 +358,11 @@ def test_nothing_is_left_after_a_run(tmp_path):
     engine = ProcessesEngine(2)
     experiment(tmp_path / "first", PeerAlgorithm(), engine=engine).fit()
     files, before = sorted(os.listdir("/proc/self/fd")), shared_memory()
-    started = []
-    engine._start_worker = lambda: started.append(ProcessesEngine._start_worker(engine)) or started[-1]
-    experiment(tmp_path / "second", PeerAlgorithm(), engine=engine, rounds=6).fit()
-    assert gone(one._process.pid for one in started)
-    del started[:]
+    started = WorkerPids()
+    experiment(tmp_path / "second", PeerAlgorithm(), engine=engine, rounds=6, callbacks=[started]).fit()
+    assert len(started.pids) == 2
+    assert gone(started.pids)
+    del started
     assert sorted(os.listdir("/proc/self/fd")) == files
     assert not left_behind(before)
 
@@ -376,10 +380,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
 
 def test_a_model_that_cannot_be_sent_is_refused_before_the_first_round(tmp_path):
     run = experiment(tmp_path, model=lambda in_shape, num_classes: MLP(in_shape, num_classes), engine=ProcessesEngine())
-    words = (
-        r"engine: the experiment cannot be sent to another process: .*lambda.*; use the sequential engine, or define"
-    )
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=r"^engine: .*lambda"):
         run.fit()
     assert not list(tmp_path.iterdir())
 
@@ -389,8 +390,7 @@ def test_a_class_that_a_process_cannot_find_is_named(tmp_path, engine, monkeypat
     ghost = types.ModuleType("ghost")
     exec("from fl_lightning.algorithms import FedAvg\nclass Mine(FedAvg): pass", ghost.__dict__)
     monkeypatch.setitem(sys.modules, "ghost", ghost)
-    words = r"engine: a worker process could not load the experiment: ModuleNotFoundError: .*'ghost'; define its"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=r"^engine: .* ModuleNotFoundError: .*'ghost'"):
         experiment(tmp_path / "ghost", ghost.Mine(), engine=engine).fit()
     experiment(tmp_path / "next", engine=engine, rounds=1).fit()  # nobody's answer to that is taken for one to this
 
@@ -402,7 +402,7 @@ def test_a_class_that_a_process_cannot_find_is_named(tmp_path, engine, monkeypat
         ({"threads": -1}, "engine.threads: -1 is outside"),
         ({"timeout": 0}, "engine.timeout: 0 is not above 0"),
         ({"timeout": float("inf")}, "engine.timeout: inf is no finite number"),
-        ({"devices": []}, "engine.devices: no GPU is named; leave it out to use all"),
+        ({"devices": []}, "engine.devices: "),
     ],
 )
 def test_bad_arguments_are_named(arguments, words):
@@ -411,9 +411,7 @@ def test_bad_arguments_are_named(arguments, words):
 
 
 def test_gpus_for_clients_that_train_on_the_cpu_are_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"engine.devices: they are GPUs, and clients train on the cpu; leave them out"
-    ):
+    with pytest.raises(ConfigError, match=r"^engine.devices: .* cpu"):
         experiment(tmp_path, engine=ProcessesEngine(devices=[0])).fit()
 
 

@@ -245,7 +245,7 @@ def test_a_cluster_is_started_where_there_is_none_and_ended_with_the_run(tmp_pat
         pytest.skip("run this test alone")
     run = experiment(tmp_path, engine=RayEngine(workers=1), rounds=1)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    run._build()
+    run.check()
     assert ray.is_initialized()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     run.fit()
