@@ -165,7 +165,8 @@ def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> RoundMetr
         ConfigError: A logged metric has the name of a metric of the run. The message has the first such name.
     """
     logged = logged_metrics(results)
-    if taken := logged.flat().keys() & set(round_metrics(run) if logged else ()):
+    names = round_metrics(run) if logged else []
+    if taken := [key for key in logged.flat() if is_among(key, names)]:
         name = min(taken).partition("/")[2]
         raise ConfigError(f"client_callbacks: a callback logs {name!r}, which is a metric of the run. Rename it.")
     return logged
