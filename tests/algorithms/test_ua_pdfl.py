@@ -135,7 +135,7 @@ def test_the_method_uses_the_divergence_it_is_given():
         (gap,) = UAPDFL(divergence=name).divergences(own, [peer])
         sections = own.section("unit")["distribution"], peer.section("unit")["distribution"]
         assert gap == pytest.approx(by_hand(*sections), rel=1e-9)
-    assert UAPDFL().divergence is ua.jensen_shannon
+    assert ua.DIVERGENCES[UAPDFL().divergence] is ua.jensen_shannon
 
 
 # --- Eq. 11: auxiliary representation, and its average ---
