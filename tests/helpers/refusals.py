@@ -64,16 +64,17 @@ def check_refused(given: Dataset | Callable[[], object], key: str, *facts: str) 
         assert fact in message
 
 
-def check_refused_command(words: list[str], messages: list[str]) -> None:
-    """Run a command that must fail with one line and leave the current folder as it was."""
+def check_refused_command(words: list[str], messages: list[str]) -> str:
+    """Run a command that must fail with one line and leave the current folder as it was. Return what it printed."""
     before = contents(Path())
     code, out, err = run(*words)
-    assert (code, out) == (2, ""), out + err
+    assert code == 2, out + err
     assert err.count("\n") == 1, err
     assert err.startswith("fl-lightning: error: ")
     for message in messages:
         assert message in err
     assert contents(Path()) == before
+    return out
 
 
 def empty(path: Path) -> None:
