@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fl_lightning.analysis.executor import (
+from fl_lightning.analysis.study.executor import (
     Job,
     JobResult,
     Program,

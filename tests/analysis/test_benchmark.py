@@ -14,8 +14,10 @@ from commands import TINY, run
 from fake_runs import FakeRuns, Killed
 from scipy import stats
 
-from fl_lightning.analysis import benchmark as benchmarks
-from fl_lightning.analysis.benchmark import (
+from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
+from fl_lightning.analysis.statistics import paired_difference
+from fl_lightning.analysis.study import benchmark as benchmarks
+from fl_lightning.analysis.study.benchmark import (
     BenchmarkResult,
     Defaults,
     EntryResult,
@@ -27,12 +29,16 @@ from fl_lightning.analysis.benchmark import (
     start_value,
     tune,
 )
-from fl_lightning.analysis.benchmark_file import Benchmark, Tuning, benchmark_path, parse_overrides, read_benchmark
-from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
-from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
-from fl_lightning.analysis.statistics import paired_difference
-from fl_lightning.analysis.sweep_file import parse_sweep
-from fl_lightning.analysis.sweep_results import TrialResult
+from fl_lightning.analysis.study.benchmark_file import (
+    Benchmark,
+    Tuning,
+    benchmark_path,
+    parse_overrides,
+    read_benchmark,
+)
+from fl_lightning.analysis.study.benchmark_tables import as_csv, as_markdown, tables
+from fl_lightning.analysis.study.sweep_file import parse_sweep
+from fl_lightning.analysis.study.sweep_results import TrialResult
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import Run
 

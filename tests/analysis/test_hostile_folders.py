@@ -13,7 +13,7 @@ import pytest
 import yaml
 from commands import TINY, run, tiny
 
-from fl_lightning.analysis.executor import JobResult
+from fl_lightning.analysis.study.executor import JobResult
 from fl_lightning.cli import jobs, sweep_metric
 from fl_lightning.cli.commands import benchmark as benchmark_command
 from fl_lightning.cli.commands import multirun as multirun_command

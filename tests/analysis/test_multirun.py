@@ -13,7 +13,7 @@ import yaml
 from commands import TINY, contents, run, tiny, untimed_rows
 from run_folders import changed
 
-from fl_lightning.analysis.multirun import combinations, multirun_jobs, parse_grid, split_values
+from fl_lightning.analysis.study.multirun import combinations, multirun_jobs, parse_grid, split_values
 from fl_lightning.cli.commands import multirun
 from fl_lightning.core.errors import ConfigError
 

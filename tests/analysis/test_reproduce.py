@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 from fl_lightning.analysis.baselines import expand_baseline
-from fl_lightning.analysis.executor import is_finished
-from fl_lightning.analysis.paper_table import PaperValue, Scale, read_table, scaling, settings_of, table_jobs
-from fl_lightning.analysis.reproduction import (
+from fl_lightning.analysis.statistics import paired_difference
+from fl_lightning.analysis.study.executor import is_finished
+from fl_lightning.analysis.study.paper_table import PaperValue, Scale, read_table, scaling, settings_of, table_jobs
+from fl_lightning.analysis.study.reproduction import (
     Cell,
     Reproduction,
     SeedResult,
@@ -33,7 +34,7 @@ from fl_lightning.analysis.reproduction import (
     rank_correlations,
     read_result,
 )
-from fl_lightning.analysis.reproduction_table import (
+from fl_lightning.analysis.study.reproduction_table import (
     as_csv,
     as_markdown,
     claims_grid,
@@ -42,7 +43,6 @@ from fl_lightning.analysis.reproduction_table import (
     format_ours,
     verdict_line,
 )
-from fl_lightning.analysis.statistics import paired_difference
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config_files import with_config_paths
 from fl_lightning.core.errors import ConfigError

@@ -30,12 +30,12 @@ from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage
 from scipy import stats
 
-from fl_lightning.analysis import sweep as sweeps
-from fl_lightning.analysis import sweep_folder
-from fl_lightning.analysis.executor import FAILED, JobResult
-from fl_lightning.analysis.sweep import Budget, Study, run_sweep
-from fl_lightning.analysis.sweep_file import parse_sweep
-from fl_lightning.analysis.sweep_results import TrialResult, rank_settings
+from fl_lightning.analysis.study import sweep as sweeps
+from fl_lightning.analysis.study import sweep_folder
+from fl_lightning.analysis.study.executor import FAILED, JobResult
+from fl_lightning.analysis.study.sweep import Budget, Study, run_sweep
+from fl_lightning.analysis.study.sweep_file import parse_sweep
+from fl_lightning.analysis.study.sweep_results import TrialResult, rank_settings
 from fl_lightning.cli.commands import sweep as sweep_command
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.config import read_config

@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.benchmark import (
+from fl_lightning.analysis.study.benchmark import (
     RUNS,
     TUNING,
     UNTUNED,
@@ -25,10 +25,10 @@ from fl_lightning.analysis.benchmark import (
     read_results,
     tune,
 )
-from fl_lightning.analysis.benchmark_file import Benchmark, Entry, benchmark_path, parse_overrides, read_benchmark
-from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
-from fl_lightning.analysis.executor import Job, folder_name, run_jobs
-from fl_lightning.analysis.sweep_results import TrialResult
+from fl_lightning.analysis.study.benchmark_file import Benchmark, Entry, benchmark_path, parse_overrides, read_benchmark
+from fl_lightning.analysis.study.benchmark_tables import as_csv, as_markdown, tables
+from fl_lightning.analysis.study.executor import Job, folder_name, run_jobs
+from fl_lightning.analysis.study.sweep_results import TrialResult
 from fl_lightning.cli.jobs import FIT, Environment, Words, in_job_processes, open_experiment, run_missing
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import ConfigError, check_positive

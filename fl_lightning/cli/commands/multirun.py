@@ -9,8 +9,15 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.baselines import option_values, warn_of_dropped_options
 from fl_lightning.analysis.comparison import comparable_runs, compare
-from fl_lightning.analysis.executor import Job, is_finished
-from fl_lightning.analysis.multirun import PLACE, Combination, check_seeds, combinations, multirun_jobs, parse_grid
+from fl_lightning.analysis.study.executor import Job, is_finished
+from fl_lightning.analysis.study.multirun import (
+    PLACE,
+    Combination,
+    check_seeds,
+    combinations,
+    multirun_jobs,
+    parse_grid,
+)
 from fl_lightning.cli.command_line import normalize_words
 from fl_lightning.cli.commands.compare import print_comparison, reference_settings
 from fl_lightning.cli.jobs import (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.executor import Job, earlier_result, is_finished
-from fl_lightning.analysis.paper_table import Scale, read_table, table_jobs
-from fl_lightning.analysis.reproduction import Reproduction
-from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
+from fl_lightning.analysis.study.executor import Job, earlier_result, is_finished
+from fl_lightning.analysis.study.paper_table import Scale, read_table, table_jobs
+from fl_lightning.analysis.study.reproduction import Reproduction
+from fl_lightning.analysis.study.reproduction_table import as_csv, as_markdown, as_text
 from fl_lightning.cli.command_line import normalize_words
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import run_missing

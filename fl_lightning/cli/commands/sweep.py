@@ -9,11 +9,11 @@ from typing import Any
 import optuna
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.executor import run_jobs
-from fl_lightning.analysis.sweep import Budget, run_sweep
-from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
-from fl_lightning.analysis.sweep_folder import SWEEP_FILES, TRIALS, describe_sweep
-from fl_lightning.analysis.sweep_results import TrialResult, sweep_table, write_best, write_trials
+from fl_lightning.analysis.study.executor import run_jobs
+from fl_lightning.analysis.study.sweep import Budget, run_sweep
+from fl_lightning.analysis.study.sweep_file import parse_sweep, sweep_path
+from fl_lightning.analysis.study.sweep_folder import SWEEP_FILES, TRIALS, describe_sweep
+from fl_lightning.analysis.study.sweep_results import TrialResult, sweep_table, write_best, write_trials
 from fl_lightning.cli.jobs import FIT, Words, in_job_processes, resolve_config
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.config import read_config

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline, setting_words, split_setting, to_word
-from fl_lightning.analysis.executor import Job, folder_name, run_folder
+from fl_lightning.analysis.study.executor import Job, folder_name, run_folder
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import named_file, nearest_file, with_config_paths
 from fl_lightning.core.errors import ConfigError

@@ -13,14 +13,14 @@ from typing import Any
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings, Tuning
-from fl_lightning.analysis.executor import Job, RunJobs, earlier_result, is_finished, run_folder
 from fl_lightning.analysis.run_groups import transferred_bytes
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
-from fl_lightning.analysis.sweep import Budget, run_sweep
-from fl_lightning.analysis.sweep_file import Parameter, Sweep, parse_sweep
-from fl_lightning.analysis.sweep_folder import SWEEP_FILES, describe_sweep
-from fl_lightning.analysis.sweep_results import TrialResult, rank_settings, used_seconds, write_trials
+from fl_lightning.analysis.study.benchmark_file import Benchmark, Entry, Settings, Tuning
+from fl_lightning.analysis.study.executor import Job, RunJobs, earlier_result, is_finished, run_folder
+from fl_lightning.analysis.study.sweep import Budget, run_sweep
+from fl_lightning.analysis.study.sweep_file import Parameter, Sweep, parse_sweep
+from fl_lightning.analysis.study.sweep_folder import SWEEP_FILES, describe_sweep
+from fl_lightning.analysis.study.sweep_results import TrialResult, rank_settings, used_seconds, write_trials
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import best_and_last, sum_of
 from fl_lightning.runs.folder import lock_run_dir, subfolder

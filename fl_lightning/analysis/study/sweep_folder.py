@@ -16,7 +16,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from fl_lightning.analysis.baselines import option_values
-from fl_lightning.analysis.sweep_file import UNRELATED_KEYS, Sweep
+from fl_lightning.analysis.study.sweep_file import UNRELATED_KEYS, Sweep
 from fl_lightning.core.config import flatten, parse_config, read_config
 from fl_lightning.core.config_files import config_path
 from fl_lightning.core.databases import check_database

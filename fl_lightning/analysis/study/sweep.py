@@ -17,10 +17,10 @@ from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
-from fl_lightning.analysis.executor import FAILED, Job, JobResult, RunJobs, is_finished
-from fl_lightning.analysis.sweep_file import Sweep
-from fl_lightning.analysis.sweep_folder import ATTRIBUTES, DATABASE, TRIALS, database_error, open_database
-from fl_lightning.analysis.sweep_results import TrialResult, used_seconds
+from fl_lightning.analysis.study.executor import FAILED, Job, JobResult, RunJobs, is_finished
+from fl_lightning.analysis.study.sweep_file import Sweep
+from fl_lightning.analysis.study.sweep_folder import ATTRIBUTES, DATABASE, TRIALS, database_error, open_database
+from fl_lightning.analysis.study.sweep_results import TrialResult, used_seconds
 from fl_lightning.core.errors import ConfigError, reason_of
 from fl_lightning.evaluation.summary import Row, sum_of
 from fl_lightning.runs.csv_reader import read_rows

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fl_lightning.analysis.result_table import mean_and_std, to_csv
 from fl_lightning.analysis.statistics import spread
-from fl_lightning.analysis.sweep_file import Sweep
+from fl_lightning.analysis.study.sweep_file import Sweep
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import write_atomically
 

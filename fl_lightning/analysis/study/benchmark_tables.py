@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from fl_lightning.analysis.benchmark import BenchmarkResult, EntryResult
-from fl_lightning.analysis.benchmark_file import BenchmarkTable
 from fl_lightning.analysis.result_table import ResultTable, format_number, mean_and_std, to_csv
 from fl_lightning.analysis.statistics import Difference, Spread, percent
-from fl_lightning.analysis.sweep_results import used_seconds
+from fl_lightning.analysis.study.benchmark import BenchmarkResult, EntryResult
+from fl_lightning.analysis.study.benchmark_file import BenchmarkTable
+from fl_lightning.analysis.study.sweep_results import used_seconds
 from fl_lightning.evaluation.summary import human_bytes
 
 MISSING = "-"

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from fl_lightning.analysis.comparison import compare
-from fl_lightning.analysis.executor import Job, folder_name, run_folder
 from fl_lightning.analysis.run_settings import compared_settings
+from fl_lightning.analysis.study.executor import Job, folder_name, run_folder
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.strict_yaml import check_yaml
 from fl_lightning.loggers.naming import changes

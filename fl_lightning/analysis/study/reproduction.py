@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from scipy import stats
 
-from fl_lightning.analysis.executor import Job, is_finished
-from fl_lightning.analysis.paper_table import Claim, PaperTable, PaperValue, Unit
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
+from fl_lightning.analysis.study.executor import Job, is_finished
+from fl_lightning.analysis.study.paper_table import Claim, PaperTable, PaperValue, Unit
 from fl_lightning.evaluation.summary import best_and_last
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 

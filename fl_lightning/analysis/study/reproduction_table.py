@@ -8,9 +8,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.analysis.paper_table import PaperTable, Scale
-from fl_lightning.analysis.reproduction import Cell, Reproduction, Verdict, margin_needed
 from fl_lightning.analysis.result_table import escape_markdown, format_number, mean_and_std, to_csv
+from fl_lightning.analysis.study.paper_table import PaperTable, Scale
+from fl_lightning.analysis.study.reproduction import Cell, Reproduction, Verdict, margin_needed
 
 Grid = list[list[str]]
 """A header and rows of cells. A cell may have several lines."""
