@@ -25,7 +25,6 @@ from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.core.lazy_import import skip_working_folder
 from fl_lightning.core.temporary_folders import temporary_files
 from fl_lightning.core.terminal import echo
-from fl_lightning.runs.folder import lock_run_dir, subfolder
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
@@ -41,24 +40,26 @@ Result = TypeVar("Result")
 FIT = Program(main, preload=["fl_lightning.cli.commands.fit"])
 
 
-def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
-    """Run the jobs that have not finished, report each on stderr as it ends, and yield its result.
+def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> list[JobResult]:
+    """Run the jobs of a study that have not finished, and report each on stderr as it ends.
 
     Args:
         jobs: The runs.
-        out: The folder that holds the folders of all runs. It is locked.
+        out: The folder of the study, which the caller has locked.
         workers: Number of runs at a time.
         threads: Number of torch threads of each run; by default the cores are divided among the workers.
+
+    Returns:
+        The results of those that failed.
     """
-    for job in jobs:
-        subfolder(out, job.folder.relative_to(out))
     missing = [job for job in jobs if not is_finished(job.folder)]
     echo(f"{len(missing)} of {len(jobs)} runs to do, in {out}", to_stderr=True)
-    with lock_run_dir(out):
-        for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
-            how = f"failed: {ended.reason}" if ended.code else "done"
-            echo(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}", to_stderr=True)
-            yield ended
+    failed = []
+    for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
+        how = f"failed: {ended.reason}" if ended.code else "done"
+        echo(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}", to_stderr=True)
+        failed += [ended] if ended.code else []
+    return failed
 
 
 def in_job_processes(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.analysis.baselines import setting_words, split_setting
-from fl_lightning.analysis.study.executor import folder_name
+from fl_lightning.analysis.study.folder import folder_name
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import nearest, suggest

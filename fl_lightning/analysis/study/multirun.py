@@ -11,7 +11,8 @@ import yaml
 
 from fl_lightning.analysis.comparison import compare
 from fl_lightning.analysis.run_settings import compared_settings
-from fl_lightning.analysis.study.executor import Job, folder_name, run_folder
+from fl_lightning.analysis.study.executor import Job
+from fl_lightning.analysis.study.folder import folder_name, run_folder
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.strict_yaml import check_yaml
 from fl_lightning.loggers.naming import changes
@@ -157,7 +158,7 @@ def multirun_jobs(
     compare(runs, reference=reference)
     return [
         [
-            Job(run_folder(out / folder_name(each.name), seed, one), (*each.words, f"--seed={seed}"))
+            Job(run_folder(out, folder_name(each.name), seed, one), (*each.words, f"--seed={seed}"))
             for seed in seeds or [config["seed"]]
         ]
         for each, config, one in zip(combinations, configs, settings, strict=True)

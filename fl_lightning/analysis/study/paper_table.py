@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline, setting_words, split_setting, to_word
-from fl_lightning.analysis.study.executor import Job, folder_name, run_folder
+from fl_lightning.analysis.study.executor import Job
+from fl_lightning.analysis.study.folder import folder_name, run_folder
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import named_file, nearest_file, with_config_paths
 from fl_lightning.core.errors import ConfigError
@@ -296,10 +297,10 @@ def table_jobs(
         settings = settings_of(words)
         extra = [*scaling(settings, scale), *override_words]
         settings |= settings_of(extra)
-        folder = out / _column_folder(table.columns[column]) / folder_name(row)
+        parent = Path(_column_folder(table.columns[column]), folder_name(row))
         for seed in table.seeds:
             words_of_run = (*words, f"--seed={seed}", *extra)
-            jobs[column, row, seed] = Job(run_folder(folder, seed, settings), words_of_run)
+            jobs[column, row, seed] = Job(run_folder(out, parent, seed, settings), words_of_run)
     return jobs
 
 

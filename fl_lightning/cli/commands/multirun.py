@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.analysis.baselines import option_values, warn_of_dropped_options
 from fl_lightning.analysis.comparison import comparable_runs, compare
 from fl_lightning.analysis.study.executor import Job, is_finished
+from fl_lightning.analysis.study.folder import open_study
 from fl_lightning.analysis.study.multirun import (
     PLACE,
     Combination,
@@ -82,7 +83,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if is_run(str(out)):
         raise ConfigError(f"--out: {out} is the folder of a run. Give another folder")
     jobs = check_jobs(grid, given, out)
-    failed = [ended for ended in run_missing(jobs, out, given.workers, given.threads) if ended.code]
+    with open_study(out, {"study": "multirun"}):
+        failed = run_missing(jobs, out, given.workers, given.threads)
     if finished := [job.folder for job in jobs if is_finished(job.folder)]:
         reference = reference_settings(given.reference)
         found = compare(comparable_runs(open_runs(finished)), reference=reference)
