@@ -222,7 +222,7 @@ def test_a_quantized_number_is_the_nearest_multiple_within_the_bounds():
 
 BAD = {
     "method: 'girdle' is not one of grid, random, bayes": {"method": "girdle"},
-    "a sweep has no key 'metod' here. Did you mean method?": {"metod": "grid"},
+    "unknown key metod. Did you mean method?": {"metod": "grid"},
     "metric: name the metric to optimise": {"metric": None},
     "metric: needs a name, and goal minimize or maximize": {"metric": {"name": "a", "goal": "max"}},
     "run_cap: 0 is not a number of trials": {"run_cap": 0},
@@ -233,7 +233,7 @@ BAD = {
         "early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 2.5}
     },
     "parameters: name at least one key": {"parameters": []},
-    "seeds: 3 is not a list of different numbers from 0. Write seeds: ": {"seeds": 3},
+    "seeds: 3 is not a list of different numbers from 0, such as": {"seeds": 3},
     r"seeds: \[1, 1\] is not a list of different numbers from 0": {"seeds": [1, 1]},
     r"seeds: \[-1\] is not": {"seeds": [-1]},
     "seeds: the parameters, the command or --set have seed, too. Leave one of them out": {"seeds": [0, 1]},
