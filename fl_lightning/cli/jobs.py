@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fl_lightning.analysis.study.checks import errors_at
 from fl_lightning.analysis.study.executor import (
     Job,
     JobResult,
@@ -81,6 +82,22 @@ def in_job_processes(
         yield from (future.result() for future in futures)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def in_each(
+    function: Callable[[Words, Environment], Result], command_lines: Sequence[tuple[str, Words]], workers: int
+) -> list[Result]:
+    """Call a function with each of several named command lines, in job processes, and return the results in order.
+
+    Raises:
+        ConfigError: The function raised one; the message begins with the name of the command line.
+    """
+    results = in_job_processes(function, [words for _, words in command_lines], workers)
+    found = []
+    for name, _ in command_lines:
+        with errors_at(name):
+            found.append(next(results))
+    return found
 
 
 # --- In a job process ---

@@ -14,7 +14,6 @@ from commands import TINY, run, tiny
 from fl_lightning.analysis.study.executor import JobResult
 from fl_lightning.cli import jobs, sweep_metric
 from fl_lightning.cli.commands import benchmark as benchmark_command
-from fl_lightning.cli.commands import multirun as multirun_command
 from fl_lightning.cli.commands import sweep as sweep_command
 
 pytestmark = pytest.mark.filterwarnings("always")
@@ -165,7 +164,7 @@ def in_this_process(function, command_lines, workers=1):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Resolve configs in this process."""
-    for module in (sweep_command, benchmark_command, multirun_command, sweep_metric):
+    for module in (sweep_command, benchmark_command, jobs, sweep_metric):
         monkeypatch.setattr(module, "in_job_processes", in_this_process)
 
 
@@ -193,7 +192,7 @@ def folders(finished, tmp_path_factory):
 
     root = tmp_path_factory.mktemp("folders")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sweep_command, benchmark_command, multirun_command, sweep_metric):
+        for module in (sweep_command, benchmark_command, jobs, sweep_metric):
             patch.setattr(module, "in_job_processes", in_this_process)
         for module in (sweep_command, benchmark_command, jobs):
             patch.setattr(module, "run_jobs", run_jobs)

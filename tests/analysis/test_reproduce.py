@@ -4,12 +4,7 @@ import csv
 import io
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -650,27 +645,3 @@ def test_each_reason_is_reported_once(here):
     results = Reproduction(table, jobs, {job.folder: "no data" for job in jobs.values()})
     cells = [f"{row} / {column} / seed 0" for column in ("alpha 0.1", "alpha 1") for row in ("Uniform", "FedSKC")]
     assert failures(results) == [f"failed: {'; '.join(cells)}: no data"]
-
-
-@pytest.mark.slow
-def test_a_killed_table_continues(here):
-    """Four runs in processes: the command is killed when some are finished, then it runs again."""
-    words = ["reproduce", "table.yaml", "--columns", "alpha 0.1"]
-    command = [sys.executable, "-m", "fl_lightning", *words, "--workers", "2", "--threads", "1"]
-    begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (done := list(Path("runs").rglob("summary.json"))) and begun.poll() is None:
-        time.sleep(0.02)
-    os.kill(begun.pid, signal.SIGKILL)
-    begun.wait()
-    assert 1 <= len(done) < 4
-    written = {path: path.stat().st_mtime_ns for path in done}
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
-    missing = int(again.stderr.split(" of 4 runs to do")[0])
-    assert missing == again.stderr.count(": done\n") <= 4 - len(done)
-    assert {path: path.stat().st_mtime_ns for path in done} == written
-    assert len(list(Path("runs").rglob("summary.json"))) == 4
-    ends = [path.read_text().count("run: runs/") for path in Path("runs").rglob("log.txt")]
-    assert ends == [1] * 4  # each run finished once
-    shown = run(*words, "--show", "--format", "markdown").out
-    assert " of 2)" not in shown
-    assert "| FedSKC > Uniform | alpha 0.1 | +1.25 |" in shown

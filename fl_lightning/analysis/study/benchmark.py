@@ -213,9 +213,9 @@ def edge_keys(sweep: Sweep, best: TrialResult | None) -> dict[str, bool]:
     Returns:
         For each such option, whether the value is near the upper end.
     """
-    found: dict[str, bool] = {}
     if best is None:
-        return found
+        return {}
+    found: dict[str, bool] = {}
     for key, parameter in sweep.parameters.items():
         numbers = parameter.distribution
         if isinstance(numbers, FloatDistribution | IntDistribution) and numbers.low < numbers.high:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fl_lightning.analysis.baselines import setting_words, split_setting
-from fl_lightning.analysis.study.file_checks import check_keys, check_seeds, is_count, is_number, require
+from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_count, is_number, require
 from fl_lightning.analysis.study.folder import folder_name
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
@@ -202,10 +202,8 @@ def read_benchmark(path: Path) -> Benchmark:
         ConfigError: The file does not exist or is invalid; the message names the key.
     """
     content = read_config(path)
-    try:
+    with errors_at(path):
         return _benchmark(path.stem, content)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def _benchmark(name: str, content: Any) -> Benchmark:

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline, setting_words, split_setting, to_word
+from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_number, require
 from fl_lightning.analysis.study.executor import Job
-from fl_lightning.analysis.study.file_checks import check_keys, check_seeds, is_number, require
 from fl_lightning.analysis.study.folder import folder_name, run_folder
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import named_file, nearest_file, with_config_paths
@@ -169,10 +169,8 @@ def read_table(name: str) -> PaperTable:
         fix = f"Did you mean {near}?" if near else "See `fl-lightning list papers`."
         raise ConfigError(f"{name}: neither a file nor a shipped table. {fix}")
     content = read_yaml(path, path.name)
-    try:
+    with errors_at(path.name):
         return _table(path.stem, content)
-    except ConfigError as error:
-        raise ConfigError(f"{path.name}: {error}") from None
 
 
 def _table(name: str, content: Any) -> PaperTable:

@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
 from fl_lightning.analysis.baselines import option_values
+from fl_lightning.analysis.study.checks import is_count, require
 from fl_lightning.analysis.study.executor import Job, JobResult, RunJobs, earlier_result, is_finished
 from fl_lightning.analysis.study.folder import open_study, run_folder
 from fl_lightning.analysis.study.sweep_file import UNRELATED_KEYS, Sweep
@@ -90,8 +91,8 @@ def run_sweep(
     limits = [limit for limit in (sweep.run_cap, budget.trials) if limit is not None]
     if sweep.method == "grid":
         limits.append(len(sweep.grid()))
-    if not limits:
-        raise ConfigError(f"--count: method {sweep.method} needs a number of trials. Give --count N, or run_cap: N")
+    fix = "Give --count N, or run_cap: N"
+    require(limits, f"--count: method {sweep.method} needs a number of trials. {fix}")
     most, shown = min(limits), set[int]()
     with open_study(folder, describe_sweep(sweep, seed), SWEEP_FILES):
         try:
@@ -145,7 +146,7 @@ class Search:
         self._trials: dict[Path, tuple[Trial, int | None]] = {}  # and its seed, by the folder of a run
         self._reasons: dict[int, str] = {}
         proposed = self._read_proposed()
-        self._database = open_database(folder, self._direction, sweep.metric)
+        self._database = create_database(folder, self._direction, sweep.metric)
         for entry in proposed:
             self._restore(self._add(entry["params"]), entry)
 
@@ -208,8 +209,7 @@ class Search:
             entries = json.loads(read_file(path, most=2**27))
             for entry in entries:
                 create_trial(state=RUNNING, params=entry["params"], distributions=self._distributions)
-                if type(entry["rounds"]) is not int or type(entry["ended_early"]) is not bool:
-                    raise ValueError("rounds or ended_early has another type")
+                require(is_count(entry["rounds"], 0) and type(entry["ended_early"]) is bool, "no number of rounds")
         except FileNotFoundError:
             return []
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -220,8 +220,7 @@ class Search:
     def _write_proposed(self) -> None:
         trials = self._study.get_trials(deepcopy=False)
         entries = [
-            {"params": trial.params, "rounds": trial.last_step or 0, "ended_early": trial.state == PRUNED}
-            for trial in trials
+            {"params": one.params, "rounds": one.last_step or 0, "ended_early": one.state == PRUNED} for one in trials
         ]
         write_atomically(self.folder / PROPOSED, json.dumps(entries, indent=1) + "\n")
 
@@ -250,7 +249,8 @@ class Search:
             elif ended.code == 1:
                 self._end(trial, FAIL, reason=ended.reason if seed is None else f"seed {seed}: {ended.reason}")
             else:  # the next call runs it again
-                self._refuse_first(ended.reason if ended.code == 2 else None)
+                if ended.code == 2:
+                    self._refuse_first(ended.reason)
                 self._reasons[trial.number] = ended.reason
         return self._result(trial.number)
 
@@ -259,10 +259,9 @@ class Search:
         folders = [job.folder for job in self._jobs[trial.number].values()]
         try:
             values = [self._value(folder) for folder in folders if is_finished(folder)]
-        except ConfigError as error:
-            self._refuse_first(str(error))
-            return self._end(trial, FAIL, reason=str(error))
         except (DamagedRun, ValueError) as error:
+            if isinstance(error, ConfigError):
+                self._refuse_first(str(error))
             return self._end(trial, FAIL, reason=str(error))
         if len(values) == len(folders):
             while self._report_rounds(trial):  # those since the last poll
@@ -282,9 +281,8 @@ class Search:
         values: dict[str, Any] = {key: value for row in run.rounds for key, value in row.items()}
         if not self.sweep.pruner:
             values |= run.summary
-        if name not in values:
-            where = "by round, which early_terminate needs" if self.sweep.pruner else "in this run"
-            raise ConfigError(f"metric: {name} not found {where}. Use one of {', '.join(sorted(values))}")
+        where = "by round, which early_terminate needs" if self.sweep.pruner else "in this run"
+        require(name in values, f"metric: {name} not found {where}. Use one of {', '.join(sorted(values))}")
         value = values[name]
         if value is None or not math.isfinite(value):
             raise ValueError(f"{name} is {'never reached' if value is None else value}")
@@ -296,16 +294,10 @@ class Search:
         self._study.tell(trial, value, state)
         self._database.add_trial(self._frozen(trial.number))
 
-    def _refuse_first(self, reason: str | None) -> None:
-        """Stop the sweep with a `ConfigError` if the first trial to end has failed.
-
-        The sweep itself may be wrong then.
-
-        Args:
-            reason: Why the trial failed; None to raise no error.
-        """
-        if reason and not any(trial.state.is_finished() for trial in self._study.get_trials(deepcopy=False)):
-            raise ConfigError(reason)
+    def _refuse_first(self, reason: str) -> None:
+        """Stop the sweep with a `ConfigError` if the first trial to end has failed: the sweep itself may be wrong."""
+        ended = any(trial.state.is_finished() for trial in self._study.get_trials(deepcopy=False))
+        require(ended, reason)
 
     # --- Early termination ---
 
@@ -386,7 +378,7 @@ def read_rounds(run: Path) -> list[Row]:
         return []
 
 
-def open_database(folder: Path, direction: StudyDirection, metric: str) -> optuna.Study:
+def create_database(folder: Path, direction: StudyDirection, metric: str) -> optuna.Study:
     """Return an empty Optuna study that is stored in a new SQLite file of a folder."""
     for name in DATABASE_FILES:  # SQLite would also read a journal
         (folder / name).unlink(missing_ok=True)

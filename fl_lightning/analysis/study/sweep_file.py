@@ -16,7 +16,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import SuccessiveHalvingPruner
 
 from fl_lightning.analysis.baselines import option_values, split_setting, to_word
-from fl_lightning.analysis.study.file_checks import check_keys, check_seeds, is_count, is_number, require
+from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_count, is_number, require
 from fl_lightning.core.config_files import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import suggest
@@ -165,7 +165,7 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
     Raises:
         ConfigError: The file is invalid, or uses a feature of W&B's server; the message names the key.
     """
-    try:
+    with errors_at(path):
         check_keys("", content, KEYS)
         words, after = _command(content.get("command"), content.get("program"))
         method, run_cap, seeds = str(content.get("method")), content.get("run_cap"), content.get("seeds")
@@ -179,8 +179,6 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
         require(
             not (seeds and own), "seeds: the parameters, the command or --set have seed, too. Leave one of them out"
         )
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
     words += tuple(_setting(word, parameters) for word in settings)
     return Sweep(path.stem, method, words, after, parameters, metric, maximize, pruner, rounds, run_cap, content, seeds)
 
@@ -281,11 +279,9 @@ def _parameters(content: Any, grid: bool) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
     for key, description in content.items():
         require(key not in SET_BY_SWEEP, f"parameters: {key} is set by the sweep. Put it into the command")
-        try:
+        with errors_at(f"parameters: {key}"):
             parameter = parameters[str(key)] = _parameter(description)
             require(not grid or parameter.values is not None, "a grid needs values, or whole numbers min and max")
-        except ConfigError as error:
-            raise ConfigError(f"parameters: {key}: {error}") from None
     return parameters
 
 

@@ -27,10 +27,11 @@ from fl_lightning.analysis.study.benchmark import (
 )
 from fl_lightning.analysis.study.benchmark_file import Benchmark, Entry, benchmark_path, parse_overrides, read_benchmark
 from fl_lightning.analysis.study.benchmark_tables import as_csv, as_markdown, tables
+from fl_lightning.analysis.study.checks import errors_at
 from fl_lightning.analysis.study.executor import run_jobs
 from fl_lightning.analysis.study.folder import folder_name, open_study
 from fl_lightning.analysis.study.sweep_results import TrialResult
-from fl_lightning.cli.jobs import FIT, Environment, Words, in_job_processes, open_experiment, run_missing
+from fl_lightning.cli.jobs import FIT, Environment, Words, in_each, in_job_processes, open_experiment, run_missing
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.files import write_atomically
@@ -81,14 +82,8 @@ def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str
     first: dict[tuple[str, str], Entry] = {}
     for entry in entries:
         first.setdefault((entry.table.name, entry.method), entry)
-    found = in_job_processes(defaults_of, [entry.tuning_words() for entry in first.values()], workers)
-    defaults = {}
-    for key, entry in first.items():
-        try:
-            defaults[key] = Defaults(*next(found))
-        except ConfigError as error:
-            raise ConfigError(f"{entry.name}: {error}") from error
-    return defaults
+    found = in_each(defaults_of, [(entry.name, entry.tuning_words()) for entry in first.values()], workers)
+    return {key: Defaults(*each) for key, each in zip(first, found, strict=True)}
 
 
 def defaults_of(words: Words, environment: Environment) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,10 +109,8 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
         if not places <= checked:
             checked |= places
             ranges = entry.ranges(defaults[entry.table.name, entry.method].search_space)
-            try:
+            with errors_at(entry.name):
                 check_metric(entry_sweep(entry, ranges))
-            except ConfigError as error:
-                raise ConfigError(f"{entry.name}: {error}") from error
 
 
 # --- Tuning and runs ---

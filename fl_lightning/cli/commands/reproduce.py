@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from fl_lightning.analysis.study.checks import errors_at
 from fl_lightning.analysis.study.executor import Job, JobResult, is_finished
 from fl_lightning.analysis.study.folder import open_study
 from fl_lightning.analysis.study.paper_table import Scale, read_table, table_jobs
@@ -18,7 +19,7 @@ from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import run_missing
 from fl_lightning.cli.options import command_parser
 from fl_lightning.core.console import SafeConsole
-from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.errors import check_positive
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import echo
 
@@ -58,12 +59,9 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
         if places <= checked or is_finished(job.folder):
             continue
         checked |= places
-        fit = load("fl_lightning.cli.commands.fit")
-        parser = command_parser("fit")
-        try:
+        fit, parser = load("fl_lightning.cli.commands.fit"), command_parser("fit")
+        with errors_at(f"{row} / {column}"):
             words = normalize_words("fit", job.words)
             load("fl_lightning.cli.unknown_names").check_names("fit", words)
             with readable_errors(parser):
                 parser.parse_args(fit.expand(words))
-        except ConfigError as error:
-            raise ConfigError(f"{row} / {column}: {error}") from error

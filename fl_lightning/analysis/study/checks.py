@@ -1,8 +1,9 @@
-"""Checks of the YAML files that describe studies. An error is one line that begins with the place in the file."""
+"""Checks of what describes a study: YAML files and options. An error is one line that begins with the place."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fl_lightning.core.errors import ConfigError
@@ -13,6 +14,15 @@ def require(condition: object, message: str) -> None:
     """Raise a `ConfigError` if a condition is false."""
     if not condition:
         raise ConfigError(message)
+
+
+@contextmanager
+def errors_at(place: object) -> Iterator[None]:
+    """Context that puts a place before the message of a `ConfigError`: `<place>: <message>`. It may be empty."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}" if str(place) else str(error)) from error
 
 
 def check_keys(where: str, content: Any, keys: Collection[str], needed: Collection[str] = ()) -> None:
