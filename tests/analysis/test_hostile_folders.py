@@ -253,7 +253,7 @@ def attack_and_check(folder: Path, attack, place: str, *commands) -> None:
     usual = signal.signal(signal.SIGALRM, ring)
     try:
         for words in commands:
-            signal.alarm(60)
+            signal.alarm(120)  # some attacks make the command train again
             check_outcome(run(*words))
             assert read_tree(folder) == before
     finally:
