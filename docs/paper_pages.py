@@ -10,7 +10,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from fl_lightning.analysis.paper_table import PaperTable, PaperValue, read_table
+from fl_lightning.analysis.study.paper_table import PaperTable, PaperValue, read_table
 from fl_lightning.core.config_files import config_path, shipped
 
 ROOT = Path(__file__).parent.parent

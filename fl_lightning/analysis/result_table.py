@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.table import Column, Table
+from rich.text import Text
+
 from fl_lightning.core.errors import one_line
 
 LATEX = {
@@ -84,6 +87,18 @@ class ResultTable:
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([*lines, *([""] if self.notes else []), *map(one_line, self.notes)])
 
+    def rich(self, title: str | None = None) -> Table:
+        """Return the table with lines around its cells for the terminal, without notes. Cells may have several lines.
+
+        Args:
+            title: Text above the table.
+        """
+        several = any("\n" in cell for row in self.rows for cell in row)
+        table = Table(*(Column(Text(name)) for name in self.header), title=title and Text(title), show_lines=several)
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
     def csv(self) -> str:
         """Return the table as CSV, without notes."""
         return to_csv([self.header, *self.rows]).rstrip("\n")
@@ -106,9 +121,9 @@ class ResultTable:
         )
 
     def markdown(self) -> str:
-        """Return the table in GitHub's Markdown, followed by the lines of `notes`."""
+        """Return the table in GitHub's Markdown, followed by the lines of `notes`. Cells may have several lines."""
         rules = ["---"] * self.words + ["--:"] * (len(self.header) - self.words)
-        header, *body = self._cells(escape_markdown, "**%s**")
+        header, *body = self._cells(_markdown_lines, "**%s**")
         lines = [f"| {' | '.join(row)} |" for row in (header, rules, *body)]
         return "\n".join([*lines, *(f"\n{escape_markdown(note)}" for note in self.notes)])
 
@@ -123,6 +138,10 @@ class ResultTable:
 
 def _latex(cell: str) -> str:
     return MINUS.sub("$-$", "".join(LATEX.get(letter, letter) for letter in one_line(cell)))
+
+
+def _markdown_lines(cell: str) -> str:
+    return "<br>".join(map(escape_markdown, cell.split("\n")))
 
 
 def escape_markdown(cell: str) -> str:

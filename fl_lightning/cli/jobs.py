@@ -11,7 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fl_lightning.analysis.executor import (
+from fl_lightning.analysis.study.checks import errors_at
+from fl_lightning.analysis.study.executor import (
     Job,
     JobResult,
     Program,
@@ -25,7 +26,6 @@ from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.core.lazy_import import skip_working_folder
 from fl_lightning.core.temporary_folders import temporary_files
 from fl_lightning.core.terminal import echo
-from fl_lightning.runs.folder import lock_run_dir, subfolder
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
@@ -41,24 +41,26 @@ Result = TypeVar("Result")
 FIT = Program(main, preload=["fl_lightning.cli.commands.fit"])
 
 
-def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
-    """Run the jobs that have not finished, report each on stderr as it ends, and yield its result.
+def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | None) -> list[JobResult]:
+    """Run the jobs of a study that have not finished, and report each on stderr as it ends.
 
     Args:
         jobs: The runs.
-        out: The folder that holds the folders of all runs. It is locked.
+        out: The folder of the study, which the caller has locked.
         workers: Number of runs at a time.
         threads: Number of torch threads of each run; by default the cores are divided among the workers.
+
+    Returns:
+        The results of those that failed.
     """
-    for job in jobs:
-        subfolder(out, job.folder.relative_to(out))
     missing = [job for job in jobs if not is_finished(job.folder)]
     echo(f"{len(missing)} of {len(jobs)} runs to do, in {out}", to_stderr=True)
-    with lock_run_dir(out):
-        for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
-            how = f"failed: {ended.reason}" if ended.code else "done"
-            echo(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}", to_stderr=True)
-            yield ended
+    failed = []
+    for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
+        how = f"failed: {ended.reason}" if ended.code else "done"
+        echo(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}", to_stderr=True)
+        failed += [ended] if ended.code else []
+    return failed
 
 
 def in_job_processes(
@@ -80,6 +82,22 @@ def in_job_processes(
         yield from (future.result() for future in futures)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def in_each(
+    function: Callable[[Words, Environment], Result], command_lines: Sequence[tuple[str, Words]], workers: int
+) -> list[Result]:
+    """Call a function with each of several named command lines, in job processes, and return the results in order.
+
+    Raises:
+        ConfigError: The function raised one; the message begins with the name of the command line.
+    """
+    results = in_job_processes(function, [words for _, words in command_lines], workers)
+    found = []
+    for name, _ in command_lines:
+        with errors_at(name):
+            found.append(next(results))
+    return found
 
 
 # --- In a job process ---

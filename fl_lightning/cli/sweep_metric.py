@@ -12,7 +12,7 @@ from typing import Any
 
 import optuna
 
-from fl_lightning.analysis.sweep_file import Sweep
+from fl_lightning.analysis.study.sweep_file import Sweep
 from fl_lightning.cli.jobs import in_job_processes, open_experiment
 from fl_lightning.core.errors import ConfigError
 

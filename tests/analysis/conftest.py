@@ -3,7 +3,7 @@
 import pytest
 from commands import run
 
-from fl_lightning.analysis.executor import FAILED, JobResult, earlier_result
+from fl_lightning.analysis.study.executor import FAILED, JobResult, earlier_result
 from fl_lightning.cli import jobs
 
 

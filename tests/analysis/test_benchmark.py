@@ -14,8 +14,10 @@ from commands import TINY, run
 from fake_runs import FakeRuns, Killed
 from scipy import stats
 
-from fl_lightning.analysis import benchmark as benchmarks
-from fl_lightning.analysis.benchmark import (
+from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
+from fl_lightning.analysis.statistics import paired_difference
+from fl_lightning.analysis.study import benchmark as benchmarks
+from fl_lightning.analysis.study.benchmark import (
     BenchmarkResult,
     Defaults,
     EntryResult,
@@ -27,12 +29,17 @@ from fl_lightning.analysis.benchmark import (
     start_value,
     tune,
 )
-from fl_lightning.analysis.benchmark_file import Benchmark, Tuning, benchmark_path, parse_overrides, read_benchmark
-from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
-from fl_lightning.analysis.rank_figure import critical_difference, rank_figure
-from fl_lightning.analysis.statistics import paired_difference
-from fl_lightning.analysis.sweep_file import parse_sweep
-from fl_lightning.analysis.sweep_results import TrialResult
+from fl_lightning.analysis.study.benchmark_file import (
+    Benchmark,
+    Tuning,
+    benchmark_path,
+    parse_overrides,
+    read_benchmark,
+)
+from fl_lightning.analysis.study.benchmark_tables import as_csv, as_markdown, tables
+from fl_lightning.analysis.study.results import SeedRuns
+from fl_lightning.analysis.study.sweep_file import parse_sweep
+from fl_lightning.analysis.study.sweep_results import TrialResult
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import Run
 
@@ -313,7 +320,7 @@ def results_of(tmp_path, scores: dict[tuple[str, str], list[list[float]]], **mor
         untuned = {seed: finished(*np.array(each) / 2) for seed, each in values.items()}
         trials = [trial(0, value=0.7, **{"optimizer.lr": "0.12345"}), trial(1, "failed", None, **{"optimizer.lr": "1"})]
         trials[0] = replace(trials[0], processor_seconds=12.5)
-        entries.append(EntryResult(TunedEntry(entry, trials, ["optimizer.lr"]), runs, untuned))
+        entries.append(EntryResult(TunedEntry(entry, trials, ["optimizer.lr"]), SeedRuns(runs), SeedRuns(untuned)))
     return BenchmarkResult(found, entries)
 
 
@@ -437,11 +444,11 @@ def test_the_command_tunes_runs_and_resumes(tmp_path, monkeypatch):
         "tuning",
         "runs",
     }
-    config = yaml.safe_load(next(folder.glob("tuning/global/FedSAM/trials/*/seed_9/config.yaml")).read_text())
+    config = yaml.safe_load(next(folder.glob("tuning/global/FedSAM/trials/*/seed_9-*/config.yaml")).read_text())
     assert config["scenario"]["validation_share"] == 0.2
     again = run("benchmark", "b.yaml", "--format", "markdown")
     assert (again.code, again.out) == (0, first.out)
-    assert "0 of 4 runs to do" in again.err
+    assert "0 of 8 runs to do" in again.err
     best = json.loads(next(folder.glob("runs/global/FedSAM/seed_0-*/final/summary.json")).read_text())
     assert f"{best['global/acc_last']:.4f}"[:4] in (folder / "results.csv").read_text()
 
@@ -463,7 +470,7 @@ def test_unknown_methods_settings_and_metrics_are_refused_before_the_first_trial
 
 def test_runs_with_other_values_have_other_folders(tmp_path):
     entry = next(benchmark(tmp_path).entries())
-    one, same, other = (entry_jobs(entry, tmp_path, [f"--optimizer.lr={lr}"]) for lr in ("0.1", "0.1", "0.2"))
+    one, same, other = (entry_jobs(entry, tmp_path, "runs", [f"--optimizer.lr={lr}"]) for lr in ("0.1", "0.1", "0.2"))
     assert one == same
     assert one[0].folder != other[0].folder
     assert one[1].words[-2:] == ("--optimizer.lr=0.1", "--seed=1")

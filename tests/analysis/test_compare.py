@@ -668,7 +668,7 @@ def test_markdown_and_plain_text_are_escaped():
     name = "a|b *c* `d` <e>\n[f](g)\x1b[31m\udcff"
     table = ResultTable(["name", "x"], [[name, "1 ± 2"]], bold={(0, 1)}, notes=["a|b"])
     line = "a|b *c* `d` <e> [f](g)\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
-    escaped = re.sub(r"([|*`<\[])", r"\\\1", line)
+    escaped = re.sub(r"([|*`<\[])", r"\\\1", line).replace("> ", "><br>")
     assert table.markdown() == f"| name | x |\n| --- | --: |\n| {escaped} | **1 ± 2** |\n\na\\|b"
     assert table.plain().splitlines()[2] == f"{line}  1 ± 2"
     assert ResultTable(["n", "figure"], [["a", "1"]]).plain().splitlines()[2] == "a       1"

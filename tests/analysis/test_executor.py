@@ -17,8 +17,8 @@ from commands import TINY, contents, rows, summary, tiny, untimed_rows
 from filelock import FileLock
 from running import alive, gone
 
-from fl_lightning.analysis import executor
-from fl_lightning.analysis.executor import DiskFull, Job, JobResult, earlier_result, run_jobs
+from fl_lightning.analysis.study import executor
+from fl_lightning.analysis.study.executor import DiskFull, Job, JobResult, earlier_result, run_jobs
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.runs.folder import lock_run_dir
@@ -61,7 +61,7 @@ import sys
 from pathlib import Path
 from fl_lightning.cli import main as cli
 from fl_lightning.core.errors import FLError
-from fl_lightning.analysis.executor import Job, run_jobs
+from fl_lightning.analysis.study.executor import Job, run_jobs
 from fl_lightning.cli.jobs import FIT
 
 if __name__ == "__main__":

@@ -3,20 +3,17 @@
 import os
 import shutil
 import signal
-import sqlite3
 import struct
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import TINY, run, tiny
 
-from fl_lightning.analysis.executor import JobResult
+from fl_lightning.analysis.study.executor import JobResult
 from fl_lightning.cli import jobs, sweep_metric
 from fl_lightning.cli.commands import benchmark as benchmark_command
-from fl_lightning.cli.commands import multirun as multirun_command
 from fl_lightning.cli.commands import sweep as sweep_command
 
 pytestmark = pytest.mark.filterwarnings("always")
@@ -71,7 +68,10 @@ RUN = (
     "checkpoints/round-000001/state.pt",
 )
 """The files and folders of a run; the first is the folder of the run itself."""
-SWEEP = ("study.db", "study.db-journal", "sweep.yaml", "trials.csv", "best.yaml", ".lock", ".owner", "trials")
+SWEEP = (
+    *("study.yaml", "trials.json", "study.db", "study.db-journal", "trials.csv", "best.yaml", ".lock", ".owner"),
+    "trials",
+)
 
 
 USED = ("", "config.yaml", "metrics.csv", "log.txt", "failed.txt", "final", "final/summary.json", ".lock")
@@ -84,11 +84,11 @@ def with_run(run: str, *others: str, names: Sequence[str] = USED) -> list[str]:
 
 
 PLACES = {
-    "sweep": with_run("trials/0000-*", *SWEEP, "trials/0001-*/failed.txt"),
-    "multirun": with_run("lr-0.5/seed_*", "lr-0.5", "lr-1e30/seed_*/failed.txt", names=RUN),
-    "reproduce": with_run("tiny/lr-0.5/seed_*", "tiny", "tiny/lr-0.5", "tiny/lr-1e+30/seed_*/failed.txt"),
+    "sweep": with_run("trials/0000/run-*", *SWEEP, "trials/0000", "trials/0001/run-*/failed.txt"),
+    "multirun": with_run("lr-0.5/seed_*", "study.yaml", "lr-0.5", "lr-1e30/seed_*/failed.txt", names=RUN),
+    "reproduce": with_run("tiny/lr-0.5/seed_*", "study.yaml", "tiny", "tiny/lr-0.5", "tiny/lr-1e+30/seed_*/failed.txt"),
     "benchmark": [
-        *("results.md", "results.csv", "report.html", "ranks-one.pdf", "ranks-one.svg", "untuned", "runs/.lock"),
+        *("study.yaml", "results.md", "results.csv", "report.html", "ranks-one.pdf", "ranks-one.svg", "untuned"),
         *("tuning", "tuning/one", "tuning/one/FedAvg", *(f"tuning/one/FedAvg/{name}" for name in SWEEP)),
         *with_run("runs/one/FedAvg/seed_0-*", "runs", "runs/one", "runs/one/FedAvg"),
     ],
@@ -164,7 +164,7 @@ def in_this_process(function, command_lines, workers=1):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Resolve configs in this process."""
-    for module in (sweep_command, benchmark_command, multirun_command, sweep_metric):
+    for module in (sweep_command, benchmark_command, jobs, sweep_metric):
         monkeypatch.setattr(module, "in_job_processes", in_this_process)
 
 
@@ -192,7 +192,7 @@ def folders(finished, tmp_path_factory):
 
     root = tmp_path_factory.mktemp("folders")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sweep_command, benchmark_command, multirun_command, sweep_metric):
+        for module in (sweep_command, benchmark_command, jobs, sweep_metric):
             patch.setattr(module, "in_job_processes", in_this_process)
         for module in (sweep_command, benchmark_command, jobs):
             patch.setattr(module, "run_jobs", run_jobs)
@@ -253,7 +253,7 @@ def attack_and_check(folder: Path, attack, place: str, *commands) -> None:
     usual = signal.signal(signal.SIGALRM, ring)
     try:
         for words in commands:
-            signal.alarm(60)
+            signal.alarm(120)  # some attacks make the command train again
             check_outcome(run(*words))
             assert read_tree(folder) == before
     finally:
@@ -275,8 +275,8 @@ def test_a_changed_folder_is_harmless(kind, attack, here):
 
 
 SAMPLE = [
-    ("sweep", link, "study.db"),
-    ("sweep", escapes, "trials/0001-*/failed.txt"),
+    ("sweep", link, "trials.json"),
+    ("sweep", escapes, "trials/0001/run-*/failed.txt"),
     ("multirun", pipe, "lr-1e30/seed_*/failed.txt"),
     ("benchmark", link, "runs/one"),
     ("reproduce", huge, "tiny/lr-0.5/seed_*/final/summary.json"),
@@ -290,51 +290,11 @@ def test_a_changed_file_is_harmless(kind, attack, place, here):
     attack_and_check(here(kind), attack, place, COMMANDS[kind])
 
 
-# --- The database of a sweep ---
-
-TRIAL = "(SELECT trial_id FROM trials WHERE number = 0)"
+# --- The files of a sweep ---
 
 
-def set_attribute(key: str, value: str) -> str:
-    return (
-        f"INSERT OR REPLACE INTO trial_user_attributes (trial_id, key, value_json) VALUES ({TRIAL}, '{key}', '{value}')"
-    )
-
-
-CATEGORIES = '{"name": "CategoricalDistribution", "attributes": {"choices": ["{class_path: os.system}"]}}'
-STATEMENTS = {
-    "above": [set_attribute("folder", '"../../outside"')],
-    "absolute": [set_attribute("folder", '"/tmp/outside"')],
-    "itself": [set_attribute("folder", '"."')],
-    "escapes": [set_attribute("folder", '"0000-\\u001b[2J"')],
-    "no text": [set_attribute("folder", "7")],
-    "number": [set_attribute("number", "1000000")],
-    "reason": [set_attribute("reason", "7")],
-    "values": [set_attribute("values", '["a"]')],
-    "other choice": [f"UPDATE trial_params SET distribution_json = '{CATEGORIES}', param_value = 0"],
-    "no choice": ["UPDATE trial_params SET param_value = 12"],
-    "trigger": ["CREATE TRIGGER t AFTER INSERT ON trials BEGIN DELETE FROM trials; END"],
-    "view": ["ALTER TABLE studies RENAME TO s", "CREATE VIEW studies AS SELECT * FROM s"],
-}
-
-
-@pytest.mark.fast_cases(4)
-@pytest.mark.parametrize("case", STATEMENTS)
-def test_a_database_names_only_trials_of_its_sweep(case, here):
-    folder = here("sweep")
-    with closing(sqlite3.connect("many/study.db")) as database, database:
-        for statement in STATEMENTS[case]:
-            database.execute(statement)
-    before = read_tree(folder)
-    outcome = run(*COMMANDS["sweep"])
-    check_outcome(outcome)
-    assert outcome.code == 2
-    assert "many/study.db: damaged (" in outcome.err
-    assert read_tree(folder) == before
-
-
-def test_a_journal_deletes_no_other_file(here):
-    """SQLite deletes the file that the journal of a database names, once it has used the journal."""
+def test_the_journal_of_a_database_is_not_used(here):
+    """SQLite would delete the file that a journal names."""
     folder = here("sweep")
     victim = str(folder / "tiny.yaml").encode()
     magic, pages = bytes.fromhex("d9d505f920a163d7"), Path("many/study.db").stat().st_size // 4096
@@ -342,16 +302,14 @@ def test_a_journal_deletes_no_other_file(here):
     end = struct.pack(">I", 1 + 0x40000000 // 4096) + victim + struct.pack(">2I", len(victim), sum(victim)) + magic
     Path("many/study.db-journal").write_bytes(header.ljust(512, b"\0") + end)
     before = read_tree(folder)
-    outcome = run(*COMMANDS["sweep"])
+    assert run(*COMMANDS["sweep"]).code == 0
     assert read_tree(folder) == before
-    assert outcome.code == 2
-    assert "study.db-journal names another file" in outcome.err
 
 
 def test_the_best_config_is_that_of_the_command_line(here):
     """The config in the folder of a trial could be anyone's, but `--config` trusts its file."""
     here("sweep")
-    config = next(Path("many/trials").glob("0000-*/config.yaml"))
+    config = next(Path("many/trials").glob("0000/*/config.yaml"))
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"model": "os.system", "rounds": 77}))
     outcome = run(*COMMANDS["sweep"])
     assert outcome.code == 0, outcome.err

@@ -13,8 +13,8 @@ import yaml
 from commands import TINY, contents, run, tiny, untimed_rows
 from run_folders import changed
 
-from fl_lightning.analysis.multirun import combinations, multirun_jobs, parse_grid, split_values
-from fl_lightning.cli.commands import multirun
+from fl_lightning.analysis.study.multirun import combinations, multirun_jobs, parse_grid, split_values
+from fl_lightning.cli import jobs
 from fl_lightning.core.errors import ConfigError
 
 FIT = ("fit", "--config", "tiny.yaml")
@@ -35,7 +35,7 @@ def started(started, monkeypatch):
     def in_this_process(function, command_lines, workers):
         yield from (function(words, dict(os.environ)) for words in command_lines)
 
-    monkeypatch.setattr(multirun, "in_job_processes", in_this_process)
+    monkeypatch.setattr(jobs, "in_job_processes", in_this_process)
     return started
 
 
@@ -144,7 +144,7 @@ def test_another_setting_is_another_folder_unless_it_does_not_change_results():
     ],
 )
 def test_wrong_options_are_refused_without_torch(words, message, here, monkeypatch):
-    monkeypatch.setattr(multirun, "in_job_processes", None)
+    monkeypatch.setattr(jobs, "in_job_processes", None)
     refused(words, message, here)
 
 
@@ -269,18 +269,3 @@ def test_killed_runs_continue_in_job_processes(here):
     assert again.stdout == run("compare", "runs/multirun/tiny").out
     tiny(here / "alone", "--rounds", "4", "--optimizer.lr", "0.25", "--seed", "1", text=Path("tiny.yaml").read_text())
     assert untimed_rows(folders()["lr-0.25/seed_1"]) == untimed_rows(here / "alone")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("-m optimizer.lr=0.1,fast", "lr=fast: optimizer.lr: got 'fast', expected float"),
-        ("-m scenario.clients=2,9999", "clients=9999: scenario.clients: 9999 is above"),
-    ],
-)
-def test_values_are_checked_in_job_processes(words, message, here):
-    before = contents(here)
-    code, out, err = run(*FIT, *words.split(), "--workers", "2")
-    assert (code, out, contents(here)) == (2, "", before)
-    assert message in err

@@ -10,7 +10,7 @@ from commands import run, summary
 from reduced import reduced
 
 from fl_lightning.analysis.baselines import expand_baseline
-from fl_lightning.analysis.paper_table import read_table as uncached_read_table
+from fl_lightning.analysis.study.paper_table import read_table as uncached_read_table
 from fl_lightning.cli.experiment import experiment_parser
 from fl_lightning.core.config import flatten
 from fl_lightning.core.config_files import read_configs

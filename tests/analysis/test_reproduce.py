@@ -4,12 +4,8 @@ import csv
 import io
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -23,26 +19,26 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 from fl_lightning.analysis.baselines import expand_baseline
-from fl_lightning.analysis.executor import is_finished
-from fl_lightning.analysis.paper_table import PaperValue, Scale, read_table, scaling, settings_of, table_jobs
-from fl_lightning.analysis.reproduction import (
+from fl_lightning.analysis.statistics import paired_difference
+from fl_lightning.analysis.study.executor import Job, is_finished
+from fl_lightning.analysis.study.paper_table import PaperValue, Scale, read_table, scaling, settings_of, table_jobs
+from fl_lightning.analysis.study.reproduction import (
     Cell,
     Reproduction,
-    SeedResult,
     margin_needed,
     rank_correlations,
-    read_result,
+    read_cell,
 )
-from fl_lightning.analysis.reproduction_table import (
+from fl_lightning.analysis.study.reproduction_table import (
     as_csv,
     as_markdown,
-    claims_grid,
+    claims_table,
     failures,
     format_cell,
     format_ours,
     verdict_line,
 )
-from fl_lightning.analysis.statistics import paired_difference
+from fl_lightning.analysis.study.results import read_runs
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config_files import read_configs
 from fl_lightning.core.errors import ConfigError
@@ -326,18 +322,18 @@ def test_a_wrong_option_is_one_line(here, words, message):
 
 
 BAD = [
-    ("paper: tiny", "", "it lacks paper"),
+    ("paper: tiny", "", "paper is missing"),
     ("paper: tiny", "[a, b", "is no readable YAML: "),
     ("paper: tiny", "paper: tiny\nnote: 1", "unknown key note"),
     ("unit: percent", "unit: metres", "unit: 'metres' is not percent or rounds"),
-    ("[0, 3]", "[0, 1.5]", "seeds: [0, 1.5] is not a list of whole numbers >= 0"),
+    ("[0, 3]", "[0, 1.5]", "seeds: [0, 1.5] is not a list of different numbers from 0, such as"),
     ("{config: tiny.yaml}", "{rounds: 3}", "columns: alpha 1 has no config"),
     ("{config: tiny.yaml}", "tiny.yaml", "columns: alpha 1 is not a mapping {key: value, ...}"),
     ("  Uniform: {algorithm: Uniform}", "  Uniform:", "rows: Uniform is not a mapping {key: value, ...}"),
     ("Uniform: [50,", "Other: [50,", "paper_values: "),
     ("[50, [60.5, 0.25]]", "[50]", "paper_values: Uniform needs 2 numbers, one per column. Use null"),
     ("[60.5, 0.25]]", "[1, 2, 3]]", "paper_values: Uniform: [1, 2, 3] is neither a number nor [mean, deviation]"),
-    ("{better: FedSKC, than: Uniform}", "{better: A}", "claims: {'better': 'A'} is not of the form {better"),
+    ("{better: FedSKC, than: Uniform}", "{better: A}", "claims: than is missing"),
     ("- {better: FedSKC, than: Uniform}", "- {better: FedSKC, than: MOON}", "claims: MOON is not a row"),
     ('columns: ["alpha 1"]', 'columns: ["alpha 2"]', "claims: alpha 2 is not a column"),
     (TABLE, "[]", "it needs lines `key: value`"),
@@ -368,27 +364,33 @@ def test_the_tables_are_listed(here):
 # --- Comparison with the paper ------------------------------------------------------------------------------------
 
 
+def cell(metric, unit="rounds"):
+    """Return the cell of a table with one seed and this metric, whose run is in the folder `run`."""
+    table = replace(read_table("table.yaml").part(["FedSKC"], ["alpha 1"], [0]), metric=metric, unit=unit)
+    return read_cell(table, "alpha 1", "FedSKC", read_runs({0: Job(Path("run"), ())}))
+
+
 def test_a_cell_is_read_from_its_runs(here):
     leave_run(Path("run"), **{"global/acc_last": 0.625, "R_0.5": 7, "R_0.9": None})
-    assert read_result(Path("run"), "global/acc_last", "global/acc", "percent") == SeedResult(62.5, last10=50.0)
-    assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == SeedResult(7.0)
-    assert read_result(Path("run"), "R_0.9", "R_0.9", "rounds") == SeedResult(21.0, reached=False)
-    missing = read_result(Path("run"), "R_0.7", "R_0.7", "rounds")
-    assert missing.reason == "its run has no R_0.7; it has rounds, global/acc_last, R_0.5, R_0.9"
-    assert read_result(Path("nowhere"), "R_0.5", "R_0.5", "rounds") == SeedResult()
+    assert cell("global/acc_last", "percent") == Cell(1, {0: 62.5}, set(), last10=50.0)
+    assert cell("R_0.5") == Cell(1, {0: 7.0}, set())
+    assert cell("R_0.9") == Cell(1, {0: 21.0}, {0})
+    assert cell("R_0.7") == Cell(
+        1, {}, set(), {0: "its run has no R_0.7; it has rounds, global/acc_last, R_0.5, R_0.9"}
+    )
     Path("run/metrics.csv").write_text("nonsense")
-    damaged = read_result(Path("run"), "R_0.5", "R_0.5", "rounds")
-    assert damaged.reason.startswith("run: ")
+    damaged = cell("R_0.5")
+    assert (damaged.values, damaged.failures[0].startswith("run: ")) == ({}, True)
     Path("run/final/summary.json").unlink()
-    assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == SeedResult()
+    assert cell("R_0.5") == Cell(1, {}, set())
 
 
 def test_the_mean_of_the_last_ten_skips_rounds_without_an_evaluation(here):
     accuracies = [0.1, 0.1, 0.2, 0.3, 0.4, None, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.1]
     write_run(Path("run"), None, {"global/acc": accuracies})
     for entry, number in (("best", 90.0), ("last", 10.0), ("last10", 54.0)):
-        reading = read_result(Path("run"), f"global/acc_{entry}", "global/acc", "percent")
-        assert (reading.value, reading.last10) == pytest.approx((number, 54.0))
+        found = cell(f"global/acc_{entry}", "percent")
+        assert (found.values[0], found.last10) == pytest.approx((number, 54.0))
 
 
 @pytest.mark.parametrize("metric", ["global/acc", "global/acc_final"])
@@ -457,7 +459,7 @@ def test_a_claim_is_judged_seed_by_seed(here):
 def test_claims_without_runs_cannot_be_judged(here):
     results = leave_runs("table.yaml", {})
     assert [(verdict.holds, verdict.difference) for verdict in results.verdicts] == [(None, None)] * 3
-    assert claims_grid(results.verdicts)[1:] == []
+    assert claims_table(results.verdicts).rows == []
     assert verdict_line(results.verdicts).startswith(
         "Claims: 0 hold (0 with p < 0.05), 0 do not (0 with p < 0.05), 3 cannot be judged yet."
     )
@@ -495,20 +497,18 @@ def test_two_runs_that_never_reach_the_target_are_not_compared(here):
 
 
 def test_cells_as_text():
-    two = {0: SeedResult(70.0), 1: SeedResult(72.0)}
-    assert format_ours(Cell(two)) == "71.0 ± 1.4"
-    assert format_ours(Cell({0: SeedResult(70.0)})) == "70.0"
-    assert format_ours(Cell(two | {2: SeedResult()})) == "71.0 ± 1.4 (2 of 3)"
-    assert format_ours(Cell(two | {2: SeedResult(reason="nan")})) == "71.0 ± 1.4 (2 of 3, 1 failed)"
-    assert format_ours(Cell({0: SeedResult(reason="nan"), 1: SeedResult()})) == "1 failed"
-    assert format_ours(Cell({0: SeedResult()})) == "-"
-    assert format_cell(Cell(two, PaperValue(70.25, 0.5))) == "71.0 ± 1.4\n70.25 ± 0.5 (+0.8)"
-    assert format_cell(Cell(two, PaperValue(73.1))) == "71.0 ± 1.4\n73.1 (-2.1)"
-    assert format_cell(Cell(two)) == "71.0 ± 1.4\n-"
-    assert (
-        format_cell(Cell({0: SeedResult(70.0, last10=68.0), 1: SeedResult(72.0, last10=69.0)})) == "71.0 ± 1.4\n-\n68.5"
-    )
-    assert format_cell(Cell({0: SeedResult()}, PaperValue(99.0, 0.0))) == "-\n99 ± 0"
+    two = {0: 70.0, 1: 72.0}
+    assert format_ours(Cell(2, two)) == "71.0 ± 1.4"
+    assert format_ours(Cell(1, {0: 70.0})) == "70.0"
+    assert format_ours(Cell(3, two)) == "71.0 ± 1.4 (2 of 3)"
+    assert format_ours(Cell(3, two, failures={2: "nan"})) == "71.0 ± 1.4 (2 of 3, 1 failed)"
+    assert format_ours(Cell(2, failures={0: "nan"})) == "1 failed"
+    assert format_ours(Cell(1)) == "-"
+    assert format_cell(Cell(2, two, paper=PaperValue(70.25, 0.5))) == "71.0 ± 1.4\n70.25 ± 0.5 (+0.8)"
+    assert format_cell(Cell(2, two, paper=PaperValue(73.1))) == "71.0 ± 1.4\n73.1 (-2.1)"
+    assert format_cell(Cell(2, two)) == "71.0 ± 1.4\n-"
+    assert format_cell(Cell(2, two, last10=68.5)) == "71.0 ± 1.4\n-\n68.5"
+    assert format_cell(Cell(1, paper=PaperValue(99.0, 0.0))) == "-\n99 ± 0"
 
 
 def test_the_whole_table_in_markdown(here):
@@ -520,7 +520,7 @@ def test_the_whole_table_in_markdown(here):
 training samples are multiplied by 0.5 and rounded up. With model=MLP, rounds=3.
 
 |  |  | alpha 0.1 | alpha 1 |
-|---|---|---|---|
+| --- | --- | --- | --- |
 | Uniform | ours<br>paper (difference)<br>ours, mean of last 10 | 51.0 ± 1.4<br>50 (+1.0)<br>50.0 | \
 72.5 ± 3.5<br>60.5 ± 0.25 (+12.0)<br>50.0 |
 | FedSKC | ours<br>paper (difference)<br>ours, mean of last 10 | 53.5 ± 0.7<br>51.25 (+2.2)<br>50.0 | \
@@ -528,7 +528,7 @@ training samples are multiplied by 0.5 and rounded up. With model=MLP, rounds=3.
 | order of rows | Spearman<br>Kendall<br>of rows | 1.00<br>1.00<br>2 | -<br>-<br>1 |
 
 | claim | column | paper | ours | seeds ahead | p |  |
-|---|---|---|---|---|---|---|
+| --- | --- | --- | --- | --- | --- | --- |
 | FedSKC > Uniform | alpha 0.1 | +1.25 | +2.5 ± 0.7 | 2 of 2 | 0.126 | holds |
 | FedSKC > Uniform | alpha 1 | - | +2.0 | 1 of 1 | - | holds |
 | Uniform > FedSKC | alpha 1 | - | -2.0 | 0 of 1 | - | does not hold |
@@ -645,27 +645,3 @@ def test_each_reason_is_reported_once(here):
     results = Reproduction(table, jobs, {job.folder: "no data" for job in jobs.values()})
     cells = [f"{row} / {column} / seed 0" for column in ("alpha 0.1", "alpha 1") for row in ("Uniform", "FedSKC")]
     assert failures(results) == [f"failed: {'; '.join(cells)}: no data"]
-
-
-@pytest.mark.slow
-def test_a_killed_table_continues(here):
-    """Four runs in processes: the command is killed when some are finished, then it runs again."""
-    words = ["reproduce", "table.yaml", "--columns", "alpha 0.1"]
-    command = [sys.executable, "-m", "fl_lightning", *words, "--workers", "2", "--threads", "1"]
-    begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (done := list(Path("runs").rglob("summary.json"))) and begun.poll() is None:
-        time.sleep(0.02)
-    os.kill(begun.pid, signal.SIGKILL)
-    begun.wait()
-    assert 1 <= len(done) < 4
-    written = {path: path.stat().st_mtime_ns for path in done}
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
-    missing = int(again.stderr.split(" of 4 runs to do")[0])
-    assert missing == again.stderr.count(": done\n") <= 4 - len(done)
-    assert {path: path.stat().st_mtime_ns for path in done} == written
-    assert len(list(Path("runs").rglob("summary.json"))) == 4
-    ends = [path.read_text().count("run: runs/") for path in Path("runs").rglob("log.txt")]
-    assert ends == [1] * 4  # each run finished once
-    shown = run(*words, "--show", "--format", "markdown").out
-    assert " of 2)" not in shown
-    assert "| FedSKC > Uniform | alpha 0.1 | +1.25 |" in shown

@@ -16,7 +16,7 @@ from reduced import reduced
 from wandb import wandb_agent
 from wandb_files import Logged, of_kind, summary_of, values
 
-from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
+from fl_lightning.analysis.study.sweep_file import parse_sweep, sweep_path
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import flatten
 from fl_lightning.core.config_files import config_path

@@ -396,8 +396,8 @@ def test_a_file_in_the_working_folder_comes_before_a_shipped_one(here, configs):
 
 
 def test_the_ending_of_a_sweep_or_table_may_be_left_out(here):
-    from fl_lightning.analysis.paper_table import read_table
-    from fl_lightning.analysis.sweep_file import sweep_path
+    from fl_lightning.analysis.study.paper_table import read_table
+    from fl_lightning.analysis.study.sweep_file import sweep_path
 
     assert sweep_path("digits_fedskc_tau") == sweep_path("digits_fedskc_tau.yaml")
     assert read_table("fedskc_table1") == read_table("fedskc_table1.yaml")

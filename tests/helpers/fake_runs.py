@@ -3,7 +3,7 @@
 import json
 import re
 
-from fl_lightning.analysis.executor import FAILED, JobResult
+from fl_lightning.analysis.study.executor import FAILED, JobResult
 
 
 def numbers(words):

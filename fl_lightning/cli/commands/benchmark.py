@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.benchmark import (
+from fl_lightning.analysis.study.benchmark import (
     RUNS,
     TUNING,
     UNTUNED,
@@ -25,16 +25,17 @@ from fl_lightning.analysis.benchmark import (
     read_results,
     tune,
 )
-from fl_lightning.analysis.benchmark_file import Benchmark, Entry, benchmark_path, parse_overrides, read_benchmark
-from fl_lightning.analysis.benchmark_tables import as_csv, as_markdown, tables
-from fl_lightning.analysis.executor import Job, folder_name, run_jobs
-from fl_lightning.analysis.sweep_results import TrialResult
-from fl_lightning.cli.jobs import FIT, Environment, Words, in_job_processes, open_experiment, run_missing
+from fl_lightning.analysis.study.benchmark_file import Benchmark, Entry, benchmark_path, parse_overrides, read_benchmark
+from fl_lightning.analysis.study.benchmark_tables import as_csv, as_markdown, tables
+from fl_lightning.analysis.study.checks import errors_at
+from fl_lightning.analysis.study.executor import run_jobs
+from fl_lightning.analysis.study.folder import folder_name, open_study
+from fl_lightning.analysis.study.sweep_results import TrialResult
+from fl_lightning.cli.jobs import FIT, Environment, Words, in_each, in_job_processes, open_experiment, run_missing
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.terminal import echo
-from fl_lightning.runs.folder import lock_run_dir
 from fl_lightning.runs.reader import Run
 
 RESULTS = ("results.md", "results.csv", "report.html")
@@ -53,7 +54,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     entries = list(benchmark.entries())
     defaults = read_defaults(entries, given.workers)
     check_entries([entry for entry in entries if not (out / TUNING / entry.folder).exists()], defaults)
-    with lock_run_dir(out, files_of(benchmark)):
+    with open_study(out, {"study": "benchmark"}, files_of(benchmark)):
         tuned = [tune_entry(entry, defaults[entry.table.name, entry.method], out, given) for entry in entries]
         failed = run_all(tuned, out, given)
         result = read_results(benchmark, tuned, out)
@@ -81,14 +82,8 @@ def read_defaults(entries: Sequence[Entry], workers: int) -> dict[tuple[str, str
     first: dict[tuple[str, str], Entry] = {}
     for entry in entries:
         first.setdefault((entry.table.name, entry.method), entry)
-    found = in_job_processes(defaults_of, [entry.tuning_words() for entry in first.values()], workers)
-    defaults = {}
-    for key, entry in first.items():
-        try:
-            defaults[key] = Defaults(*next(found))
-        except ConfigError as error:
-            raise ConfigError(f"{entry.name}: {error}") from error
-    return defaults
+    found = in_each(defaults_of, [(entry.name, entry.tuning_words()) for entry in first.values()], workers)
+    return {key: Defaults(*each) for key, each in zip(first, found, strict=True)}
 
 
 def defaults_of(words: Words, environment: Environment) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,10 +109,8 @@ def check_entries(entries: Sequence[Entry], defaults: Mapping[tuple[str, str], D
         if not places <= checked:
             checked |= places
             ranges = entry.ranges(defaults[entry.table.name, entry.method].search_space)
-            try:
+            with errors_at(entry.name):
                 check_metric(entry_sweep(entry, ranges))
-            except ConfigError as error:
-                raise ConfigError(f"{entry.name}: {error}") from error
 
 
 # --- Tuning and runs ---
@@ -131,9 +124,8 @@ def tune_entry(entry: Entry, defaults: Defaults, out: Path, given: Namespace) ->
     of = "of at most" if entry.benchmark.tuning.processor_seconds < math.inf else "of"
 
     def show(result: TrialResult, most: int) -> None:
-        values = " ".join(f"{key}={value}" for key, value in result.settings.items())
-        text = f"{entry.name}: trial {result.number + 1} {of} {most}, {values}: {result.describe()}"
-        echo(text, to_stderr=True)
+        trial = f"trial {result.number + 1} {of} {most}, {result.describe_settings()}"
+        echo(f"{entry.name}: {trial}: {result.describe()}", to_stderr=True)
 
     run = partial(run_jobs, program=FIT, workers=given.workers, threads=given.threads)
     return tune(entry, defaults, out, run, is_allowed, show)
@@ -153,12 +145,10 @@ def run_all(tuned: Sequence[TunedEntry], out: Path, given: Namespace) -> bool:
 
     The runs use the tuned values. If the benchmark sets `untuned`, further runs use the values of the configs.
     """
-    jobs: list[Job] = [job for one in tuned for job in one.jobs(out).values()]
-    failed = [ended for ended in run_missing(jobs, out / RUNS, given.workers, given.threads) if ended.code]
+    jobs = [job for one in tuned for job in one.jobs(out).values()]
     if tuned[0].entry.benchmark.untuned:
-        others = [job for one in tuned for job in entry_jobs(one.entry, out / UNTUNED).values()]
-        failed += [one for one in run_missing(others, out / UNTUNED, given.workers, given.threads) if one.code]
-    return bool(failed)
+        jobs += [job for one in tuned for job in entry_jobs(one.entry, out, UNTUNED).values()]
+    return bool(run_missing(jobs, out, given.workers, given.threads))
 
 
 # --- Results ---

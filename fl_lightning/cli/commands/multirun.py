@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.baselines import option_values, warn_of_dropped_options
 from fl_lightning.analysis.comparison import comparable_runs, compare
-from fl_lightning.analysis.executor import Job, is_finished
-from fl_lightning.analysis.multirun import PLACE, Combination, check_seeds, combinations, multirun_jobs, parse_grid
+from fl_lightning.analysis.study.checks import errors_at, require
+from fl_lightning.analysis.study.executor import Job, is_finished
+from fl_lightning.analysis.study.folder import open_study
+from fl_lightning.analysis.study.multirun import PLACE, Combination, combinations, multirun_jobs, parse_grid
 from fl_lightning.cli.command_line import read_command_line
 from fl_lightning.cli.commands.compare import print_comparison, reference_settings
-from fl_lightning.cli.jobs import (
-    FIT,
-    Environment,
-    Result,
-    Words,
-    check_experiment,
-    in_job_processes,
-    resolve_config,
-    run_missing,
-)
+from fl_lightning.cli.jobs import FIT, check_experiment, in_each, resolve_config, run_missing
 from fl_lightning.cli.options import MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.unknown_names import check_names
 from fl_lightning.core.config_files import CommandLine, is_run
-from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.terminal import echo
 from fl_lightning.runs.search import open_runs
 
@@ -51,13 +44,12 @@ def expand(line: CommandLine) -> CommandLine:
     for key, _, part in split_options(line.words, options_of("fit")):
         if key not in map(key_of, MULTIRUN):
             rest += part
-        elif key in own:
-            raise ConfigError(f"--{key}: given twice. Write all its values after one --{key}")
         else:
+            require(key not in own, f"--{key}: given twice. Write all its values after one --{key}")
             own[key] = part
             rest += [PLACE] * (key == "multirun")
-    if not {"seeds", "multirun"} & own.keys():
-        raise ConfigError(f"--{next(iter(own))}: needs --seeds or --multirun. Add one of them, or leave it out")
+    either = "needs --seeds or --multirun. Add one of them, or leave it out"
+    require({"seeds", "multirun"} & own.keys(), f"--{next(iter(own))}: {either}")
     return CommandLine([*(word for part in own.values() for word in part), "--", *rest])
 
 
@@ -72,10 +64,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         return dry_runs(grid)
     config = option_values(given.words, "config")
     out = Path(given.out or Path("runs", "multirun", Path(config[-1]).stem if config else "run"))
-    if is_run(str(out)):
-        raise ConfigError(f"--out: {out} is the folder of a run. Give another folder")
+    require(not is_run(str(out)), f"--out: {out} is the folder of a run. Give another folder")
     jobs = check_jobs(grid, given, out)
-    failed = [ended for ended in run_missing(jobs, out, given.workers, given.threads) if ended.code]
+    with open_study(out, {"study": "multirun"}):
+        failed = run_missing(jobs, out, given.workers, given.threads)
     if finished := [job.folder for job in jobs if is_finished(job.folder)]:
         reference = reference_settings(given.reference)
         found = compare(comparable_runs(open_runs(finished)), reference=reference)
@@ -91,23 +83,19 @@ def combine(given: Namespace) -> list[Combination]:
         ConfigError: A value is missing, repeated or not allowed, or a key or class is unknown.
     """
     for key, example in (("seeds", "0 1 2"), ("multirun", "algorithm=FedAvg,FedProx")):
-        if given[key] == []:
-            raise ConfigError(f"--{key}: no value is given. Write --{key} {example}")
-    check_seeds(given.seeds or ())
+        require(given[key] != [], f"--{key}: no value is given. Write --{key} {example}")
+    for i, seed in enumerate(given.seeds or ()):
+        check_number("--seeds", seed, "[0, inf)")
+        require(seed not in given.seeds[:i], f"--seeds: {seed} is given twice. Leave one out")
     grid = parse_grid(given.multirun or ())
-    typed = [key for key, *_ in split_options(given.words, options_of("fit"))]
-    for key in typed:
-        if key in CONFLICTS:
-            raise ConfigError(f"--{key}: {CONFLICTS[key]}")
-        if key in grid or (key == "seed" and given.seeds):
-            other = "--multirun" if key in grid else "--seeds"
-            raise ConfigError(f"--{key}: {other} sets it, too. Leave one of them out")
+    for key, *_ in split_options(given.words, options_of("fit")):
+        require(key not in CONFLICTS, f"--{key}: {CONFLICTS.get(key)}")
+        for other, is_set in (("--multirun", key in grid), ("--seeds", key == "seed" and given.seeds)):
+            require(not is_set, f"--{key}: {other} sets it, too. Leave one of them out")
     found = combinations(grid, given.words)
     for each in found:
-        try:
+        with errors_at(each.name):
             check_names("fit", read_command_line("fit", each.words))
-        except ConfigError as error:
-            raise each.refusal(error) from error
     return found
 
 
@@ -129,27 +117,14 @@ def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list
     Raises:
         ConfigError: A value is wrong or does not fit the others, two combinations are equal, or none is the reference.
     """
-    configs = in_each(grid, resolve_config, given.workers)
+    configs = in_each(resolve_config, [(each.name, each.words) for each in grid], given.workers)
     for each, config in zip(grid, configs, strict=True):
         warn_of_dropped_options([content for _, content in read_command_line("fit", each.words).configs], config)
     groups = multirun_jobs(grid, configs, given.seeds or (), out, reference_settings(given.reference))
-    new = [each for each, jobs in zip(grid, groups, strict=True) if not any(job.folder.exists() for job in jobs)]
-    in_each(new, check_experiment, given.workers)
+    new = [
+        (each.name, each.words)
+        for each, jobs in zip(grid, groups, strict=True)
+        if not any(job.folder.exists() for job in jobs)
+    ]
+    in_each(check_experiment, new, given.workers)
     return [job for jobs in groups for job in jobs]
-
-
-def in_each(
-    grid: Sequence[Combination], function: Callable[[Words, Environment], Result], workers: int
-) -> list[Result]:
-    """Call a function with the command line of each combination, in job processes, and return the results.
-
-    Raises:
-        ConfigError: The function raised one; the message begins with the combination.
-    """
-    results, found = in_job_processes(function, [each.words for each in grid], workers), []
-    for each in grid:
-        try:
-            found.append(next(results))
-        except ConfigError as error:
-            raise each.refusal(error) from error
-    return found

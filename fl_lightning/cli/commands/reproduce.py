@@ -8,16 +8,18 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.executor import Job, earlier_result, is_finished
-from fl_lightning.analysis.paper_table import Scale, read_table, table_jobs
-from fl_lightning.analysis.reproduction import Reproduction
-from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
+from fl_lightning.analysis.study.checks import errors_at
+from fl_lightning.analysis.study.executor import Job, JobResult, is_finished
+from fl_lightning.analysis.study.folder import open_study
+from fl_lightning.analysis.study.paper_table import Scale, read_table, table_jobs
+from fl_lightning.analysis.study.reproduction import Reproduction
+from fl_lightning.analysis.study.reproduction_table import as_csv, as_markdown, as_text
 from fl_lightning.cli.command_line import read_command_line
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import run_missing
 from fl_lightning.cli.options import command_parser
 from fl_lightning.core.console import SafeConsole
-from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.errors import check_positive
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import echo
 
@@ -29,18 +31,18 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
     scale = Scale(given.scale, given.scale_epochs)
     jobs = table_jobs(table, out, scale, overrides)
-    runs = list(dict.fromkeys(jobs.values()))
+    failed: list[JobResult] = []
     if not given.show:
         check_jobs(jobs)
-    results = map(earlier_result, runs) if given.show else run_missing(runs, out, given.workers, given.threads)
-    failures = {ended.job.folder: ended.reason for ended in results if ended and ended.code}
-    reproduction = Reproduction(table, jobs, failures)
+        with open_study(out, {"study": "reproduce"}):
+            failed = run_missing(list(dict.fromkeys(jobs.values())), out, given.workers, given.threads)
+    reproduction = Reproduction(table, jobs, {ended.job.folder: ended.reason for ended in failed})
     if given.format == "table":
         console = SafeConsole(width=None if sys.stdout.isatty() else 1000)  # do not wrap lines in a file
         console.print(as_text(reproduction, scale, overrides))
     else:
         echo(as_csv(reproduction) if given.format == "csv" else as_markdown(reproduction, scale, overrides))
-    return 1 if failures and not given.show else 0
+    return 1 if failed else 0
 
 
 def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
@@ -57,12 +59,9 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
         if places <= checked or is_finished(job.folder):
             continue
         checked |= places
-        fit = load("fl_lightning.cli.commands.fit")
-        parser = command_parser("fit")
-        try:
+        fit, parser = load("fl_lightning.cli.commands.fit"), command_parser("fit")
+        with errors_at(f"{row} / {column}"):
             line = read_command_line("fit", job.words)
             load("fl_lightning.cli.unknown_names").check_names("fit", line)
             with readable_errors(parser):
                 parser.parse_args(fit.expand(line).words)
-        except ConfigError as error:
-            raise ConfigError(f"{row} / {column}: {error}") from error

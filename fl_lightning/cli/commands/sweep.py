@@ -9,18 +9,16 @@ from typing import Any
 import optuna
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.executor import run_jobs
-from fl_lightning.analysis.sweep import Budget, run_sweep
-from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
-from fl_lightning.analysis.sweep_folder import SWEEP_FILES, TRIALS, describe_sweep
-from fl_lightning.analysis.sweep_results import TrialResult, sweep_table, write_best, write_trials
+from fl_lightning.analysis.study.executor import run_jobs
+from fl_lightning.analysis.study.search import TRIALS, Budget, run_sweep
+from fl_lightning.analysis.study.sweep_file import parse_sweep, sweep_path
+from fl_lightning.analysis.study.sweep_results import TrialResult, sweep_table, write_best
 from fl_lightning.cli.jobs import FIT, Words, in_job_processes, resolve_config
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.config import read_config
 from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.terminal import echo
-from fl_lightning.runs.folder import lock_run_dir
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -33,20 +31,15 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
     def show(result: TrialResult, count: int) -> None:
-        settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
-        echo(f"trial {result.number + 1} of {count}, {settings}: {result.describe()}")
+        echo(f"trial {result.number + 1} of {count}, {result.describe_settings()}: {result.describe()}")
 
     if not (folder / TRIALS).exists():
         check_metric(sweep)
-    with lock_run_dir(folder, SWEEP_FILES):
-        describe_sweep(folder, sweep, given.seed)
-        run = partial(run_jobs, program=FIT, workers=given.workers, threads=given.threads)
-        results = run_sweep(sweep, folder, run, given.seed, Budget(given.count), show)
-        write_trials(folder / "trials.csv", sweep, results)
-        SafeConsole().print(sweep_table(sweep, results))
-        echo(f"sweep: {folder}")
-        best = write_best(folder / "best.yaml", sweep, results, config_of)
-    if not best:
+    run = partial(run_jobs, program=FIT, workers=given.workers, threads=given.threads)
+    results = run_sweep(sweep, folder, run, given.seed, Budget(given.count), show)
+    SafeConsole().print(sweep_table(sweep, results).rich(f"{sweep.name}: {len(results)} trials"))
+    echo(f"sweep: {folder}")
+    if not write_best(folder / "best.yaml", sweep, results, config_of):
         return 1
     echo(f"best: fl-lightning fit --config {folder / 'best.yaml'}")
     return 0

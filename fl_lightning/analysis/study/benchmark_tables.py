@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from fl_lightning.analysis.benchmark import BenchmarkResult, EntryResult
-from fl_lightning.analysis.benchmark_file import BenchmarkTable
 from fl_lightning.analysis.result_table import ResultTable, format_number, mean_and_std, to_csv
-from fl_lightning.analysis.statistics import Difference, Spread, percent
-from fl_lightning.analysis.sweep_results import used_seconds
+from fl_lightning.analysis.statistics import Difference, Spread, percent, spread
+from fl_lightning.analysis.study.benchmark import BenchmarkResult, EntryResult
+from fl_lightning.analysis.study.benchmark_file import BenchmarkTable
+from fl_lightning.analysis.study.sweep_results import used_seconds
 from fl_lightning.evaluation.summary import human_bytes
 
 MISSING = "-"
@@ -50,26 +50,24 @@ def score_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: bool
 
     The best value of each scenario is in bold.
     """
-    scenarios, has_untuned = list(result.benchmark.scenarios), result.benchmark.untuned
-    ranks = {method: fmean(each) for method, each in result.ranks(table.name).items()}
-    before = {method: fmean(each) for method, each in result.ranks(table.name, untuned=True).items()}
-    methods = sorted(table.methods, key=lambda method: ranks[method])
-    rows, bold = [], set()
-    for method in methods:
-        spreads = [result.result(table.name, scenario, method).spread() for scenario in scenarios]
-        end = [f"{ranks[method]:.2f}", *([f"{before[method]:.2f}"] if has_untuned else [])]
-        rows.append([method, *(format_metric(each, in_percent) for each in spreads), *end])
-    for j, scenario in enumerate(scenarios):
-        places = result.ranks(table.name)
-        best = min(places[method][j] for method in methods)
-        bold |= {
-            (i, j + 1)
-            for i, method in enumerate(methods)
-            if places[method][j] == best and result.result(table.name, scenario, method).spread()
-        }
+    scenarios, ranks = list(result.benchmark.scenarios), result.ranks(table.name)
+    methods = sorted(table.methods, key=lambda method: fmean(ranks[method]))
+    spreads = [[result.result(table.name, scenario, method).spread() for scenario in scenarios] for method in methods]
+    rows = [
+        [method, *(format_metric(each, in_percent) for each in row), f"{fmean(ranks[method]):.2f}"]
+        for method, row in zip(methods, spreads, strict=True)
+    ]
+    bold = {
+        (i, j + 1)
+        for j in range(len(scenarios))
+        for i, method in enumerate(methods)
+        if spreads[i][j] and ranks[method][j] == min(each[j] for each in ranks.values())
+    }
     header = ["method", *(scenario or table.metric for scenario in scenarios), "rank"]
     notes = ["mean ± standard deviation over seeds (n - 1). rank: mean over scenarios of the rank by mean."]
-    if has_untuned:
+    if result.benchmark.untuned:
+        before = result.ranks(table.name, untuned=True)
+        rows = [[*row, f"{fmean(before[method]):.2f}"] for method, row in zip(methods, rows, strict=True)]
         header.append("rank untuned")
         notes.append("rank untuned: the rank with the values of the configs, the same learning rate for all methods.")
     failed = (f"{one.entry.name}: {reason}" for one in result.of_table(table.name) for reason in one.failures)
@@ -99,7 +97,7 @@ def tuning_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: boo
     header = ["scenario", "method", "trials", "tuned values", "validation", "untuned", "last 10", "best"]
     rows, edges = [], False
     for one in result.of_table(table.name):
-        edges |= bool(one.tuned.edges)
+        best, edges = one.tuned.best, edges or bool(one.tuned.edges)
         readings = [one.spread(untuned=True), one.spread("last10"), one.spread("best")]
         rows.append(
             [
@@ -107,7 +105,7 @@ def tuning_table(result: BenchmarkResult, table: BenchmarkTable, in_percent: boo
                 one.entry.method,
                 format_trials(one),
                 format_values(one),
-                MISSING if one.tuned.best is None else _number(one.tuned.best.value, in_percent),
+                format_metric(spread([best.value] if best and best.value is not None else []), in_percent),
                 *(format_metric(each, in_percent) for each in readings),
                 MISSING if one.bytes is None else human_bytes(one.bytes),
                 MISSING if one.processor_seconds is None else f"{one.processor_seconds:.1f}",
@@ -168,10 +166,6 @@ def format_interval(difference: Difference | None, in_percent: bool) -> str:
     interval = shown.interval()
     ends = f" [{', '.join(format_number(end, form) for end in interval)}]" if interval else ""
     return format_number(shown.mean, form) + ends
-
-
-def _number(value: float | None, in_percent: bool) -> str:
-    return MISSING if value is None else f"{100 * value:.2f}" if in_percent else f"{value:.4f}"
 
 
 def as_markdown(result: BenchmarkResult, in_percent: bool = False) -> str:

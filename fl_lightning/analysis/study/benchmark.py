@@ -8,23 +8,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from scipy.stats import rankdata
 
-from fl_lightning.analysis.benchmark_file import Benchmark, Entry, Settings, Tuning
-from fl_lightning.analysis.executor import Job, RunJobs, earlier_result, is_finished, run_folder
 from fl_lightning.analysis.run_groups import transferred_bytes
-from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
-from fl_lightning.analysis.sweep import Budget, run_sweep
-from fl_lightning.analysis.sweep_file import Parameter, Sweep, parse_sweep
-from fl_lightning.analysis.sweep_folder import SWEEP_FILES, describe_sweep
-from fl_lightning.analysis.sweep_results import TrialResult, rank_settings, used_seconds, write_trials
+from fl_lightning.analysis.statistics import Difference, Spread, paired_difference
+from fl_lightning.analysis.study.benchmark_file import Benchmark, Entry, Settings, Tuning
+from fl_lightning.analysis.study.executor import Job, RunJobs
+from fl_lightning.analysis.study.folder import run_folder
+from fl_lightning.analysis.study.results import SeedRuns, read_runs
+from fl_lightning.analysis.study.search import Budget, run_sweep
+from fl_lightning.analysis.study.sweep_file import Parameter, Sweep, parse_sweep
+from fl_lightning.analysis.study.sweep_results import TrialResult, best_trial, used_seconds
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import best_and_last, sum_of
-from fl_lightning.runs.folder import lock_run_dir, subfolder
-from fl_lightning.runs.reader import DamagedRun, Run, open_run_folder
+from fl_lightning.runs.folder import subfolder
+from fl_lightning.runs.reader import Run
 
 TUNING, RUNS, UNTUNED = "tuning", "runs", "untuned"
 """Folders of a benchmark: the trials, the runs with tuned values, and those with the values of the configs."""
@@ -34,8 +35,7 @@ EDGE = 0.1
 """Share of a range at each end that counts as its edge; of the logarithm of a logarithmic range."""
 
 
-@dataclass(frozen=True)
-class Defaults:
+class Defaults(NamedTuple):
     """The search ranges and the default values of a method's options.
 
     Args:
@@ -66,30 +66,29 @@ class TunedEntry:
         """The best complete trial; None if none is complete."""
         return best_trial(self.trials, self.entry.table.maximize)
 
-    def jobs(self, folder: Path) -> dict[int, Job]:
+    def jobs(self, out: Path) -> dict[int, Job]:
         """Return the jobs that train with the best trial's values, by seed; empty if no trial is complete.
 
         Args:
-            folder: The folder of the benchmark.
+            out: The folder of the benchmark.
         """
         if self.best is None:
             return {}
-        values = tuple(f"--{key}={value}" for key, value in self.best.settings.items())
-        return entry_jobs(self.entry, folder / RUNS, values)
+        return entry_jobs(self.entry, out, RUNS, [f"--{key}={value}" for key, value in self.best.settings.items()])
 
 
-def entry_jobs(entry: Entry, parent: Path, values: Sequence[str] = ()) -> dict[int, Job]:
+def entry_jobs(entry: Entry, out: Path, kind: str, values: Sequence[str] = ()) -> dict[int, Job]:
     """Return the jobs that run a benchmark entry (a method in a scenario), by seed.
 
     Args:
         entry: The entry.
-        parent: The folder of the runs of all entries.
+        out: The folder of the benchmark.
+        kind: The folder in it of the runs of all entries: `RUNS` or `UNTUNED`.
         values: Words of the command line with tuned values.
     """
     words = (*entry.words(), *values)
-    folder = parent / entry.folder
     return {
-        seed: Job(run_folder(folder, seed, {"words": words}), (*words, f"--seed={seed}"))
+        seed: Job(run_folder(out, Path(kind, entry.folder), seed, words), (*words, f"--seed={seed}"))
         for seed in entry.benchmark.seeds
     }
 
@@ -173,34 +172,29 @@ def tune(
         ConfigError: A range or the first trial is wrong.
         Interrupted: SIGINT or SIGTERM was received.
     """
-    tuning, folder = entry.benchmark.tuning, subfolder(out, Path(TUNING, entry.folder))
+    tuning, folder = entry.benchmark.tuning, Path(TUNING, entry.folder)
     trials, seconds = tuning.trials, tuning.processor_seconds
     ranges = entry.ranges(defaults.search_space)
     if not ranges:
         raise ConfigError(f"{entry.name}: nothing to tune. Give search: a range, such as that of optimizer.lr")
 
     def search(
-        folder: Path, ranges: Settings, budget: Budget, start: Defaults | None = None
+        place: Path, ranges: Settings, budget: Budget, start: Defaults | None = None
     ) -> tuple[Sweep, list[TrialResult]]:
         sweep = entry_sweep(entry, ranges, start)
-        with lock_run_dir(subfolder(out, folder.relative_to(out)), SWEEP_FILES):
-            describe_sweep(folder, sweep, tuning.seeds[0])
-            results = run_sweep(sweep, folder, run, tuning.seeds[0], budget, show)
-            write_trials(folder / "trials.csv", sweep, results)
-        return sweep, results
+        return sweep, run_sweep(sweep, subfolder(out, place), run, tuning.seeds[0], budget, show)
 
     sweep, results = search(folder, ranges, Budget(-(-trials // 2), seconds / 2), defaults)
     best = best_trial(first_half(results, tuning), entry.table.maximize)
     moved = moved_ranges(entry, ranges, edge_keys(sweep, best), best, allows) if best else {}
-    if not moved:
+    if moved:
+        left = Budget(trials - len(results), seconds - used_seconds(results))
+        second, others = search(folder / MOVED, ranges | moved, left)
+        results = [*results, *others]
+        sweep = second if best_trial(results, entry.table.maximize) in others else sweep
+    else:
         sweep, results = search(folder, ranges, Budget(trials, seconds), defaults)
-        best = best_trial(results, entry.table.maximize)
-        return TunedEntry(entry, results, list(edge_keys(sweep, best)))
-    left = Budget(trials - len(results), seconds - used_seconds(results))
-    second, others = search(folder / MOVED, ranges | moved, left)
-    results = [*results, *others]
-    best = best_trial(results, entry.table.maximize)
-    return TunedEntry(entry, results, list(edge_keys(second if best in others else sweep, best)))
+    return TunedEntry(entry, results, list(edge_keys(sweep, best_trial(results, entry.table.maximize))))
 
 
 def first_half(results: Sequence[TrialResult], tuning: Tuning) -> list[TrialResult]:
@@ -213,21 +207,15 @@ def first_half(results: Sequence[TrialResult], tuning: Tuning) -> list[TrialResu
     ]
 
 
-def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | None:
-    """Return the best complete trial; None if none is complete."""
-    complete = [result for result in results if result.state == "complete"]
-    return rank_settings(complete, maximize)[0].results[0] if complete else None
-
-
 def edge_keys(sweep: Sweep, best: TrialResult | None) -> dict[str, bool]:
     """Find the options whose best value is near an end of their search range.
 
     Returns:
         For each such option, whether the value is near the upper end.
     """
-    found: dict[str, bool] = {}
     if best is None:
-        return found
+        return {}
+    found: dict[str, bool] = {}
     for key, parameter in sweep.parameters.items():
         numbers = parameter.distribution
         if isinstance(numbers, FloatDistribution | IntDistribution) and numbers.low < numbers.high:
@@ -272,30 +260,36 @@ class EntryResult:
 
     Args:
         tuned: The entry with its trials.
-        runs: The finished runs with the tuned values, by seed.
-        untuned: The finished runs with the values of the configs, by seed.
-        failures: The reasons of failed runs.
+        runs: The runs with the tuned values.
+        untuned: The runs with the values of the configs.
     """
 
     tuned: TunedEntry
-    runs: Mapping[int, Run]
-    untuned: Mapping[int, Run]
-    failures: Sequence[str] = ()
+    runs: SeedRuns
+    untuned: SeedRuns
 
     @property
     def entry(self) -> Entry:
         """The benchmark entry: a method in a scenario, with the metric that it is tuned for."""
         return self.tuned.entry
 
-    def values(self, what: str = "last", untuned: bool = False) -> dict[int, float]:
+    @property
+    def failures(self) -> list[str]:
+        """The reasons of failed runs."""
+        both = {"tuned": self.runs, "untuned": self.untuned}
+        return [f"{kind}, seed {seed}: {why}" for kind, runs in both.items() for seed, why in runs.failures.items()]
+
+    def _reader(self, what: str) -> Callable[[Run], float | None]:
+        table = self.entry.table
+        return lambda run: (best_and_last(run.rounds, table.metric, not table.maximize) or {}).get(what)
+
+    def values(self, what: str = "last", untuned: bool = False) -> dict[int | None, float]:
         """Return the metric of each seed: the `last` or the `best` value, or the mean of the last ten (`last10`)."""
-        table, runs = self.entry.table, self.untuned if untuned else self.runs
-        figures = {seed: best_and_last(run.rounds, table.metric, not table.maximize) for seed, run in runs.items()}
-        return {seed: figure[what] for seed, figure in figures.items() if figure}
+        return (self.untuned if untuned else self.runs).values(self._reader(what))
 
     def spread(self, what: str = "last", untuned: bool = False) -> Spread | None:
         """Return the metric's mean and standard deviation over the seeds; None without a finished run."""
-        return spread(self.values(what, untuned).values())
+        return (self.untuned if untuned else self.runs).spread(self._reader(what))
 
     def difference(self, reference: EntryResult) -> Difference | None:
         """Return statistics of the metric's difference from another result, paired by seed; None without pairs."""
@@ -306,22 +300,21 @@ class EntryResult:
     @cached_property
     def bytes(self) -> float | None:
         """Mean communication cost of a run in bytes, uploads plus downloads; None without a finished run."""
-        counts = [count for run in self.runs.values() if (count := transferred_bytes(run.rounds)) is not None]
-        return fmean(counts) if counts else None
+        return self._mean(lambda run: transferred_bytes(run.rounds))
 
     @cached_property
     def seconds(self) -> float | None:
         """Mean duration of a run in seconds, summed over its rounds; None without a finished run."""
-        return self._mean_of("time/round_s")
+        return self._mean(lambda run: sum_of(run.rounds, "time/round_s"))
 
     @cached_property
     def processor_seconds(self) -> float | None:
         """Mean processor time of a run in seconds, summed over its rounds; None without a finished run."""
-        return self._mean_of("time/processor_s")
+        return self._mean(lambda run: sum_of(run.rounds, "time/processor_s"))
 
-    def _mean_of(self, column: str) -> float | None:
-        sums = [sum_of(run.rounds, column) for run in self.runs.values()]
-        return fmean(sums) if sums else None
+    def _mean(self, read: Callable[[Run], float | None]) -> float | None:
+        figures = self.runs.spread(read)
+        return figures and figures.mean
 
 
 class BenchmarkResult:
@@ -347,7 +340,7 @@ class BenchmarkResult:
     @property
     def runs(self) -> list[Run]:
         """The finished runs in which the methods use their tuned values. Tuning trials are not included."""
-        return [run for result in self._results.values() for run in result.runs.values()]
+        return [run for result in self._results.values() for run in result.runs.runs.values()]
 
     def ranks(self, table: str, untuned: bool = False) -> dict[str, list[float]]:
         """Return each method's ranks in a table: one rank per scenario, by mean result, 1 for the best.
@@ -359,41 +352,24 @@ class BenchmarkResult:
             untuned: Rank the runs with the values of the configs instead of those with tuned values.
         """
         of_table = next(one for one in self.benchmark.tables if one.name == table)
-        ranks: dict[str, list[float]] = {method: [] for method in of_table.methods}
-        for scenario in self.benchmark.scenarios:
-            spreads = {method: self.result(table, scenario, method).spread(untuned=untuned) for method in ranks}
-            worst = -math.inf if of_table.maximize else math.inf
-            means = {
-                method: worst if each is None or math.isnan(each.mean) else each.mean
-                for method, each in spreads.items()
-            }
-            for method, mean in means.items():
-                better = sum(other > mean if of_table.maximize else other < mean for other in means.values())
-                equal = sum(other == mean for other in means.values())
-                ranks[method].append(better + (equal + 1) / 2)
-        return ranks
+
+        def loss(scenario: str, method: str) -> float:
+            figures = self.result(table, scenario, method).spread(untuned=untuned)
+            if figures is None or math.isnan(figures.mean):
+                return math.inf
+            return -figures.mean if of_table.maximize else figures.mean
+
+        ranks = [
+            rankdata([loss(scenario, method) for method in of_table.methods]).tolist()
+            for scenario in self.benchmark.scenarios
+        ]
+        return dict(zip(of_table.methods, map(list, zip(*ranks, strict=True)), strict=True))
 
 
 def read_results(benchmark: Benchmark, tuned: Sequence[TunedEntry], out: Path) -> BenchmarkResult:
     """Read the finished runs of a benchmark from its folder."""
     results = []
     for one in tuned:
-        runs, failed = _finished(one.jobs(out))
-        untuned, others = _finished(entry_jobs(one.entry, out / UNTUNED)) if benchmark.untuned else ({}, [])
-        failures = [f"tuned, {reason}" for reason in failed] + [f"untuned, {reason}" for reason in others]
-        results.append(EntryResult(one, runs, untuned, failures))
+        untuned = entry_jobs(one.entry, out, UNTUNED) if benchmark.untuned else {}
+        results.append(EntryResult(one, read_runs(one.jobs(out)), read_runs(untuned)))
     return BenchmarkResult(benchmark, results)
-
-
-def _finished(jobs: Mapping[int, Job]) -> tuple[dict[int, Run], list[str]]:
-    """Return a dict of the finished runs by seed, and a list of error messages of failed jobs and damaged runs."""
-    runs, failures = {}, []
-    for seed, job in jobs.items():
-        if is_finished(job.folder):
-            try:
-                runs[seed] = open_run_folder(job.folder)
-            except DamagedRun as error:
-                failures.append(f"seed {seed}: {error}")
-        elif ended := earlier_result(job):
-            failures.append(f"seed {seed}: {ended.reason}")
-    return runs, failures

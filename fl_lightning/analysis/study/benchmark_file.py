@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fl_lightning.analysis.baselines import setting_words, split_setting
-from fl_lightning.analysis.executor import folder_name
+from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_count, is_number, require
+from fl_lightning.analysis.study.folder import folder_name
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import nearest, suggest
@@ -19,6 +19,8 @@ from fl_lightning.evaluation.summary import better_goal
 
 Settings = Mapping[str, Any]
 """Options of `fit`, by key."""
+
+Part = TypeVar("Part")
 
 KEYS = ("config", "settings", "scenarios", "tables", "methods", "search", "tuning", "seeds", "reference", "untuned")
 TABLE_KEYS = ("metric", "goal", "methods", "settings")
@@ -200,52 +202,48 @@ def read_benchmark(path: Path) -> Benchmark:
         ConfigError: The file does not exist or is invalid; the message names the key.
     """
     content = read_config(path)
-    try:
+    with errors_at(path):
         return _benchmark(path.stem, content)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def _benchmark(name: str, content: Any) -> Benchmark:
-    _check_keys("", content, KEYS, needed=("config", "tables", "tuning", "seeds"))
+    check_keys("", content, KEYS, needed=("config", "tables", "tuning", "seeds"))
     config = content["config"]
     configs = tuple(config if isinstance(config, list) else [config])
-    if not configs or not all(isinstance(one, str) and one for one in configs):
-        raise ConfigError(f"config: {config!r} is not the name of a config, or a list of names")
-    scenarios = content.get("scenarios", {"": {}})
-    if not isinstance(scenarios, Mapping) or not scenarios:
-        raise ConfigError("scenarios: it needs lines `NAME: {key: value, ...}`")
-    scenarios = {str(key): _settings(f"scenarios: {key}", value) for key, value in scenarios.items()}
-    tables = content["tables"]
-    if not isinstance(tables, Mapping) or not tables:
-        raise ConfigError("tables: it needs lines `NAME: {metric: global/acc, methods: [FedAvg, ...]}`")
-    found = tuple(_table(str(key), value) for key, value in tables.items())
-    listed = {method for table in found for method in table.methods}
+    valid = configs and all(isinstance(one, str) and one for one in configs)
+    require(valid, f"config: {config!r} is not the name of a config, or a list of names")
+    scenarios = _named("scenarios", content.get("scenarios", {"": {}}), "{key: value, ...}", _settings)
+    tables = _named("tables", content["tables"], "{metric: global/acc, methods: [FedAvg, ...]}", _table)
+    listed = sorted({method for table in tables.values() for method in table.methods})
     methods = content.get("methods", {})
-    _check_keys("methods", methods, sorted(listed))
+    check_keys("methods", methods, listed)
     untuned, reference = content.get("untuned", True), content.get("reference", "FedAvg")
-    if not isinstance(untuned, bool):
-        raise ConfigError(f"untuned: {untuned!r} is neither true nor false")
-    if "reference" in content and reference not in listed:
-        raise ConfigError(f"reference: {reference} is in no table. {suggest(None, sorted(listed))}")
-    tuning, seeds = _tuning(content["tuning"]), _seeds("seeds", content["seeds"])
-    if common := sorted({*seeds} & {*tuning.seeds}):
-        raise ConfigError(f"seeds: {common[0]} is a seed of the tuning, too. Test with other seeds")
-    _check_folders([*scenarios], "scenarios")
-    _check_folders([table.name for table in found], "tables")
+    require(isinstance(untuned, bool), f"untuned: {untuned!r} is neither true nor false")
+    if "reference" in content:
+        require(reference in listed, f"reference: {reference} is in no table. {suggest(None, listed)}")
+    tuning, seeds = _tuning(content["tuning"]), check_seeds("seeds", content["seeds"])
+    for seed in sorted({*seeds} & {*tuning.seeds}):
+        raise ConfigError(f"seeds: {seed} is a seed of the tuning, too. Test with other seeds")
     return Benchmark(
         name,
         configs,
         _settings("settings", content.get("settings", {})),
         scenarios,
-        found,
-        {str(key): _method(str(key), value) for key, value in methods.items()},
+        tuple(tables.values()),
+        {str(key): _method(f"methods: {key}", value) for key, value in methods.items()},
         _search("search", content.get("search", {})),
         tuning,
         seeds,
         reference,
         untuned,
     )
+
+
+def _named(where: str, content: Any, form: str, parse: Callable[[str, Any], Part]) -> dict[str, Part]:
+    """Parse the parts of a file that have a name. Their names must have different folders."""
+    require(isinstance(content, Mapping) and content, f"{where}: it needs lines `NAME: {form}`")
+    _check_folders([*map(str, content)], where)
+    return {str(name): parse(f"{where}: {name}", part) for name, part in content.items()}
 
 
 def parse_overrides(words: Sequence[str]) -> Settings:
@@ -257,89 +255,56 @@ def parse_overrides(words: Sequence[str]) -> Settings:
     return _settings("--set", dict(map(split_setting, words)))
 
 
-def _check_keys(where: str, content: Any, keys: Sequence[str], needed: Sequence[str] = ()) -> None:
-    prefix = f"{where}: " if where else ""
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{prefix}it needs lines `key: value` ({content!r}). Keys: {', '.join(keys)}.")
-    for key in content:
-        if key not in keys:
-            near = get_close_matches(str(key), keys, 1)
-            raise ConfigError(f"{prefix}unknown key {key}. {suggest(near[0] if near else None, keys)}")
-    for key in needed:
-        if key not in content:
-            raise ConfigError(f"{prefix}{key} is missing")
-
-
 def _settings(where: str, content: Any) -> Settings:
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where}: it needs {{key: value, ...}} with options of fit ({content!r})")
+    require(isinstance(content, Mapping), f"{where}: it needs {{key: value, ...}} with options of fit ({content!r})")
     for key in content:
-        if key in SET_ELSEWHERE and not (key == "algorithm" and where.startswith("methods")):
-            raise ConfigError(f"{where}: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
+        allowed = key not in SET_ELSEWHERE or (key == "algorithm" and where.startswith("methods"))
+        require(allowed, f"{where}: {key} is set by {SET_ELSEWHERE.get(key)}. Leave it out")
     return content
 
 
 def _search(where: str, content: Any) -> Settings:
-    """Return the search ranges of a benchmark file. Raise an error if they are not a mapping.
-
-    Each range is checked later, together with those of the method's class, when the sweep is built.
-    """
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where}: it needs lines `KEY: {{min: ..., max: ...}}` as in a sweep file ({content!r})")
+    """Return search ranges. Each is checked later, with those of the method's class, when the sweep is built."""
+    form = "it needs lines `KEY: {min: ..., max: ...}` as in a sweep file"
+    require(isinstance(content, Mapping), f"{where}: {form} ({content!r})")
     return content
 
 
-def _table(name: str, content: Any) -> BenchmarkTable:
-    where = f"tables: {name}"
-    _check_keys(where, content, TABLE_KEYS, needed=("metric", "methods"))
+def _table(where: str, content: Any) -> BenchmarkTable:
+    check_keys(where, content, TABLE_KEYS, needed=("metric", "methods"))
     metric, methods = content["metric"], content["methods"]
-    if not isinstance(metric, str):
-        raise ConfigError(f"{where}: metric: {metric!r} is not the name of a metric, such as global/acc")
+    require(isinstance(metric, str), f"{where}: metric: {metric!r} is not the name of a metric, such as global/acc")
     goal = better_goal(metric) if content.get("goal") is None else content["goal"]
-    if goal is None:
-        raise ConfigError(f"{where}: goal: which values of {metric} are better is not known. Set maximize or minimize")
-    if goal not in ("maximize", "minimize"):
-        raise ConfigError(f"{where}: goal: {goal!r} is unknown. Set maximize or minimize.")
-    if not isinstance(methods, list) or not methods or not all(isinstance(one, str) for one in methods):
-        raise ConfigError(f"{where}: methods: {methods!r} is not a list of names, such as [FedAvg, FedProx]")
-    if twice := next((one for i, one in enumerate(methods) if one in methods[:i]), None):
-        raise ConfigError(f"{where}: methods: {twice} is given twice. Leave one out")
+    known = f"{where}: goal: which values of {metric} are better is not known. Set maximize or minimize"
+    require(goal is not None, known)
+    require(goal in ("maximize", "minimize"), f"{where}: goal: {goal!r} is unknown. Set maximize or minimize.")
+    valid = isinstance(methods, list) and methods and all(isinstance(one, str) for one in methods)
+    require(valid, f"{where}: methods: {methods!r} is not a list of names, such as [FedAvg, FedProx]")
+    for i, one in enumerate(methods):
+        require(one not in methods[:i], f"{where}: methods: {one} is given twice. Leave one out")
     _check_folders(methods, f"{where}: methods")
-    settings = _settings(f"{where}: settings", content.get("settings", {}))
+    settings, name = _settings(f"{where}: settings", content.get("settings", {})), where.removeprefix("tables: ")
     return BenchmarkTable(name, metric, goal == "maximize", tuple(methods), settings)
 
 
-def _method(name: str, content: Any) -> MethodOptions:
-    where = f"methods: {name}"
-    _check_keys(where, content, METHOD_KEYS)
+def _method(where: str, content: Any) -> MethodOptions:
+    check_keys(where, content, METHOD_KEYS)
     settings = _settings(f"{where}: settings", content.get("settings", {}))
     return MethodOptions(settings, _search(f"{where}: search", content.get("search", {})))
 
 
 def _tuning(content: Any) -> Tuning:
-    _check_keys("tuning", content, TUNING_KEYS, needed=("trials", "seeds"))
-    trials = content["trials"]
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
-        raise ConfigError(f"tuning: trials: {trials!r} is not a number of at least 1")
-    seconds = content.get("processor_seconds", math.inf)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise ConfigError(f"tuning: processor_seconds: {seconds!r} is not a number above 0")
-    seeds = _seeds("tuning: seeds", content["seeds"])
-    settings = _settings("tuning: settings", content.get("settings", {}))
-    return Tuning(trials, seeds, settings, content.get("early_terminate"), seconds)
-
-
-def _seeds(where: str, content: Any) -> tuple[int, ...]:
-    numbers = content if isinstance(content, list) else []
-    valid = numbers and all(type(number) is int and number >= 0 for number in numbers)
-    if not valid or len(set(numbers)) < len(numbers):
-        raise ConfigError(f"{where}: {content!r} is not a list of different numbers from 0, such as [0, 1, 2]")
-    return tuple(numbers)
+    check_keys("tuning", content, TUNING_KEYS, needed=("trials", "seeds"))
+    trials, seconds = content["trials"], content.get("processor_seconds", math.inf)
+    require(is_count(trials, 1), f"tuning: trials: {trials!r} is not a number of at least 1")
+    require(is_number(seconds) and seconds > 0, f"tuning: processor_seconds: {seconds!r} is not a number above 0")
+    seeds, settings = check_seeds("tuning: seeds", content["seeds"]), content.get("settings", {})
+    return Tuning(trials, seeds, _settings("tuning: settings", settings), content.get("early_terminate"), seconds)
 
 
 def _check_folders(names: Sequence[str], where: str) -> None:
     """Raise an error if two names would have the same folder."""
     folders: dict[str, str] = {}
     for name in names:
-        if (other := folders.setdefault(folder_name(name), name)) != name:
-            raise ConfigError(f"{where}: {other} and {name} would share the folder {folder_name(name)}. Rename one")
+        other = folders.setdefault(folder_name(name), name)
+        require(other == name, f"{where}: {other} and {name} would share the folder {folder_name(name)}. Rename one")

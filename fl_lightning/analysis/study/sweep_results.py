@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
-from rich.markup import escape
-from rich.table import Table
 
-from fl_lightning.analysis.result_table import mean_and_std, to_csv
+from fl_lightning.analysis.result_table import ResultTable, mean_and_std, to_csv
 from fl_lightning.analysis.statistics import spread
-from fl_lightning.analysis.sweep_file import Sweep
+from fl_lightning.analysis.study.sweep_file import Sweep
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import write_atomically
 
@@ -46,12 +44,16 @@ class TrialResult:
     values: Sequence[float] = ()
     processor_seconds: float = 0.0
 
+    def describe_settings(self) -> str:
+        """Return the trial's parameters as text: `KEY=VALUE KEY=VALUE`."""
+        return " ".join(f"{key}={value}" for key, value in self.settings.items())
+
     def describe(self) -> str:
         """Return the trial's result as text: its value if it is complete, else its state with the reason."""
         if self.state == "complete":
             return f"{self.value:.4f}"
         if self.state == "ended early":
-            return f"ended early after round {self.rounds}, at {self.value:.4f}"
+            return f"ended early after round {self.rounds}" + ("" if self.value is None else f", at {self.value:.4f}")
         return f"{self.state}: {self.reason}" if self.reason else self.state
 
 
@@ -60,8 +62,7 @@ def used_seconds(results: Sequence[TrialResult]) -> float:
     return sum(result.processor_seconds for result in results)
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One combination of parameter values in a sweep, with its trials, which differ only in the seed.
 
     Args:
@@ -73,14 +74,9 @@ class Setting:
     results: Sequence[TrialResult]
 
     @property
-    def complete(self) -> list[TrialResult]:
-        """The results of the setting's complete trials."""
-        return [result for result in self.results if result.state == "complete"]
-
-    @property
     def values(self) -> list[float]:
         """The values of the sweep's metric in the setting's complete trials, one per seed."""
-        return [value for result in self.complete for value in result.values]
+        return [value for result in self.results if result.state == "complete" for value in result.values]
 
 
 def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
@@ -92,12 +88,13 @@ def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Settin
     def key(setting: Setting) -> tuple[float, float]:
         if not setting.values:
             return 2, 0
-        return len(setting.complete) < len(setting.results), mean(setting.values) * (-1 if maximize else 1)
+        incomplete = any(result.state != "complete" for result in setting.results)
+        return incomplete, mean(setting.values) * (-1 if maximize else 1)
 
     return sorted((Setting(dict(settings), group) for settings, group in groups.items()), key=key)
 
 
-def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
+def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> ResultTable:
     """Return the results of a sweep as a table: a row for each combination of parameter values, best mean metric first.
 
     If trials are incomplete, a column describes them.
@@ -105,21 +102,26 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
     keys = [key for key in sweep.parameters if key != "seed"]
     by_seed, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
     has_seeds = by_seed or bool(sweep.seeds)
-    columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
-    table = Table(*columns, title=f"{sweep.name}: {len(results)} trials")
+    header = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
+    rows = []
     for setting in rank_settings(results, sweep.maximize):
         values, figures = setting.values, spread(setting.values)
-        number = mean_and_std(figures.mean, figures.std, ".4f") if figures else ""
-        cells = [*(setting.settings[key] for key in keys), number]
+        cells = [setting.settings[key] for key in keys]
+        cells.append(mean_and_std(figures.mean, figures.std, ".4f") if figures else "")
         if has_seeds:
             cells.append(f"{len(values)} of {len(setting.results) * max(1, len(sweep.seeds))}")
         if incomplete:
             others = (one for one in setting.results if one.state != "complete")
-            cells.append(
-                "; ".join((f"seed {one.settings['seed']} " if by_seed else "") + one.describe() for one in others)
-            )
-        table.add_row(*map(escape, cells))
-    return table
+            texts = ((f"seed {one.settings['seed']} " if by_seed else "") + one.describe() for one in others)
+            cells.append("; ".join(texts))
+        rows.append(cells)
+    return ResultTable(header, rows)
+
+
+def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | None:
+    """Return the first complete trial of the best setting; None if that setting has none."""
+    ranked = rank_settings(results, maximize)
+    return next((result for result in ranked[0].results if result.state == "complete"), None) if ranked else None
 
 
 def write_best(
@@ -127,8 +129,7 @@ def write_best(
 ) -> TrialResult | None:
     """Write the config of a sweep's best trial to a file. Return this trial; None if no trial is complete.
 
-    Trials that differ only in the seed are ranked by their mean metric. Of the best ones, the first complete trial is
-    used. The config is that of the trial's command line, because anyone could have written the trial's folder.
+    The config is that of the trial's command line, because anyone could have written the trial's folder.
 
     Args:
         path: The file.
@@ -136,15 +137,13 @@ def write_best(
         results: The results of all trials.
         resolve: Returns the config of a command line of `fit`.
     """
-    best = rank_settings(results, sweep.maximize)[0].complete
-    if not best:
+    if not (best := best_trial(results, sweep.maximize)):
         return None
-    settings = " ".join(f"{key}={value}" for key, value in best[0].settings.items())
     seeds = f", mean over the seeds {', '.join(map(str, sweep.seeds))}" if sweep.seeds else ""
-    config = resolve(sweep.command_with(best[0].settings, next(iter(sweep.seeds), None)))
-    title = one_line(f"The best of the sweep {sweep.name}: {settings}{seeds}.")
+    config = resolve(sweep.command_with(best.settings, next(iter(sweep.seeds), None)))
+    title = one_line(f"The best of the sweep {sweep.name}: {best.describe_settings()}{seeds}.")
     write_atomically(path, f"# {title}\n{yaml.safe_dump(dict(config), sort_keys=False)}")
-    return best[0]
+    return best
 
 
 def write_trials(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> None:

@@ -18,7 +18,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline, setting_words, split_setting, to_word
-from fl_lightning.analysis.executor import Job, folder_name, run_folder
+from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_number, require
+from fl_lightning.analysis.study.executor import Job
+from fl_lightning.analysis.study.folder import folder_name, run_folder
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import named_file, nearest_file, read_configs
 from fl_lightning.core.errors import ConfigError
@@ -28,8 +30,8 @@ Unit = Literal["percent", "rounds"]
 Settings = Mapping[str, Any]
 """Options of a command line, by key."""
 
-REQUIRED = {"paper", "title", "metric", "unit", "seeds", "columns", "rows", "paper_values"}
-OPTIONAL = {"beside", "claims"}
+REQUIRED = ("paper", "title", "metric", "unit", "seeds", "columns", "rows", "paper_values")
+OPTIONAL = ("beside", "claims")
 
 READINGS = ("_best", "_last", "_last10")
 
@@ -167,42 +169,30 @@ def read_table(name: str) -> PaperTable:
         fix = f"Did you mean {near}?" if near else "See `fl-lightning list papers`."
         raise ConfigError(f"{name}: neither a file nor a shipped table. {fix}")
     content = read_yaml(path, path.name)
-    try:
+    with errors_at(path.name):
         return _table(path.stem, content)
-    except ConfigError as error:
-        raise ConfigError(f"{path.name}: {error}") from None
-
-
-def _require(condition: object, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 def _table(name: str, content: Any) -> PaperTable:
-    _require(isinstance(content, dict), "it needs lines `key: value`")
-    keys = set(content)
-    _require(keys >= REQUIRED, f"it lacks {', '.join(sorted(REQUIRED - keys))}")
-    _require(keys <= REQUIRED | OPTIONAL, f"unknown key {', '.join(map(str, keys - REQUIRED - OPTIONAL))}")
-    units, seeds = get_args(Unit), content["seeds"]
-    _require(content["unit"] in units, f"unit: {content['unit']!r} is not {' or '.join(units)}")
-    valid = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
-    _require(valid, f"seeds: {seeds} is not a list of whole numbers >= 0")
+    check_keys("", content, (*REQUIRED, *OPTIONAL), REQUIRED)
+    unit, seeds = content["unit"], check_seeds("seeds", content["seeds"])
+    require(unit in get_args(Unit), f"unit: {unit!r} is not {' or '.join(get_args(Unit))}")
     columns, rows = (_read_mapping(content, key) for key in ("columns", "rows"))
     for column, settings in columns.items():
-        _require("config" in settings, f"columns: {column} has no config")
-    if content["unit"] == "percent":
+        require("config" in settings, f"columns: {column} has no config")
+    if unit == "percent":
         for figure in [content, *columns.values(), *rows.values()]:
             metric = str(figure.get("metric", READINGS[0]))
-            _require(metric.endswith(READINGS), f"metric: {metric} has no suffix. Append one of {', '.join(READINGS)}")
+            require(metric.endswith(READINGS), f"metric: {metric} has no suffix. Append one of {', '.join(READINGS)}")
     beside = content.get("beside") or {}
-    _require(isinstance(beside, dict), "beside: it needs lines `DESCRIPTION: METRIC`")
-    _require(not beside or content["unit"] == "percent", "beside: it needs a table in percent")
+    require(isinstance(beside, dict), "beside: it needs lines `DESCRIPTION: METRIC`")
+    require(not beside or unit == "percent", "beside: it needs a table in percent")
     return PaperTable(
         name,
         title=str(content["title"]),
         metric=str(content["metric"]),
-        unit=content["unit"],
-        seeds=tuple(seeds),
+        unit=unit,
+        seeds=seeds,
         # The config comes first, so that the other options override it.
         columns={name: {"config": settings["config"], **settings} for name, settings in columns.items()},
         rows=rows,
@@ -214,41 +204,38 @@ def _table(name: str, content: Any) -> PaperTable:
 
 def _read_mapping(content: dict[str, Any], key: str) -> dict[str, Settings]:
     lines = content[key]
-    _require(isinstance(lines, dict) and lines, f"{key}: it needs lines `NAME: {{key: value, ...}}`")
+    require(isinstance(lines, dict) and lines, f"{key}: it needs lines `NAME: {{key: value, ...}}`")
     for name, settings in lines.items():
-        _require(isinstance(settings, dict), f"{key}: {name} is not a mapping {{key: value, ...}}")
+        require(isinstance(settings, dict), f"{key}: {name} is not a mapping {{key: value, ...}}")
     return {str(name): settings for name, settings in lines.items()}
 
 
 def _paper_values(
     lines: Any, columns: Mapping[str, Settings], rows: Mapping[str, Settings]
 ) -> dict[tuple[str, str], PaperValue]:
-    _require(isinstance(lines, dict), "paper_values: it needs lines `ROW: [number, ...]`")
-    lines = {str(row): values for row, values in lines.items()}
-    for row in lines.keys() ^ rows.keys():
-        raise ConfigError(f"paper_values: {row} " + ("has no line" if row in rows else "is not a row"))
-    found = {}
+    require(isinstance(lines, dict), "paper_values: it needs lines `ROW: [number, ...]`")
+    lines, found = {str(row): values for row, values in lines.items()}, {}
+    check_keys("paper_values", lines, rows, rows)
     for row, values in lines.items():
         form = f"{len(columns)} numbers, one per column. Use null where the paper has none"
-        _require(isinstance(values, list) and len(values) == len(columns), f"paper_values: {row} needs {form}")
+        valid = isinstance(values, list) and len(values) == len(columns)
+        require(valid, f"paper_values: {row} needs {form}")
         for column, value in zip(columns, values, strict=True):
             numbers = value if isinstance(value, list) else [value]
+            valid = value is None or (len(numbers) in (1, 2) and all(map(is_number, numbers)))
+            require(valid, f"paper_values: {row}: {value!r} is neither a number nor [mean, deviation]")
             if value is not None:
-                valid = len(numbers) in (1, 2) and all(type(number) in (int, float) for number in numbers)
-                _require(valid, f"paper_values: {row}: {value!r} is neither a number nor [mean, deviation]")
                 found[column, row] = PaperValue(*numbers)
     return found
 
 
 def _claim(claim: Any, columns: Mapping[str, Settings], rows: Mapping[str, Settings]) -> Claim:
-    form = "{better: ROW, than: ROW, columns: [COLUMN, ...]}"
-    valid = isinstance(claim, dict) and {"better", "than"} <= claim.keys() <= {"better", "than", "columns"}
-    _require(valid, f"claims: {claim} is not of the form {form} (columns is optional)")
+    check_keys("claims", claim, ("better", "than", "columns"), ("better", "than"))
     better, than, of_columns = str(claim["better"]), str(claim["than"]), tuple(map(str, claim.get("columns", columns)))
     for row in (better, than):
-        _require(row in rows, f"claims: {row} is not a row")
+        require(row in rows, f"claims: {row} is not a row")
     for column in of_columns:
-        _require(column in columns, f"claims: {column} is not a column")
+        require(column in columns, f"claims: {column} is not a column")
     return Claim(better, than, of_columns)
 
 
@@ -261,10 +248,8 @@ def _select(names: Sequence[str], all_names: Mapping[str, Any], kind: str) -> li
 def _full_name(name: str, all_names: Mapping[str, Any], kind: str) -> str:
     """Return the row or column name that equals the text `name`, or else the only name that contains this text."""
     matches = [name] if name in all_names else [each for each in all_names if name.lower() in each.lower()]
-    if len(matches) > 1:
-        raise ConfigError(f"--{kind}s: {name!r} is in {' | '.join(matches)}. Give the whole name")
-    if not matches:
-        raise ConfigError(f"--{kind}s: {kind} {name!r} not found. Available: {' | '.join(all_names)}.")
+    require(len(matches) < 2, f"--{kind}s: {name!r} is in {' | '.join(matches)}. Give the whole name")
+    require(matches, f"--{kind}s: {kind} {name!r} not found. Available: {' | '.join(all_names)}.")
     return matches[0]
 
 
@@ -296,10 +281,10 @@ def table_jobs(
         settings = settings_of(words)
         extra = [*scaling(settings, scale), *override_words]
         settings |= settings_of(extra)
-        folder = out / _column_folder(table.columns[column]) / folder_name(row)
+        parent = Path(_column_folder(table.columns[column]), folder_name(row))
         for seed in table.seeds:
             words_of_run = (*words, f"--seed={seed}", *extra)
-            jobs[column, row, seed] = Job(run_folder(folder, seed, settings), words_of_run)
+            jobs[column, row, seed] = Job(run_folder(out, parent, seed, settings), words_of_run)
     return jobs
 
 
@@ -314,12 +299,10 @@ def scaling(settings: Settings, scale: Scale) -> list[str]:
         ConfigError: The scale is out of range, or the settings lack the number of rounds.
     """
     factor = scale.factor
-    if not 0 < factor <= 1:
-        raise ConfigError(f"--scale: {factor:g} is not above 0 and at most 1")
+    require(0 < factor <= 1, f"--scale: {factor:g} is not above 0 and at most 1")
     if factor == 1:
         return []
-    if "rounds" not in settings:
-        raise ConfigError("--scale: a config of this table does not set rounds. Add rounds to it")
+    require("rounds" in settings, "--scale: a config of this table does not set rounds. Add rounds to it")
     keys = ("rounds", "trainer.max_epochs") if scale.epochs else ("rounds",)
     numbers = {key: settings[key] for key in keys if settings.get(key, 0) > 0}  # -1 epochs: steps alone decide
     smaller: dict[str, Any] = {key: _scale_number(number, factor) for key, number in numbers.items()}
@@ -357,8 +340,7 @@ def _scale_number(number: int, scale: float) -> int:
 
 def _override_word(pair: str) -> str:
     key, _ = split_setting(pair)
-    if key in SET_ELSEWHERE:
-        raise ConfigError(f"--set: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
+    require(key not in SET_ELSEWHERE, f"--set: {key} is set by {SET_ELSEWHERE.get(key)}. Leave it out")
     return f"--{pair}"
 
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from fl_lightning.analysis.comparison import compare
-from fl_lightning.analysis.executor import Job, folder_name, run_folder
 from fl_lightning.analysis.run_settings import compared_settings
-from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.analysis.study.checks import errors_at, require
+from fl_lightning.analysis.study.executor import Job
+from fl_lightning.analysis.study.folder import folder_name, run_folder
+from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.strict_yaml import check_yaml
 from fl_lightning.loggers.naming import changes
 from fl_lightning.runs.reader import Run
@@ -47,10 +49,6 @@ class Combination(NamedTuple):
         """The combination as text, such as `algorithm=FedProx,alpha=0.1`; empty if only the seeds differ."""
         return changes(self.values, {})
 
-    def refusal(self, error: ConfigError) -> ConfigError:
-        """Return an error that refuses the combination: the text of `error`, after the combination's name."""
-        return ConfigError(": ".join(filter(None, [self.name, str(error)])))
-
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each key, given words such as `algorithm=FedAvg,FedProx`.
@@ -59,15 +57,14 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
         ConfigError: A word is not of that form, a key or a value is repeated, or a key cannot have several values.
     """
     grid: dict[str, list[str]] = {}
-    for word in words:
-        key, sign, text = word.partition("=")
-        if not sign or not key:
-            raise ConfigError(f"--multirun: {word!r} is not of the form KEY=VALUE,VALUE")
-        if key in FIXED:
-            raise ConfigError(f"--multirun: {key} cannot vary here. {FIXED[key]}.")
-        if key in grid:
-            raise ConfigError(f"--multirun: {key} is given twice. List all its values after one {key}=")
-        grid[key] = split_values(key, text)
+    with errors_at("--multirun"):
+        for word in words:
+            key, sign, text = word.partition("=")
+            require(sign and key, f"{word!r} is not of the form KEY=VALUE,VALUE")
+            require(key not in FIXED, f"{key} cannot vary here. {FIXED.get(key)}.")
+            require(key not in grid, f"{key} is given twice. List all its values after one {key}=")
+            with errors_at(key):
+                grid[key] = split_values(key, text)
     return grid
 
 
@@ -75,7 +72,7 @@ def split_values(key: str, text: str) -> list[str]:
     """Split a list of values at its commas, except at those in brackets, braces and quotes.
 
     Args:
-        key: The key, for messages.
+        key: The key, for a message.
         text: The values, written as in a YAML list without its outer brackets.
 
     Raises:
@@ -93,24 +90,16 @@ def split_values(key: str, text: str) -> list[str]:
         root: Any = yaml.compose(listed, Loader=yaml.SafeLoader)
     except (ValueError, yaml.YAMLError) as error:
         fix = "Put a value with special characters in quotes."
-        raise ConfigError(f"--multirun: {key}: {text!r} is no list of values ({one_line(error)}). {fix}") from error
+        raise ConfigError(f"{text!r} is no list of values ({one_line(error)}). {fix}") from error
     values = [
         node.value if isinstance(node, yaml.ScalarNode) else listed[node.start_mark.index : node.end_mark.index]
         for node in root.value
     ]
-    if not values or not all(values) or text.rstrip().endswith(",") or root.end_mark.index < len(listed):
-        raise ConfigError(f"--multirun: {key}: a value is missing ({text!r}). Write {key}=VALUE,VALUE")
-    if repeated := [value for i, value in enumerate(values) if value in values[:i]]:
-        raise ConfigError(f"--multirun: {key}: {repeated[0]} is given twice. Leave one out")
+    valid = values and all(values) and not text.rstrip().endswith(",") and root.end_mark.index == len(listed)
+    require(valid, f"a value is missing ({text!r}). Write {key}=VALUE,VALUE")
+    for i, value in enumerate(values):
+        require(value not in values[:i], f"{value} is given twice. Leave one out")
     return values
-
-
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Raise an error if a seed is negative or repeated."""
-    for i, seed in enumerate(seeds):
-        check_number("--seeds", seed, "[0, inf)")
-        if seed in seeds[:i]:
-            raise ConfigError(f"--seeds: {seed} is given twice. Leave one out")
 
 
 def combinations(grid: Mapping[str, Sequence[str]], words: Sequence[str]) -> list[Combination]:
@@ -151,13 +140,13 @@ def multirun_jobs(
     runs = [Run(out / each.name, dict(config), []) for each, config in zip(combinations, configs, strict=True)]
     settings = [compared_settings(run) for run in runs]
     for i, one in enumerate(settings):
-        if one in settings[:i]:
-            names = f"{combinations[settings.index(one)].name} and {combinations[i].name}"
-            raise ConfigError(f"--multirun: {names} give the same results. Leave one out, or put --config before it")
+        names = f"{combinations[settings.index(one)].name} and {combinations[i].name}"
+        fix = "Leave one out, or put --config before it"
+        require(one not in settings[:i], f"--multirun: {names} give the same results. {fix}")
     compare(runs, reference=reference)
     return [
         [
-            Job(run_folder(out / folder_name(each.name), seed, one), (*each.words, f"--seed={seed}"))
+            Job(run_folder(out, folder_name(each.name), seed, one), (*each.words, f"--seed={seed}"))
             for seed in seeds or [config["seed"]]
         ]
         for each, config, one in zip(combinations, configs, settings, strict=True)

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import SuccessiveHalvingPruner
 
 from fl_lightning.analysis.baselines import option_values, split_setting, to_word
+from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_count, is_number, require
 from fl_lightning.core.config_files import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import suggest
@@ -165,34 +165,22 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
     Raises:
         ConfigError: The file is invalid, or uses a feature of W&B's server; the message names the key.
     """
-    try:
-        _check_keys("a sweep", content, KEYS)
+    with errors_at(path):
+        check_keys("", content, KEYS)
         words, after = _command(content.get("command"), content.get("program"))
-        method = content.get("method")
-        if method not in METHODS:
-            raise ConfigError(f"method: {method!r} is not one of {', '.join(METHODS)}")
+        method, run_cap, seeds = str(content.get("method")), content.get("run_cap"), content.get("seeds")
+        require(method in METHODS, f"method: {method!r} is not one of {', '.join(METHODS)}")
+        require(run_cap is None or is_count(run_cap, 1), f"run_cap: {run_cap!r} is not a number of trials")
         metric, maximize = _metric(content.get("metric"))
         pruner, rounds = _pruner(content.get("early_terminate"))
         parameters = _parameters(content.get("parameters"), method == "grid")
-        run_cap = content.get("run_cap")
-        if run_cap is not None and (not isinstance(run_cap, int) or run_cap < 1):
-            raise ConfigError(f"run_cap: {run_cap!r} is not a number of trials")
-        options = [*words, *after, *(f"--{word}" for word in settings)]
-        seeds = _seeds(content.get("seeds"), "seed" in parameters or bool(option_values(options, "seed")))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        seeds = () if seeds is None else check_seeds("seeds", seeds)
+        own = "seed" in parameters or option_values([*words, *after, *(f"--{word}" for word in settings)], "seed")
+        require(
+            not (seeds and own), "seeds: the parameters, the command or --set have seed, too. Leave one of them out"
+        )
     words += tuple(_setting(word, parameters) for word in settings)
     return Sweep(path.stem, method, words, after, parameters, metric, maximize, pruner, rounds, run_cap, content, seeds)
-
-
-def _check_keys(name: str, content: Any, keys: set[str]) -> None:
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{name}: needs lines `key: value`, it holds {content!r}")
-    for key in content:
-        if key not in keys:
-            near = get_close_matches(str(key), sorted(keys), 1)
-            fix = suggest(near[0] if near else None, sorted(keys))
-            raise ConfigError(f"{name} has no key {key!r} here. {fix}")
 
 
 # --- The command line --------------------------------------------------------------------------------------------
@@ -201,82 +189,55 @@ def _check_keys(name: str, content: Any, keys: set[str]) -> None:
 def _command(content: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the trials' `fit` command line in two parts, before and after the parameters, with W&B set to offline."""
     words = [_with_environment(word) for word in content] if isinstance(content, list) else []
-    if words[:1] == ["${program}"]:
-        words[0] = str(program)
-    if words[:2] != ["fl-lightning", "fit"] or words.count("${args}") != 1:
-        raise ConfigError(f"command: only {COMMAND} with program fl-lightning can be run here")
-    before, after = words[2 : words.index("${args}")], words[words.index("${args}") + 1 :]
-    for word in [*before, *after]:
-        if "${" in word:
-            raise ConfigError(f"command: {word} is not known. Available: ${{program}}, ${{args}}, ${{envvar:NAME}}.")
-        option = word.partition("=")[0]
-        if option in ("--resume", "--run_dir"):
-            raise ConfigError(f"command: {word} is set by the sweep. Leave it out")
-    return tuple(_log_offline(before)), tuple(_log_offline(after))
+    words[:1] = [str(program)] if words[:1] == ["${program}"] else words[:1]
+    valid = words[:2] == ["fl-lightning", "fit"] and words.count("${args}") == 1
+    require(valid, f"command: only {COMMAND} with program fl-lightning can be run here")
+    place = words.index("${args}")
+    for word in [*words[2:place], *words[place + 1 :]]:
+        known = "Available: ${program}, ${args}, ${envvar:NAME}."
+        require("${" not in word, f"command: {word} is not known. {known}")
+        is_set = word.partition("=")[0] in ("--resume", "--run_dir")
+        require(not is_set, f"command: {word} is set by the sweep. Leave it out")
+    return _log_offline(words[2:place]), _log_offline(words[place + 1 :])
 
 
 def _with_environment(word: Any) -> str:
     """Return a word of the command, with each `${envvar:NAME}` replaced by the value of the environment variable."""
 
     def value(match: re.Match[str]) -> str:
-        if match[1] not in os.environ:
-            raise ConfigError(f"command: {word} needs the environment's {match[1]}, which is not set")
+        require(match[1] in os.environ, f"command: {word} needs the environment's {match[1]}, which is not set")
         return os.environ[match[1]]
 
     return re.sub(r"\$\{envvar:(\w*)\}", value, to_word(word))
 
 
-def _log_offline(words: Sequence[str]) -> list[str]:
+def _log_offline(words: Sequence[str]) -> tuple[str, ...]:
     """Return a command line in which the option `--logger.offline`, if present, is set to true."""
-    changed = list(words)
-    for i, word in enumerate(words):
-        if word == "--logger.offline" and i + 1 < len(words):
-            changed[i + 1] = "true"
-        elif word.startswith("--logger.offline="):
-            changed[i] = "--logger.offline=true"
-    return changed
+    before = ["", *words]
+    return tuple(
+        "true" if last == "--logger.offline" else re.sub(r"^--logger\.offline=.*", "--logger.offline=true", word)
+        for last, word in zip(before, words, strict=False)
+    )
 
 
 def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
     key, _ = split_setting(word)
-    if key in parameters:
-        raise ConfigError(f"--set: {key} is a parameter of the sweep. Leave it out")
-    if key in SET_BY_SWEEP:
-        raise ConfigError(f"--set: {key} is set by the sweep")
+    require(key not in parameters, f"--set: {key} is a parameter of the sweep. Leave it out")
+    require(key not in SET_BY_SWEEP, f"--set: {key} is set by the sweep")
     return f"--{word}"
-
-
-def _seeds(content: Any, has_seed: bool) -> tuple[int, ...]:
-    """Return the seeds with which every trial of a sweep runs; an empty tuple if the sweep file gives none.
-
-    Args:
-        content: The value of `seeds` in the file.
-        has_seed: Whether the parameters or the command line set the seed.
-    """
-    if content is None:
-        return ()
-    numbers = content if isinstance(content, list) else []
-    wrong = [number for number in numbers if isinstance(number, bool) or not isinstance(number, int) or number < 0]
-    if wrong or not numbers or len(set(numbers)) < len(numbers):
-        raise ConfigError(f"seeds: {content!r} is not a list of different numbers from 0. Write seeds: [0, 1, 2]")
-    if has_seed:
-        raise ConfigError("seeds: the parameters, the command or --set have seed, too. Leave one of them out")
-    return tuple(numbers)
 
 
 # --- Metric and early termination ----------------------------------------------------------------------------------
 
 
 def _metric(content: Any) -> tuple[str, bool]:
-    if content is None:
-        raise ConfigError("metric: name the metric to optimise: {name: global/acc, goal: maximize}")
-    _check_keys("metric", content, {"name", "goal"})
-    goal = content.get("goal", "minimize")  # W&B's default
-    if not isinstance(content.get("name"), str) or goal not in ("minimize", "maximize"):
-        raise ConfigError(f"metric: needs a name, and goal minimize or maximize; it is {dict(content)}")
-    name = content["name"]
-    if better_goal(name) not in (goal, None):
-        better = better_goal(name)
+    require(content is not None, "metric: name the metric to optimise: {name: global/acc, goal: maximize}")
+    check_keys("metric", content, ("name", "goal"))
+    name, goal = content.get("name"), content.get("goal", "minimize")  # W&B's default
+    valid = isinstance(name, str) and goal in ("minimize", "maximize")
+    require(valid, f"metric: needs a name, and goal minimize or maximize; it is {dict(content)}")
+    better = better_goal(name)
+    if better not in (goal, None):
         warnings.warn(f"metric: goal {goal} takes the worst {name} as the best. Set goal: {better}.", stacklevel=2)
     return name, goal == "maximize"
 
@@ -289,69 +250,60 @@ def _pruner(content: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
     """
     if content is None:
         return None, 0
-    _check_keys("early_terminate", content, {"type", "min_iter", "max_iter", "s", "eta", "strict"})
-    if content.get("type") != "hyperband":
-        raise ConfigError(f"early_terminate: type {content.get('type')!r} is not supported. Use hyperband")
-    if content.get("strict", True) is not True:
-        raise ConfigError("early_terminate: strict: false is not supported. Leave it out")
-    eta, s = _count("eta", content.get("eta", 3), 2), content.get("s")
+    check_keys("early_terminate", content, ("type", "min_iter", "max_iter", "s", "eta", "strict"))
+    kind = content.get("type")
+    require(kind == "hyperband", f"early_terminate: type {kind!r} is not supported. Use hyperband")
+    require(content.get("strict", True) is True, "early_terminate: strict: false is not supported. Leave it out")
+
+    def count(name: str, minimum: int, default: int | None = None) -> int:
+        value = content.get(name, default)
+        what = f"is not a whole number of at least {minimum}"
+        require(is_count(value, minimum), f"early_terminate: {name}: {value!r} {what}")
+        return value
+
+    eta = count("eta", 2, 3)
     if "max_iter" not in content and "min_iter" in content:
-        return SuccessiveHalvingPruner(_count("min_iter", content["min_iter"], 1), eta), math.inf
-    if "max_iter" not in content or s is None:
-        raise ConfigError("early_terminate: needs min_iter, or max_iter and s")
-    max_iter = _count("max_iter", content["max_iter"], eta)
-    bands = [max_iter // eta**i for i in range(1, _count("s", s, 1) + 1) if max_iter >= eta**i]
+        return SuccessiveHalvingPruner(count("min_iter", 1), eta), math.inf
+    require({"max_iter", "s"} <= content.keys(), "early_terminate: needs min_iter, or max_iter and s")
+    max_iter = count("max_iter", eta)
+    bands = [max_iter // eta**i for i in range(1, count("s", 1) + 1) if max_iter >= eta**i]
     return SuccessiveHalvingPruner(bands[-1], eta), max_iter
-
-
-def _count(name: str, value: Any, minimum: int) -> int:
-    if not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"early_terminate: {name}: {value!r} is not a whole number of at least {minimum}")
-    return value
 
 
 # --- Parameters --------------------------------------------------------------------------------------------------
 
 
 def _parameters(content: Any, grid: bool) -> dict[str, Parameter]:
-    if not isinstance(content, Mapping) or not content:
-        raise ConfigError("parameters: name at least one key, each with values, value, or min and max")
-    parameters = {}
+    valid = isinstance(content, Mapping) and content
+    require(valid, "parameters: name at least one key, each with values, value, or min and max")
+    parameters: dict[str, Parameter] = {}
     for key, description in content.items():
-        if key in SET_BY_SWEEP:
-            raise ConfigError(f"parameters: {key} is set by the sweep. Put it into the command")
-        try:
-            parameters[str(key)] = _parameter(description)
-        except ConfigError as error:
-            raise ConfigError(f"parameters: {key}: {error}") from None
-        if grid and parameters[str(key)].values is None:
-            raise ConfigError(f"parameters: {key}: a grid needs values, or whole numbers min and max")
+        require(key not in SET_BY_SWEEP, f"parameters: {key} is set by the sweep. Put it into the command")
+        with errors_at(f"parameters: {key}"):
+            parameter = parameters[str(key)] = _parameter(description)
+            require(not grid or parameter.values is not None, "a grid needs values, or whole numbers min and max")
     return parameters
 
 
 def _parameter(description: Any) -> Parameter:
-    if not isinstance(description, Mapping):
-        raise ConfigError(f"needs values, value, or min and max; it is {description!r}")
-    if "parameters" in description:
-        raise ConfigError("nested parameters are not supported. Write the key with dots")
-    if "probabilities" in description:
-        raise ConfigError("probabilities are not supported: values are drawn uniformly. Leave them out")
+    needs = "needs values, value, or min and max; it is"
+    require(isinstance(description, Mapping), f"{needs} {description!r}")
+    require("parameters" not in description, "nested parameters are not supported. Write the key with dots")
+    fix = "values are drawn uniformly. Leave them out"
+    require("probabilities" not in description, f"probabilities are not supported: {fix}")
     name = description.get("distribution") or _default_distribution(description)
-    if name not in DISTRIBUTIONS:
-        raise ConfigError(f"distribution {name!r} is not supported. Use one of {', '.join(DISTRIBUTIONS)}")
+    require(name, f"{needs} {dict(description)}")
+    require(name in DISTRIBUTIONS, f"distribution {name!r} is not supported. Use one of {', '.join(DISTRIBUTIONS)}")
     required = DISTRIBUTIONS[name]
     allowed = [*required, *(["q"] if name.startswith("q_") else [])]
     for key in description:
-        if key not in [*allowed, "distribution"]:
-            raise ConfigError(f"{name} takes {', '.join(allowed)}, not {key}")
+        require(key in [*allowed, "distribution"], f"{name} takes {', '.join(allowed)}, not {key}")
     for key in required:
-        if key not in description:
-            raise ConfigError(f"{name} needs {key}")
+        require(key in description, f"{name} needs {key}")
     if required == BOUNDS:
         return _numeric_parameter(name, description)
     values = [description["value"]] if "value" in description else description["values"]
-    if not isinstance(values, list) or not values:
-        raise ConfigError(f"values: {values!r} is not a list of values")
+    require(isinstance(values, list) and values, f"values: {values!r} is not a list of values")
     return _listed_parameter(values)
 
 
@@ -373,43 +325,36 @@ def _listed_parameter(values: Sequence[Any]) -> Parameter:
 
 
 def _default_distribution(description: Mapping[str, Any]) -> str:
-    """Return the name of the distribution that W&B uses for a parameter that does not name one."""
+    """Return the name of the distribution that W&B uses for a parameter that does not name one; empty if unknown."""
     for key, name in (("values", "categorical"), ("value", "constant")):
         if key in description:
             return name
-    if {"min", "max"} <= description.keys():
+    if {*BOUNDS} <= description.keys():
         return "int_uniform" if all(isinstance(description[key], int) for key in BOUNDS) else "uniform"
-    raise ConfigError(f"needs values, value, or min and max; it is {dict(description)}")
+    return ""
 
 
 def _numeric_parameter(name: str, description: Mapping[str, Any]) -> Parameter:
     """Return a parameter with a numeric distribution. Bounds of `log_uniform` and `q_log_uniform` are logarithms."""
     whole, log = name == "int_uniform", "log" in name
-    low, high = (_number(key, description[key], whole) for key in BOUNDS)
-    if low > high:
-        raise ConfigError(f"min {low} is above max {high}")
+    for key in (*BOUNDS, "q"):
+        value = description.get(key, 1)
+        valid = is_number(value) and math.isfinite(value) and (not whole or isinstance(value, int))
+        require(valid, f"{key}: {value!r} is not a {'whole ' if whole else ''}number")
+    low, high, q = description["min"], description["max"], description.get("q", 1)
+    require(low <= high, f"min {low} is above max {high}")
     if log and not name.endswith("_values"):
         low, high = math.exp(low), math.exp(high)
-    if log and low <= 0:
-        raise ConfigError(f"min {low} is not above 0, which a logarithm needs")
+    require(low > 0 or not log, f"min {low} is not above 0, which a logarithm needs")
     if whole:
-        return Parameter(IntDistribution(int(low), int(high)))
+        return Parameter(IntDistribution(low, high))
     numbers = FloatDistribution(low, high, log=log)
     if not name.startswith("q_"):
         return Parameter(numbers)
-    q = _number("q", description.get("q", 1), whole=False)
-    if q <= 0:
-        raise ConfigError(f"q {q} is not above 0")
+    require(q > 0, f"q {q} is not above 0")
     first, last = multiples(numbers, q)
-    if first > last:
-        raise ConfigError(f"no multiple of q {q} is between {low} and {high}")
+    require(first <= last, f"no multiple of q {q} is between {low} and {high}")
     return Parameter(numbers, q=q)
-
-
-def _number(key: str, value: Any, whole: bool) -> float:
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{key}: {value!r} is not a {'whole ' if whole else ''}number")
-    return value
 
 
 def multiples(numbers: Any, q: float) -> tuple[int, int]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Group
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fl_lightning.analysis.paper_table import PaperTable, Scale
-from fl_lightning.analysis.reproduction import Cell, Reproduction, Verdict, margin_needed
-from fl_lightning.analysis.result_table import escape_markdown, format_number, mean_and_std, to_csv
-
-Grid = list[list[str]]
-"""A header and rows of cells. A cell may have several lines."""
+from fl_lightning.analysis.result_table import ResultTable, escape_markdown, format_number, mean_and_std, to_csv
+from fl_lightning.analysis.study.paper_table import PaperTable, Scale
+from fl_lightning.analysis.study.reproduction import Cell, Reproduction, Verdict, margin_needed
 
 MISSING = "-"
 LABELS = {"percent": "ours\npaper (difference)\nours, mean of last 10", "rounds": "ours\npaper (difference)"}
@@ -33,32 +29,33 @@ def heading(table: PaperTable, scale: Scale, overrides: Sequence[str]) -> list[s
     return lines
 
 
-def grid(reproduction: Reproduction) -> Grid:
-    """Return a reproduced table as cells of text. Each cell has our number, and below it that of the paper.
+def cells_table(reproduction: Reproduction) -> ResultTable:
+    """Return a reproduced table. Each cell has our number, and below it that of the paper.
 
     The last row has the rank correlations between our column and the paper's.
     """
     table = reproduction.table
-    lines = [["", "", *table.columns]]
-    for row in table.rows:
-        cells = (format_cell(reproduction.cells[column, row], list(table.beside)) for column in table.columns)
-        lines.append([row, "\n".join([LABELS[table.unit], *(f"ours, {name}" for name in table.beside)]), *cells])
+    label = "\n".join([LABELS[table.unit], *(f"ours, {name}" for name in table.beside)])
+    rows = [
+        [row, label, *(format_cell(reproduction.cells[column, row]) for column in table.columns)] for row in table.rows
+    ]
     orders = [reproduction.order(column) for column in table.columns]
     correlations = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
-    return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *correlations]]
+    header = ["", "", *table.columns]
+    return ResultTable(header, [*rows, ["order of rows", "Spearman\nKendall\nof rows", *correlations]], len(header))
 
 
-def format_cell(cell: Cell, beside: Sequence[str] = ()) -> str:
+def format_cell(cell: Cell) -> str:
     """Return the lines of a cell: our number, the paper's with the difference, and our mean of the last ten rounds.
 
-    The further metrics named in `beside` follow, one per line.
+    The further metrics of the table follow, one per line.
     """
     papers = MISSING
     if cell.paper is not None:
         papers = mean_and_std(*cell.paper, "g")
         papers += f" ({format_number(cell.difference, '+.1f')})" if cell.difference is not None else ""
     last10 = "" if cell.last10 is None else f"\n{cell.last10:.1f}"
-    others = (f"\n{mean_and_std(*one[:2], '.1f') if (one := cell.beside(name)) else MISSING}" for name in beside)
+    others = (f"\n{mean_and_std(*one[:2], '.1f') if one else MISSING}" for one in cell.beside.values())
     return f"{format_ours(cell)}\n{papers}{last10}{''.join(others)}"
 
 
@@ -67,27 +64,26 @@ def format_ours(cell: Cell) -> str:
 
     `>` before the mean marks a lower bound, because a run did not reach the target accuracy.
     """
-    count = sum(bool(one.reason) for one in cell.results.values())
-    failed = f"{count} failed" if count else ""
+    failed = f"{len(cell.failures)} failed" if cell.failures else ""
     if not cell.spread:
         return failed or MISSING
-    number = ("" if cell.reached else "> ") + mean_and_std(cell.spread.mean, cell.spread.std, ".1f")
-    finished = f"{len(cell.values)} of {len(cell.results)}" if len(cell.values) < len(cell.results) else ""
+    number = ("> " if cell.unreached else "") + mean_and_std(cell.spread.mean, cell.spread.std, ".1f")
+    finished = f"{len(cell.values)} of {cell.seeds}" if len(cell.values) < cell.seeds else ""
     notes = ", ".join(filter(None, [finished, failed]))
     return number + (f" ({notes})" if notes else "")
 
 
-def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
+def claims_table(verdicts: Iterable[Verdict]) -> ResultTable:
     """Return a table that compares, for each claim of a paper and each column, the paper's margin with ours."""
-    lines = [CLAIMS]
+    rows = []
     for verdict in verdicts:
         if difference := verdict.difference:
             name = f"{verdict.claim.better} > {verdict.claim.than}"
             margin = mean_and_std(difference.mean, difference.std, "+.1f")
             ahead, p = f"{verdict.ahead} of {len(verdict.margins)}", _number(difference.p, ".3f")
             result = "holds" if verdict.holds else "does not hold"
-            lines.append([name, verdict.column, _number(verdict.paper, "+.4g"), margin, ahead, p, result])
-    return lines
+            rows.append([name, verdict.column, _number(verdict.paper, "+.4g"), margin, ahead, p, result])
+    return ResultTable(CLAIMS, rows, len(CLAIMS))
 
 
 def verdict_line(verdicts: Sequence[Verdict]) -> str:
@@ -113,28 +109,27 @@ def failures(reproduction: Reproduction) -> list[str]:
     """Return one line for each error that made runs of the table fail, with the affected cells and seeds."""
     cells: dict[str, list[str]] = {}
     for (column, row), cell in reproduction.cells.items():
-        for seed, result in cell.results.items():
-            if result.reason:
-                cells.setdefault(result.reason, []).append(f"{row} / {column} / seed {seed}")
+        for seed, reason in cell.failures.items():
+            cells.setdefault(reason, []).append(f"{row} / {column} / seed {seed}")
     return [f"failed: {'; '.join(names)}: {reason}" for reason, names in cells.items()]
 
 
 def as_text(reproduction: Reproduction, scale: Scale = Scale(), overrides: Sequence[str] = ()) -> Group:
     """Return a reproduced table and its claims for a terminal."""
-    lines = map(Text, heading(reproduction.table, scale, overrides))
-    parts: list[Table | Text] = [*lines, _rich(grid(reproduction))]
-    if any(verdict.margins for verdict in reproduction.verdicts):
-        parts += [_rich(claims_grid(reproduction.verdicts)), Text(verdict_line(reproduction.verdicts))]
+    lines, claims = heading(reproduction.table, scale, overrides), claims_table(reproduction.verdicts)
+    parts: list[RenderableType] = [*map(Text, lines), cells_table(reproduction).rich()]
+    if claims.rows:
+        parts += [claims.rich(), Text(verdict_line(reproduction.verdicts))]
     return Group(*parts, *map(Text, failures(reproduction)))
 
 
 def as_markdown(reproduction: Reproduction, scale: Scale = Scale(), overrides: Sequence[str] = ()) -> str:
     """Return a reproduced table and its claims as Markdown."""
     title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
-    parts = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
-    if any(verdict.margins for verdict in reproduction.verdicts):
-        parts += [_markdown(claims_grid(reproduction.verdicts)), verdict_line(reproduction.verdicts)]
-    return "\n\n".join([*parts, *map(escape_markdown, failures(reproduction))])
+    claims, parts = claims_table(reproduction.verdicts), [f"**{title}.** {' '.join(lines)}"]
+    judged = [claims.markdown(), verdict_line(reproduction.verdicts)] if claims.rows else []
+    parts += [cells_table(reproduction).markdown(), *judged, *map(escape_markdown, failures(reproduction))]
+    return "\n\n".join(parts)
 
 
 def as_csv(reproduction: Reproduction) -> str:
@@ -142,27 +137,11 @@ def as_csv(reproduction: Reproduction) -> str:
     table, lines = reproduction.table, list[Sequence[object]]([[*COLUMNS, *reproduction.table.beside]])
     for (column, row), cell in reproduction.cells.items():
         mean, std = cell.spread[:2] if cell.spread else (None, None)
-        ours = [len(cell.values), len(cell.results) - len(cell.values), mean, std, "" if cell.reached else "lower"]
+        ours = [len(cell.values), cell.seeds - len(cell.values), mean, std, "lower" if cell.unreached else ""]
         papers = [*(cell.paper or (None, None)), cell.difference]
-        beside = [one.mean if (one := cell.beside(name)) else None for name in table.beside]
+        beside = [one and one.mean for one in cell.beside.values()]
         lines.append([column, row, table.figure(column, row), table.unit, *ours, *papers, cell.last10, *beside])
     return to_csv(lines).rstrip("\n")
-
-
-def _rich(lines: Grid) -> Table:
-    head, *rest = lines
-    table = Table(show_lines="\n" in rest[0][-1])
-    for name in head:
-        table.add_column(Text(name))
-    for line in rest:
-        table.add_row(*map(Text, line))
-    return table
-
-
-def _markdown(lines: Grid) -> str:
-    rows = [["<br>".join(map(escape_markdown, cell.split("\n"))) for cell in line] for line in lines]
-    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
 
 
 def _number(value: float | None, form: str) -> str:

@@ -7,14 +7,11 @@ began resumes from its last checkpoint, and a failed job keeps its reason.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
-import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
@@ -149,23 +146,6 @@ def run_jobs(
             raise Interrupted(signals.received, f"stopped by {name}. Run the same command to continue")
         finally:
             _stop_jobs(running)
-
-
-def run_folder(parent: Path, seed: int, settings: Mapping[str, Any]) -> Path:
-    """Return the run folder for a seed and settings: `seed_<seed>-<digest of the settings>`.
-
-    Args:
-        parent: The folder of the runs that differ only in the seed.
-        seed: The seed.
-        settings: The settings, without the seed.
-    """
-    content = json.dumps(settings, sort_keys=True, default=str)
-    return parent / f"seed_{seed}-{hashlib.sha256(content.encode()).hexdigest()[:10]}"
-
-
-def folder_name(name: str) -> str:
-    """Return a text as a folder name: unusual characters become dashes, and at most 80 characters are kept."""
-    return re.sub(r"[^\w.+]+", "-", name).strip("-.")[:80]
 
 
 def is_finished(folder: Path) -> bool:

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 from scipy import stats
 
-from fl_lightning.analysis.executor import Job, is_finished
-from fl_lightning.analysis.paper_table import Claim, PaperTable, PaperValue, Unit
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, spread
+from fl_lightning.analysis.study.executor import Job
+from fl_lightning.analysis.study.paper_table import Claim, PaperTable, PaperValue
+from fl_lightning.analysis.study.results import Seed, SeedRuns, read_runs
 from fl_lightning.evaluation.summary import best_and_last
-from fl_lightning.runs.reader import DamagedRun, open_run_folder
-
-
-class SeedResult(NamedTuple):
-    """The result of one run, that is, of one seed of a cell in the reproduced table.
-
-    Args:
-        value: The result in the table's unit; None if the run failed or has not finished.
-        reached: Whether the run reached the accuracy; if not, `value` is its number of rounds plus one.
-        reason: Why the run failed; empty if it did not.
-        last10: Mean over the last ten evaluated rounds, in percent; None in tables of rounds.
-        beside: The run's further metrics of the table, in percent, by description.
-    """
-
-    value: float | None = None
-    reached: bool = True
-    reason: str = ""
-    last10: float | None = None
-    beside: Mapping[str, float] = {}
+from fl_lightning.runs.reader import Run
 
 
 @dataclass(frozen=True)
@@ -43,17 +25,22 @@ class Cell:
     """A cell of a reproduced table: our results and the paper's number.
 
     Args:
-        results: The results of our runs, by seed.
+        seeds: Number of runs of the cell, also of those that have not finished.
+        values: Our results by seed, in the table's unit.
+        unreached: The seeds whose run did not reach the accuracy. Their value is the number of rounds plus one.
+        failures: Why runs failed, by seed.
+        last10: The metric's mean over the last ten evaluated rounds, averaged over our runs; None in tables of rounds.
+        beside: The further metrics of the table, in percent, by description; None without a run that has the metric.
         paper: The paper's number, if it has one.
     """
 
-    results: Mapping[int, SeedResult]
+    seeds: int
+    values: Mapping[Seed, float] = field(default_factory=dict)
+    unreached: Collection[Seed] = ()
+    failures: Mapping[Seed, str] = field(default_factory=dict)
+    last10: float | None = None
+    beside: Mapping[str, Spread | None] = field(default_factory=dict)
     paper: PaperValue | None = None
-
-    @cached_property
-    def values(self) -> dict[int, float]:
-        """The results of the cell's finished runs, by seed."""
-        return {seed: one.value for seed, one in self.results.items() if one.value is not None}
 
     @cached_property
     def spread(self) -> Spread | None:
@@ -61,27 +48,42 @@ class Cell:
         return spread(self.values.values())
 
     @cached_property
-    def last10(self) -> float | None:
-        """The metric's mean over the last ten evaluated rounds, averaged over our runs; None if no run has it."""
-        means = [one.last10 for one in self.results.values() if one.last10 is not None]
-        return fmean(means) if means else None
-
-    def beside(self, name: str) -> Spread | None:
-        """Return the mean and standard deviation of a further metric over seeds; None without a run that has it."""
-        return spread([one.beside[name] for one in self.results.values() if name in one.beside])
-
-    @cached_property
-    def reached(self) -> bool:
-        """Whether all runs of the cell reached the accuracy until which the paper's table counts rounds.
-
-        If not, the mean number of rounds is a lower bound.
-        """
-        return all(one.reached for one in self.results.values())
-
-    @cached_property
     def difference(self) -> float | None:
         """Our mean over seeds minus the paper's number; None if either number is missing."""
         return self.spread.mean - self.paper.mean if self.spread and self.paper else None
+
+
+def read_cell(table: PaperTable, column: str, row: str, runs: SeedRuns) -> Cell:
+    """Read the numbers of a cell from its runs, in the unit of the table."""
+    figure, series, unit = table.figure(column, row), table.series(column, row), 100 if table.unit == "percent" else 1
+    missing = {
+        seed: f"its run has no {figure}; it has {', '.join(run.summary)}"
+        for seed, run in runs.runs.items()
+        if figure not in run.summary
+    }
+    read = SeedRuns({seed: run for seed, run in runs.runs.items() if seed not in missing})
+
+    def value(run: Run) -> float:
+        number = run.summary[figure]
+        return float(run.summary["rounds"] or 0) + 1 if number is None else float(unit * number)
+
+    def last10(run: Run) -> float | None:
+        is_number = table.unit == "percent" and run.summary[figure] is not None
+        return 100 * best_and_last(run.rounds, series)["last10"] if is_number else None
+
+    def further(metric: str) -> Spread | None:
+        return read.spread(lambda run: None if (number := run.summary.get(metric)) is None else 100 * number)
+
+    means = read.spread(last10)
+    return Cell(
+        len(table.seeds),
+        read.values(value),
+        {seed for seed, run in read.runs.items() if run.summary[figure] is None},
+        {**runs.failures, **missing},
+        means and means.mean,
+        {name: further(metric) for name, metric in table.beside.items()},
+        table.paper_values.get((column, row)),
+    )
 
 
 class Order(NamedTuple):
@@ -137,7 +139,7 @@ class Reproduction:
     Args:
         table: The table, or a part of it.
         jobs: The runs by column, row and seed; see `paper_table.table_jobs`.
-        failures: The reasons of failed runs, by folder.
+        failures: Why runs of this call failed, by folder.
 
     Attributes:
         cells: The cells, by column and row.
@@ -148,14 +150,13 @@ class Reproduction:
     ) -> None:
         self.table = table
         self.cells: dict[tuple[str, str], Cell] = {}
-        form = (table.unit, table.beside)
         for column, row in product(table.columns, table.rows):
-            figure, series, results = table.figure(column, row), table.series(column, row), {}
-            for seed in table.seeds:
-                folder = jobs[column, row, seed].folder
-                reason = (failures or {}).get(folder, "")
-                results[seed] = SeedResult(reason=reason) if reason else read_result(folder, figure, series, *form)
-            self.cells[column, row] = Cell(results, table.paper_values.get((column, row)))
+            of_cell = {seed: jobs[column, row, seed] for seed in table.seeds}
+            failed: dict[Seed, str] = {
+                seed: why for seed, job in of_cell.items() if (why := (failures or {}).get(job.folder))
+            }
+            runs = read_runs({seed: job for seed, job in of_cell.items() if seed not in failed})
+            self.cells[column, row] = read_cell(table, column, row, SeedRuns(runs.runs, {**runs.failures, **failed}))
 
     def order(self, column: str) -> Order:
         """Return the rank correlations between our numbers in one column of the table and the paper's numbers."""
@@ -176,37 +177,9 @@ class Reproduction:
             seed: sign * (better.values[seed] - than.values[seed])
             for seed in self.table.seeds
             if seed in better.values and seed in than.values
-            if better.results[seed].reached or than.results[seed].reached
+            if not (seed in better.unreached and seed in than.unreached)
         }
         return Verdict(claim, column, papers, margins)
-
-
-def read_result(folder: Path, figure: str, series: str, unit: Unit, further: Mapping[str, str] = {}) -> SeedResult:
-    """Read a run's result from its folder, in the unit of the paper's table. An unfinished run has no value.
-
-    Args:
-        folder: The run's folder.
-        figure: The entry of the run's `summary.json` that the table shows.
-        series: The metric whose last 10 values are averaged.
-        unit: The unit of the paper's table.
-        further: Further entries of `summary.json` that the table shows, by description.
-    """
-    if not is_finished(folder):
-        return SeedResult()
-    try:
-        run = open_run_folder(folder)
-    except DamagedRun as error:
-        return SeedResult(reason=str(error))
-    summary = run.summary
-    if figure not in summary:
-        return SeedResult(reason=f"its run has no {figure}; it has {', '.join(summary)}")
-    value = summary[figure]
-    if value is None:
-        return SeedResult(float(summary["rounds"] or 0) + 1, reached=False)
-    if unit == "rounds":
-        return SeedResult(float(value))
-    beside = {name: 100 * number for name, metric in further.items() if (number := summary.get(metric)) is not None}
-    return SeedResult(100 * value, last10=100 * best_and_last(run.rounds, series)["last10"], beside=beside)
 
 
 def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:
