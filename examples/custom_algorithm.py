@@ -1,30 +1,26 @@
 """Define FairProx, an example method: a proximal term, and larger weights for clients with a larger loss."""
 
-from fl_lightning import Aggregator, Algorithm, LossTerm, Message
-from fl_lightning.core.state_dicts import weighted_mean
+from fl_lightning import Algorithm, LossTerm, Message, WeightedMean
 
 
 class ProximalTerm(LossTerm):
     """Add mu/2 · ||w - w_received||² to the loss."""
 
-    def __init__(self, mu: float) -> None:
-        super().__init__()
-        self.mu = mu
+    mu: float = 0.1
 
     def begin(self, module):
         self.start = [p.detach().clone() for p in module.backbone.parameters()]
 
     def forward(self, step):
         pairs = zip(step.backbone.parameters(), self.start, strict=True)
-        return self.mu / 2 * sum(((now - start) ** 2).sum() for now, start in pairs)
+        return self.mu / 2 * sum((now - start).square().sum() for now, start in pairs)
 
 
-class LossWeightedMean(Aggregator):
+class LossWeightedMean(WeightedMean):
     """Weight each client by its training loss."""
 
-    def finish(self, uploads, round, knowledge):
-        models = [upload.message.section("model") for upload in uploads]
-        return {"model": weighted_mean(models, [upload.message.numbers["loss"] for upload in uploads])}
+    def fold(self, folded, upload):
+        folded.add(upload.message.section("model"), upload.message.numbers["loss"])
 
 
 class FairProx(Algorithm):
@@ -33,7 +29,7 @@ class FairProx(Algorithm):
     mu: float = 0.1
 
     def own_terms(self):
-        return [ProximalTerm(self.mu)]
+        return [ProximalTerm(mu=self.mu)]
 
     def own_aggregator(self):
         return LossWeightedMean()

@@ -60,8 +60,8 @@ _NAMES = {
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses EMNIST
         FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB Inputs LoadedData
-        MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew RemoteClients Scenario Sent140 Shakespeare
-        Shard Shards SVHN Table TableSchema TextTable TinyImageNet TorchDataset
+        MaskFolder MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew RemoteClients Scenario Sent140
+        Shakespeare Shard Shards SVHN Table TableSchema TextTable TinyImageNet TorchDataset
     """,
     "data.transforms": "CropFlip Normalize",
     "engines": """
@@ -77,9 +77,9 @@ _NAMES = {
     "core.round": "Round",
     "models": """
         Backbone BiLSTM classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder Head LeNet MLP
-        MobileNetV2 ModelFactory NetworkFactory ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN VGG11 with_encoder
+        MobileNetV2 ModelFactory NetworkFactory ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN UNet VGG11 with_encoder
     """,
-    "core.objectives": "Classification MultiLabel Objective Regression",
+    "core.objectives": "Classification MultiLabel Objective Regression Segmentation",
     "orchestrator": "FederatedOrchestrator",
     "runs": "Run",
     "core.state_dicts": "weighted_mean",

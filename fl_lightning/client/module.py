@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import lightning as L
 import torch
@@ -20,7 +20,7 @@ from fl_lightning.client.lightning_model import class_name, has_optimizer, own_o
 from fl_lightning.client.losses import LossRecord, total_loss
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
 from fl_lightning.client.weights import WeightMemory, load_weights
-from fl_lightning.core.arguments import ArgumentsMixin
+from fl_lightning.core.arguments import FieldsMixin
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.flat_tensors import matching_parts
 from fl_lightning.core.inputs import Batch, Inputs
@@ -76,11 +76,13 @@ class FitContext(NamedTuple):
     logs_losses: bool = True
 
 
-class LossTerm(ArgumentsMixin, nn.Module):
+class LossTerm(FieldsMixin, nn.Module):
     """A term that a method adds to a client's training loss: a scalar that includes its coefficient.
 
-    Subclasses override `forward`. They override `begin` if they need the weights before training, and `remember` and
-    `recall` if a client keeps state from one of its rounds to the next.
+    Subclasses declare their options as annotated class attributes (`mu: float = 0.1`), and override `forward`. A term
+    with modules of its own creates them in `__post_init__`, after `super().__post_init__()`. Subclasses override
+    `begin` if they need the weights before training, and `remember` and `recall` if a client keeps state from one of
+    its rounds to the next.
 
     A term also works in another LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. If it needs
     `begin`, call `term.begin(ClientModule(net))` in `on_fit_start`.
@@ -96,12 +98,18 @@ class LossTerm(ArgumentsMixin, nn.Module):
         taps: Names of the backbone's layers whose inputs the term reads in `Step.taps`.
     """
 
-    name: str = ""
-    active: bool = True
-    needs_classes: bool = False
-    only_in: str | None = None
-    objective_weight: float = 1.0
-    taps: tuple[str, ...] = ()
+    section = "algorithm"
+    name = ""
+    active = True
+    needs_classes = False
+    only_in: ClassVar[str | None] = None
+    objective_weight = 1.0
+    taps: Sequence[str] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        """Initialise the module, and check the numbers among the options."""
+        nn.Module.__init__(self)
+        super().__post_init__()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

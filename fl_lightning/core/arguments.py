@@ -10,7 +10,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
-import numpy as np
 from typing_extensions import dataclass_transform
 
 from fl_lightning.core.errors import check_number
@@ -75,7 +74,7 @@ class FieldsMixin(ArgumentsMixin):
     """
 
     section = ""
-    _writes_init = False
+    writes_init = False
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -88,14 +87,14 @@ class FieldsMixin(ArgumentsMixin):
     def __init_subclass__(cls, **options: Any) -> None:
         inherited = [option for option in getattr(cls, "__dataclass_fields__", {}).values() if option.init]
         order = ["self", *inspect.get_annotations(cls), *inspect.signature(cls.__init__).parameters]
-        cls._writes_init = cls._writes_init or "__init__" in vars(cls)
-        dataclass(init=not cls._writes_init, kw_only=True, eq=False, repr=False)(cls)
+        cls.writes_init = cls.writes_init or "__init__" in vars(cls)
+        dataclass(init=not cls.writes_init, kw_only=True, eq=False, repr=False)(cls)
         for option in inherited:
             if option.name in vars(cls) and option in fields(cls):
                 raise TypeError(f"{cls.__name__}.{option.name}: write its type, `{option.name}: {option.type} = ...`.")
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            signature = _written_signature(cls.__init__) if cls._writes_init else _sorted_signature(cls.__init__, order)
+            signature = _written_signature(cls.__init__) if cls.writes_init else _sorted_signature(cls.__init__, order)
             cls.__init__.__signature__ = signature  # type: ignore[attr-defined]
 
 
@@ -119,7 +118,7 @@ def argument_types(kind: Any) -> dict[str, Any]:
     Raises:
         NameError: A type is not defined in the module of the class that declares the argument.
     """
-    declared = is_dataclass(kind) and not getattr(kind, "_writes_init", False)
+    declared = is_dataclass(kind) and not getattr(kind, "writes_init", False)
     return get_type_hints(kind if declared else kind.__init__)
 
 
@@ -130,7 +129,7 @@ def describe(value: Any) -> Any:
     derives from `ArgumentsMixin` or is a dataclass. Of other objects, only plain attributes with the names of arguments
     are known. A tensor is described by its class path only.
     """
-    if isinstance(value, np.generic):
+    if type(value).__module__ == "numpy" and value.shape == ():  # help reads this module, and does not need NumPy
         value = value.item()
     for kind in PLAIN:
         if isinstance(value, kind):

@@ -40,7 +40,7 @@ FEW = 20
 NO_HEADER = "If the first line is a sample, add a line with the names of the columns above it"
 """Hint for files in which names of columns are numbers."""
 
-WRITTEN_NUMBERS = "Write plain numbers, such as 1234.5, or set the options decimal and thousands of the table"
+WRITTEN_NUMBERS = "Write plain numbers, such as 1234.5, set scenario.dataset.decimal and thousands as they are written"
 """Fix for numbers that are written as text."""
 
 SPLIT_NAMES = {

@@ -21,6 +21,7 @@ from fl_lightning.core.names import join_names
 from fl_lightning.data.custom_data import (
     FEW,
     KEY,
+    WRITTEN_NUMBERS,
     Labels,
     column_error,
     existing_path,
@@ -393,7 +394,7 @@ def check_categories(column: pd.Series) -> None:
     text = numbers.isna().to_numpy()
     if text.any() and not text.all():
         row = int(text.argmax())
-        what = f"{row_location(column, row)}, {one_line(repr(values[row]))}. Correct the value, {fix}"
+        what = f"{row_location(column, row)}, {one_line(repr(values[row]))}. {WRITTEN_NUMBERS}, {fix}"
         raise column_error(column, "features", f"holds numbers and, in {what}")
     large = (numbers.abs() >= 2.0**64).to_numpy()  # read_csv returns these as text
     if large.any():

@@ -126,7 +126,7 @@ def by_hand(run, gamma, cumulative, plus):
 @pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
 @in_float64
 def test_a_run_equals_a_loop_by_hand(tmp_path, kind, cumulative):
-    run = finished(tmp_path, kind(2.0, cumulative), **UNEQUAL | full_batch(0.1))
+    run = finished(tmp_path, kind(gamma=2.0, cumulative=cumulative), **UNEQUAL | full_batch(0.1))
     teacher, known, models, shared = by_hand(run, 2.0, cumulative, plus=kind is FedDistillPlus)
     torch.testing.assert_close(run.state["mean_logits"]["values"], teacher, rtol=1e-9, atol=1e-9)
     assert torch.equal(run.state["mean_logits"]["known"], known)

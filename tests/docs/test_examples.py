@@ -85,7 +85,7 @@ def test_the_subset_has_the_first_images_of_each_class(tmp_path, monkeypatch):
 
 
 def test_the_custom_algorithm_is_short():
-    assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) < 45
+    assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) <= 40
 
 
 def test_the_custom_algorithm_weights_clients_by_loss(tmp_path):

@@ -30,7 +30,10 @@ def numbers(type_name):
     for kind in ("algorithms", "loss_terms", "aggregators", "graphs", "models", "engines"):
         for cls in classes(kind):
             for parameter in inspect.signature(cls).parameters.values():
-                if parameter.annotation.split(" | ")[0] == type_name and parameter.name != "num_classes":
+                if (
+                    str(getattr(parameter.annotation, "__name__", parameter.annotation)).split(" | ")[0] == type_name
+                    and parameter.name != "num_classes"
+                ):
                     yield pytest.param(kind, cls, parameter.name, id=f"{cls.__name__}.{parameter.name}")
 
 

@@ -47,7 +47,7 @@ def groups(monkeypatch):
 
 def test_a_larger_round_and_another_experiment_get_slots_of_their_own(tmp_path):
     engine = StackedEngine()
-    for name, method in (("plain", FedAvg()), ("proximal", FedProx(1.0))):
+    for name, method in (("plain", FedAvg()), ("proximal", FedProx(mu=1.0))):
         run = fitted(tmp_path / name, method)
         run_tasks(engine, run.worker, tasks(run, 2)[:2])
         again, new = (results(run, one, 2, evaluate=True) for one in (engine, StackedEngine()))

@@ -291,6 +291,16 @@ def write_image(path: Path, number: int) -> None:
     Image.new("L", (6, 8), number).save(path)
 
 
+def write_masks(root: Path, n: int = 10) -> None:
+    """Write n images of 16x16 pixels for each of two sites, with masks of two classes."""
+    for seed, site in enumerate(SITES[:2]):
+        x, masks = images(n, 16, 16, seed=seed), images(n, 16, 16, seed=seed + 2) > 127
+        for i in range(n):
+            for kind, pixels in (("images", x[i]), ("masks", masks[i].astype(np.uint8))):
+                (root / site / kind).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(root / site / kind / f"{i:03}.png")
+
+
 def write_sites(root: Path, form: str = "{site}/{kind}/{i:03}.png", n: int = 60, split: bool = False) -> None:
     """Write n images of the value i under paths of the form, with the sites and the classes `cat` and `dog` in turn."""
     for i in range(n):

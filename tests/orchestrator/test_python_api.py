@@ -68,7 +68,7 @@ def test_docs_and_examples_import_only_public_names():
     codes = [code for page in pages for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
     codes += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     names = {name for code in codes for name in imported(code)}
-    assert {"FederatedOrchestrator", "MLP", "Digits", "weighted_mean"} <= names
+    assert {"FederatedOrchestrator", "MLP", "Digits", "WeightedMean"} <= names
     assert names <= set(fl_lightning.__all__)
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 from fl_lightning import runs
 from fl_lightning.cli import catalogue
 from fl_lightning.core import trusted_imports
+from fl_lightning.core.arguments import argument_types
 from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.runs.fingerprint import Fingerprint
 
@@ -119,7 +120,7 @@ def text_arguments():
         place = re.sub(r"(?<=algorithm)\.", ".init_args.", key)
         place += ".0" if kind in ("loss_terms", "callbacks") else ""
         for cls in catalogue.classes(kind):
-            for name, hint in typing.get_type_hints(cls.__init__).items():
+            for name, hint in argument_types(cls).items():
                 needed = {"path": "images"} if name == "cache" else {}
                 if str in (hint, *typing.get_args(hint)) and name != "return":
                     for what in ("evil:Net\n", "../outside/mark", "/dev/zero"):

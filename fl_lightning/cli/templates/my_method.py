@@ -46,10 +46,11 @@ class PriorMatching(LossTerm):
     """Loss term: beta · KL(class distribution of all clients ‖ mean prediction of the batch)."""
 
     needs_classes = True
+    beta: float = 0.1
 
-    def __init__(self, beta: float) -> None:
-        super().__init__()
-        self.beta = beta
+    def __post_init__(self) -> None:
+        """Create the shared tensors."""
+        super().__post_init__()
         self.class_counts = ClassCounts()
 
     @property
@@ -103,7 +104,7 @@ class MyMethod(Algorithm):
 
     def own_terms(self) -> list[LossTerm]:
         """Return the loss terms that the method adds on the clients."""
-        return [PriorMatching(self.beta)]
+        return [PriorMatching(beta=self.beta)]
 
     def own_aggregator(self) -> Aggregator:
         """Return how the server computes the next global model."""
