@@ -166,6 +166,7 @@ def test_the_size_of_the_validation_share_is_rounded_half_to_even(tmp_path, deal
     assert run.worker.client_data.sample_count(0) == dealt - held_back
 
 
+@pytest.mark.thorough
 def test_random_numbers_in_prepare_do_not_change_the_training(tmp_path):
     class Drawing(FedAvg):
         def prepare(self, module, batches, validation):

@@ -69,6 +69,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, adaptive):
         assert_near(dict(run.client_module(client).backbone.state_dict()), mixed, 1e-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_the_shared_model_equals_fedavg_for_every_share(tmp_path, alpha):
     options = UNEQUAL | {"model": NormMLP}
@@ -76,6 +77,7 @@ def test_the_shared_model_equals_fedavg_for_every_share(tmp_path, alpha):
     assert same_bytes(shared, weights_after(tmp_path / "avg", FedAvg(), **options))
 
 
+@pytest.mark.thorough
 def test_with_a_share_of_0_a_client_is_evaluated_with_the_shared_model(tmp_path):
     run = finished(tmp_path, APFL(alpha=0.0, adaptive=False), **UNEQUAL)
     client = next(iter(run.memory))

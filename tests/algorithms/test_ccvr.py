@@ -107,6 +107,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
             assert row[name] == pytest.approx(right.double().mean().item())
 
 
+@pytest.mark.thorough
 def test_calibration_improves_a_model_of_skewed_clients_and_training_goes_on_without_it(tmp_path):
     run = finished(tmp_path / "ccvr", CCVR(), **UNEQUAL)
     row = run.csv.rows[-1]

@@ -225,6 +225,7 @@ def test_the_default_is_uniform_sampling(tmp_path):
     assert untimed(one.csv.rows) == untimed(other.csv.rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("new", [PoissonSampling, lambda: MarkovAvailability(0.5, 0.7)])
 def test_a_resumed_run_continues_with_the_same_participants(tmp_path, new):
     whole = finished(tmp_path / "whole", client_sampler=new(), rounds=4)
@@ -235,6 +236,7 @@ def test_a_resumed_run_continues_with_the_same_participants(tmp_path, new):
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 
 
+@pytest.mark.thorough
 def test_rounds_of_different_sizes_can_be_stacked(tmp_path):
     options = {"client_sampler": PoissonSampling(), "clients_per_round": 3, "rounds": 4}
     one, other = (

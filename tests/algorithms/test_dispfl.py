@@ -260,6 +260,7 @@ def test_with_full_masks_it_is_gossip_averaging(tmp_path):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "optimizer",

@@ -32,6 +32,7 @@ ALL = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("lam", "buffers"), [(1.0, "average"), pytest.param(5.0, "local", marks=pytest.mark.thorough)])
 def test_the_shared_model_equals_fedavg_for_every_lambda(tmp_path, lam, buffers):
     one = finished(tmp_path / "ditto", Ditto(lam=lam, buffers=buffers), **ALL)

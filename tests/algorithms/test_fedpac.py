@@ -166,6 +166,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     torch.testing.assert_close(received.head.weight.detach(), heads[0]["weight"])
 
 
+@pytest.mark.thorough
 def test_one_client_without_alignment_trains_as_in_fedrep(tmp_path):
     one = UNEQUAL | {"scenario": digits(1), "clients_per_round": 1}
     runs = [experiment(tmp_path / type(kind).__name__, kind, **one) for kind in (FedPAC(lam=0.0), FedRep())]

@@ -239,6 +239,7 @@ def test_steps_that_leave_none_for_the_body_of_the_largest_client_are_refused(tm
     run(2 * per_epoch + 1, head_epochs=2).fit()
 
 
+@pytest.mark.thorough
 def test_a_dry_run_need_not_reach_the_body(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["fit", "--config", "digits_fedrep.yaml", "--fast", "--logger", "null"]) == 0

@@ -12,6 +12,7 @@ OPTIONS = """
 PROTONET = "[{class_path: Prototypical, init_args: {shots: 2}}]"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [pytest.param("FedAvg", marks=pytest.mark.thorough), "FedSKC"])
 def test_a_method_runs_on_fc100_from_its_config(method, tmp_path, monkeypatch):
     write_cifar(tmp_path, 100, monkeypatch, (1000, 200))

@@ -143,6 +143,7 @@ def test_a_run_equals_a_loop_by_hand(network, layer, compared, tmp_path):
     assert_equals_loop(run, run.state["model"], model.state_dict())
 
 
+@pytest.mark.thorough
 def test_a_client_keeps_its_last_encoders_in_order(tmp_path):
     run, rounds = watched(tmp_path, MOON(history=2), rounds=4, model=NormMLP)
     uploads = {client: [] for client in range(6)}

@@ -43,6 +43,7 @@ def refusal(key, kind):
     return f"algorithm.{key}: {kind.__name__} works only in {kind.only_in}. {fix}"
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("kind", [kind for kind in AGGREGATORS if not kind.only_in])
 def test_an_aggregator_works_in_fedavg_and_with_another_term(kind, tmp_path):

@@ -120,6 +120,7 @@ def test_publications_are_unchanged_by_the_state_and_by_bundles():
 # --- Collecting ---
 
 
+@pytest.mark.thorough
 def test_n_com_other_clients_are_sampled_in_each_round(tmp_path):
     run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=1, **ALL)
     drawn = {(r, k): peers_in(run.server.download(r, k)) for r in range(2, 302) for k in range(K)}
@@ -239,6 +240,7 @@ def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
 # --- Shared knowledge ---
 
 
+@pytest.mark.thorough
 def test_soft_labels_are_merged_over_the_client_and_its_peers(tmp_path):
     engine = Watching()
     model = partial(MLP, hidden=(16,), head=Head(classifier="bias_free"))
@@ -281,6 +283,7 @@ def test_the_state_of_a_term_stays_with_its_client(tmp_path):
 STATISTICS = {f"encoder.2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("buffers", ["average", "local", "drop"])
 def test_buffers_are_averaged_kept_or_dropped(tmp_path, buffers):
     engine = Watching()

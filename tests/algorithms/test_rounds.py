@@ -23,6 +23,7 @@ class Drawing(WeightedMean):
         return super().finish(folded, round, knowledge)
 
 
+@pytest.mark.thorough
 def test_metrics_of_the_server_are_logged_and_random_numbers_depend_on_seed_and_round(tmp_path):
     run = finished(tmp_path / "run", FedAvg(aggregator=Drawing()), rounds=3, seed=5)
     drawn = [np.random.default_rng(derive(5, Stream.AGGREGATION, round)).random() for round in (1, 2, 3)]

@@ -77,6 +77,7 @@ def test_later_configs_add_to_the_baselines(here):
     assert expanded(*own) == own  # FedSKC is still the configs' own algorithm
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_baseline_can_be_resumed(here):
     code, _, err = run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--run_dir", "run")
     assert (code, err) == (0, "")

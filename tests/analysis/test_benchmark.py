@@ -226,6 +226,7 @@ def tuned(entry, folder, fake, first=0.1, **options) -> TunedEntry:
     return tune(entry, Defaults({}, {"optimizer.lr": first}), folder, fake, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("best", "first", "is_moved"), [(0.1, 0.1, False), (30, 1.0, True)])
 def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_path):
     entry = next(benchmark(tmp_path).entries())
@@ -245,6 +246,7 @@ def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_p
     assert len(lines) == (3 if is_moved else 6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("best", "first", "is_moved"), [(0.1, 0.1, False), (30, 1.0, True)])
 def test_a_budget_of_processor_time_ends_the_tuning(best, first, is_moved, tmp_path):
     tuning = {"trials": 50, "processor_seconds": 90, "seeds": [7, 8]}

@@ -103,6 +103,7 @@ def assert_close(one, other):
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("client", [None, 2])
@@ -147,6 +148,7 @@ def test_a_file_has_the_clients_batchnorm_statistics_and_dropout_is_off(suffix, 
         assert_close(outputs_of_file(path, batch()), module(batch()))
 
 
+@pytest.mark.thorough
 def test_the_network_of_another_round_is_exported(tmp_path):
     path, out = export(tmp_path, ".pt", "--checkpoint", "2")
     assert "after round 2" in out
@@ -155,6 +157,7 @@ def test_the_network_of_another_round_is_exported(tmp_path):
     assert not all(torch.equal(weights[name], value) for name, value in open_run("run").state["model"].items())
 
 
+@pytest.mark.thorough
 def test_a_lightning_trainer_continues_from_the_checkpoint(tmp_path):
     path, _ = export(tmp_path, ".ckpt")
     module = ClientModule.load_from_checkpoint(path)
@@ -337,6 +340,7 @@ def test_a_trace_that_gives_other_outputs_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_a_network_that_a_format_cannot_hold_is_refused(tmp_path):
     """The message is one line, without torch's own report."""
     skip_without_packages(".onnx")

@@ -197,6 +197,7 @@ def title(*folders):
     return names[0]
 
 
+@pytest.mark.thorough
 def test_titles(tmp_path):
     digits = {"scenario": {"dataset": {"class_path": "fl_lightning.data.Digits"}}}
     for method, seed in (("FedSKC", 0), ("FedSKC", 1), ("FedAvg", 0)):
@@ -371,6 +372,7 @@ def test_the_last_image_of_each_kind_is_taken(folder):
     assert data["left_out"] == []
 
 
+@pytest.mark.thorough
 def test_a_large_image_is_reduced(folder):
     blocks = np.kron(noise(20, 40) // 16 * 15, np.ones((40, 40, 1)))
     write_image(folder / "figures" / "drift" / "round-1.png", blocks + noise(800, 1600) % 2)
@@ -483,6 +485,7 @@ def test_hostile_text_does_not_become_markup(tmp_path):
     assert HOSTILE in data["runs"][0]["metrics"]
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(st.text("<>&'\"/\\é\u2028") | st.text(), st.lists(st.text())))
 def test_escaped_json_has_the_same_content_without_markup(data):
     text = page.escape_json(data)
@@ -544,6 +547,7 @@ def test_the_command_writes_a_page_and_names_the_parts_left_out(folder, tmp_path
     assert page.is_report(out)
 
 
+@pytest.mark.thorough
 def test_only_a_report_is_replaced(folder, tmp_path):
     out = tmp_path / "page.html"
     assert command("report", folder, "-o", out).code == 0

@@ -148,6 +148,7 @@ def test_wrong_options_are_refused_without_torch(words, message, here, monkeypat
     refused(words, message, here)
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -193,6 +194,7 @@ def test_a_config_cannot_contain_the_options(here):
 # --- The runs ---
 
 
+@pytest.mark.thorough
 def test_all_combinations_and_seeds_are_run_once_and_compared(here, started):
     words = [*FIT, "--multirun", "algorithm=FedAvg,fedprox", "--algorithm.loss_terms", "null", "--seeds"]
     code, out, err = run(*words, "0", "--workers", "2", "--threads", "1", "--percent")
@@ -227,6 +229,7 @@ def test_a_run_that_fails_is_left_out_of_the_table(here, started):
     assert (run(*words).code, len(started)) == (1, 2)
 
 
+@pytest.mark.thorough
 def test_fast_makes_a_dry_run_of_each_combination(here, started):
     before = contents(here)
     code, out, err = run(*FIT, "-m", "algorithm=FedAvg,FedProx", "--seeds", "0", "1", "--fast")

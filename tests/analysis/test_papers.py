@@ -310,6 +310,7 @@ def check(stem, column, row):
     assert {key: found.get(key, "missing") for key in expected} == expected, (column, row)
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 def test_a_cell_has_the_settings_of_its_column_and_row(stem, table):
     for column, row in covering_cells().get(stem, []):

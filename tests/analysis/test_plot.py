@@ -281,6 +281,7 @@ def test_runs_that_did_not_finish_are_noted(tmp_path):
 # --- The command ---
 
 
+@pytest.mark.thorough
 def test_files_have_the_format_of_their_ending_and_the_same_bytes_each_time(study):
     words = ["plot", study, "--where", "alpha=0.1", "--by", "algorithm", "--width", "5", "-o"]
     code, out, err = run(*words, study / "a.pdf")

@@ -577,6 +577,7 @@ def test_csv_has_a_line_for_each_cell(here):
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_only_missing_runs_are_started(here, started):
     words = ["reproduce", "table.yaml", "--rows", "Uni", "--columns", "alpha 1", "--threads", "1"]
     code, out, err = run(*words, "--seeds", "3", "--workers", "2")

@@ -445,6 +445,7 @@ def test_a_goal_in_the_wrong_direction_gives_a_warning(metric, goal, better):
     assert parsed(metric={"name": metric, "goal": better}).maximize is (better == "maximize")
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("metric", "method", "parameters", "fix"),
@@ -796,6 +797,7 @@ def test_a_lost_file_is_written_again(name, swept):
     assert len(study_of(swept).trials) == 3
 
 
+@pytest.mark.thorough
 def test_the_folder_of_another_study_is_refused(swept):
     """So is one whose description is lost, as is that of an older version."""
     before = contents(swept)

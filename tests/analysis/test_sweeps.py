@@ -137,6 +137,7 @@ def test_the_first_line_of_a_sweep_file_describes_it(sweep):
     assert re.fullmatch(r"# \S.{20,117}[.]", sweep.read_text().splitlines()[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 def test_each_trial_is_a_valid_config(sweep, agent_folder, monkeypatch):
     """Each parameter is a key of the resolved config, with the trial's value."""

@@ -40,6 +40,7 @@ def expected(run, module, x, y):
     return confusion_matrix(y, predicted, labels=range(10))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, PeerFedPer, FedPer, Ditto, PerFedAvg])
@@ -68,6 +69,7 @@ def test_matrices_equal_those_of_scikit_learn(tmp_path, algorithm):
     np.testing.assert_array_equal(arrays["worst"], own[worst])
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("model", ["trained", "received"])

@@ -114,6 +114,7 @@ def check(place, name):
     assert re.search(rf"(?<!\w)({re.escape('.'.join(names))}|{names[0]})(?!\w)", err), message
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("place", PLACES[::3], ids=lambda place: ".".join(map(str, place)))
 def test_some_values_in_a_third_of_the_keys(place, here):

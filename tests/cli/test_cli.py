@@ -76,6 +76,7 @@ def test_help_lists_every_command(capsys):
         assert all(f"  {command} " in text and line in text for command, line in cli.COMMANDS.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", [TINY, RICH], ids=["tiny", "rich"])
 @pytest.mark.fast_cases(1)
 def test_a_printed_config_is_a_config_that_prints_itself(text, here, capsys):
@@ -100,6 +101,7 @@ def test_a_printed_config_has_the_settings_of_the_file(here, capsys):
     assert printed["logger"]["init_args"]["save_dir"] == "logs"
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger", "MLFlowLogger"])
 def test_a_logger_that_lightning_has_too_is_ours(name, here):
@@ -662,6 +664,7 @@ def test_a_closed_pipe_ends_quietly(words, here, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.thorough
 def test_fit_reads_each_config_once_besides_its_parser(here, monkeypatch):
     """The parser reads them by itself: for the settings, and the experiment's config alone for the name of the run."""
     Path("more.yaml").write_text("seed: 3\n")

@@ -33,6 +33,7 @@ class EvalDropout(Classifier):
 ENGINES = [SequentialEngine(local_loop=False), SequentialEngine(), StackedEngine(), ProcessesEngine(2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "engine"),
     [(FedAvg, engine) for engine in ENGINES]

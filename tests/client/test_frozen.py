@@ -129,6 +129,7 @@ OTHERS = ("APPLE", "CriticalFL", "DisPFL", "IFCA", "PeerCriticalFL")
 NO_ENCODER = ("FedDistill", "FedProto", "LGFedAvg", "Local")  # send none
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
 def test_no_method_trains_or_sends_frozen_parameters(tmp_path, name):
@@ -144,6 +145,7 @@ def test_no_method_trains_or_sends_frozen_parameters(tmp_path, name):
     assert sizes[0] < sizes[1] or (name in NO_ENCODER and sizes[0] == sizes[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("Algorithm", *OTHERS)])
 def test_not_sending_frozen_parameters_changes_no_model(tmp_path, monkeypatch, name):

@@ -249,6 +249,7 @@ class OwnStep(Classifier):
 SCHEDULE = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [

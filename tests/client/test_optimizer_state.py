@@ -195,6 +195,7 @@ class Broken(Engine):
             done(worker.run(task))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("method", [FedAvg, partial(UAPDFL, n_com=2, preset="reference")], ids=["server", "peers"])
 @pytest.mark.fast_cases(1)

@@ -466,6 +466,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.parametrize(
     ("method", "words"),

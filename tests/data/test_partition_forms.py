@@ -140,6 +140,7 @@ def test_the_first_balanced_client_draws_its_classes_from_a_dirichlet() -> None:
     assert np.abs(np.var(shares, axis=0).mean() / variance - 1) < 0.15
 
 
+@pytest.mark.thorough
 def test_balanced_shares_follow_the_sizes_of_the_classes() -> None:
     """The shares of a client are drawn from Dirichlet(α C p), with p the classes' shares of all samples."""
     alpha, clients = 0.5, 40

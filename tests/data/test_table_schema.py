@@ -144,6 +144,7 @@ def test_the_summary_names_the_first_of_many_features(tmp_path):
     assert TableSchema.from_json(schema.to_json()) == schema
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_writes_its_schema_again(tmp_path):
     tiny(tmp_path / "run", "--rounds", "1", text=TEXT)
     written = (tmp_path / "run" / "schema.json").read_text()

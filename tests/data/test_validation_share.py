@@ -76,6 +76,7 @@ def test_the_test_set_of_a_tuned_run_keeps_the_training_samples(arrays: Arrays, 
         assert torch.equal(one.test, test.test)
 
 
+@pytest.mark.thorough
 def test_a_tuned_run_says_on_what_it_is_tested_and_can_be_tested_on_the_test_set(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = ("--config", "digits_fedper", "--rounds", "2", "--logger", "null", "--scenario.validation_share", "0.2")

@@ -364,6 +364,7 @@ def test_links_are_rewritten_for_the_site(page, link, moved, hooks):
     assert made == f"[a]({moved})\n\n{snippet}\n\n[b]({moved})\n"
 
 
+@pytest.mark.thorough
 def test_the_reference_imports_names_from_where_they_are(hooks):
     pages = hooks.reference()
     for page in pages.values():

@@ -25,6 +25,7 @@ def load(name):
     return module
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
 @pytest.mark.parametrize("name", ["plain_trainer", "loss_term_elsewhere"])
 def test_an_example_learns_the_digits(name, capsys):

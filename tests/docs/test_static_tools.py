@@ -26,6 +26,7 @@ def test_a_type_checker_knows_the_public_names(tmp_path: Path) -> None:
     assert done.stdout.count('Revealed type is "def (self: fl_lightning.') == len(NAMES), done.stdout
 
 
+@pytest.mark.thorough
 def test_a_second_clone_has_its_own_folders(tmp_path: Path) -> None:
     for name in ("fl_lightning", *LINKED):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -30,6 +30,7 @@ def timed(monkeypatch):
     return seconds, tried
 
 
+@pytest.mark.thorough
 def test_the_fastest_is_taken_and_told(tmp_path, timed):
     screen = io.StringIO()
     run = experiment(tmp_path / "auto", engine="auto", callbacks=[RoundProgress(Console(file=screen))])

@@ -188,6 +188,7 @@ def test_what_clients_train_is_what_they_train_without(tmp_path):
     assert same_bytes(alone, watched)
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "engine",

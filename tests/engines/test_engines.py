@@ -25,6 +25,7 @@ from fl_lightning.engines.base import in_client_order
 from fl_lightning.evaluation.evaluation import Evaluation
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSKC, CwFedAvg, partial(UAPDFL, n_com=2)])
@@ -134,6 +135,7 @@ class Momentous(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.thorough
 def test_nothing_a_fit_leaves_behind_reaches_the_next(tmp_path):
     run = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)
     run._build()

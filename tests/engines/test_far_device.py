@@ -135,6 +135,7 @@ def test_options_give_the_same_bytes(tmp_path: Path, name: str) -> None:
     assert_same_run(near, far)
 
 
+@pytest.mark.thorough
 def test_stacked_clients_whose_rows_are_not_consecutive_give_the_same_bytes(tmp_path: Path) -> None:
     """Some last batches have the same size although their clients are not neighbours. No client trains alone."""
     near, far, _ = both(tmp_path, FedProx, engine=StackedEngine(), batch_size=8, clients_per_round=6)
@@ -198,6 +199,7 @@ ENGINES = {
 GAPS = 4 * 15  # unused elements between the entries of a flat tensor, of four entries or fewer
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", [FedAvg, FedDW])
@@ -214,6 +216,7 @@ def test_weights_are_copied_once_a_round_for_any_number_of_clients(tmp_path: Pat
     assert crossed[1] - crossed[0] < size / 2  # losses and knowledge of three more clients, in two rounds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.fast_cases(1)
 def test_a_step_copies_nothing(tmp_path: Path, engine: str) -> None:
@@ -227,6 +230,7 @@ def test_a_step_copies_nothing(tmp_path: Path, engine: str) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["local loop", "stacked"])
 @pytest.mark.fast_cases(2)
 def test_a_round_waits_as_often_for_any_number_of_clients(tmp_path: Path, engine: str) -> None:
@@ -240,6 +244,7 @@ def test_a_round_waits_as_often_for_any_number_of_clients(tmp_path: Path, engine
     assert waits[0] == waits[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("held", [1, 1 << 28])
 def test_failures_are_the_same_when_results_are_read_together(tmp_path: Path, monkeypatch: Any, held: int) -> None:
     monkeypatch.setattr(unread_result, "HELD", held)
@@ -347,6 +352,7 @@ OWN_PARTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", OWN_PARTS)
 @pytest.mark.fast_cases(1)
 def test_overridden_methods_get_tensors_on_the_cpu(tmp_path: Path, part: str) -> None:

@@ -96,6 +96,7 @@ QUICK = ("SCAFFOLD", "UAPDFL")
 METHODS_TWICE = [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in METHODS]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.parametrize("name", METHODS_TWICE)
 def test_training_is_that_of_data_without_the_held_out_clients(tmp_path: Path, name: str) -> None:
@@ -138,6 +139,7 @@ def test_without_a_personal_part_a_new_client_gets_the_global_model(tmp_path: Pa
     assert new_client_row(run.test()) == row
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @in_float64
 @pytest.mark.parametrize(
@@ -236,6 +238,7 @@ def test_personalisation_and_choice_of_a_cluster_need_no_training(tmp_path: Path
     assert tuned["new_client/acc_mean"] > plain["new_client/acc_mean"] + 0.1
 
 
+@pytest.mark.thorough
 def test_a_new_client_gets_the_calibrated_model(tmp_path: Path) -> None:
     run = finished(tmp_path, CCVR(), scenario=HELD_OUT, rounds=1, trainer=ONE_EPOCH)
     (calibrated, plain) = (
@@ -261,6 +264,7 @@ def test_every_engine_gives_the_same_metrics(tmp_path: Path, engine: Any) -> Non
         assert same == pytest.approx(row, abs=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", [pytest.param(Ditto, marks=pytest.mark.thorough), partial(UAPDFL, n_com=2)])
 def test_a_resumed_run_gives_the_same_metrics(tmp_path: Path, algorithm: Any) -> None:
     options = {"scenario": HELD_OUT, "trainer": ONE_EPOCH}

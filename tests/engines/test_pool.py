@@ -211,6 +211,7 @@ def same(one, other):
     assert untimed(one.csv.rows) == untimed(other.csv.rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("workers", "method"), [(2, PeerAlgorithm), (1, FedAvg), (3, FedAvg)])
 def test_the_number_of_workers_does_not_change_results(tmp_path, workers, method):
@@ -243,6 +244,7 @@ def test_a_signal_ends_the_wait_for_workers_that_do_not_answer(tmp_path):
         engine.start(run.worker)
 
 
+@pytest.mark.thorough
 def test_the_largest_of_the_tasks_taken_goes_first(tmp_path):
     engine = LocalPool(1)
     run, tasks = started(tmp_path, engine)
@@ -256,6 +258,7 @@ def test_the_largest_of_the_tasks_taken_goes_first(tmp_path):
     assert sorted(engine.order) == list(range(6))
 
 
+@pytest.mark.thorough
 def test_tasks_are_taken_only_when_there_is_room(tmp_path):
     engine, taken, arrived = LocalPool(2), 0, 0
     run, tasks = started(tmp_path, engine)
@@ -287,6 +290,7 @@ def test_shared_tensors_are_stored_once_a_round_and_the_worker_object_once(tmp_p
     assert engine.started == engine.ended == 6  # no more than tasks
 
 
+@pytest.mark.thorough
 def test_start_starts_all_workers(tmp_path):
     engine = LocalPool(30, lost_at_start=1)
     run, tasks = started(tmp_path, engine)
@@ -299,6 +303,7 @@ def test_start_starts_all_workers(tmp_path):
         LocalPool(2, lost_at_start=9).start(run.worker)
 
 
+@pytest.mark.thorough
 def test_another_worker_object_is_sent_anew(tmp_path):
     engine = LocalPool(1)
     (one, tasks), (other, other_tasks) = (started(tmp_path / str(n), engine, seed=n) for n in (0, 1))
@@ -308,6 +313,7 @@ def test_another_worker_object_is_sent_anew(tmp_path):
     assert same_bytes(second.upload.tensors, other.worker.run(other_tasks[0]).upload.tensors)
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("lost_at", [[2, 2], [0, 1, 2, 3, 4, 5]])
 def test_tasks_of_a_lost_worker_are_run_again(tmp_path, lost_at):
@@ -335,6 +341,7 @@ def test_a_client_at_which_three_workers_are_lost_has_failed(tmp_path):
     assert run.engine.order.count(3) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("exited", "main", "is_shown"),
     [
@@ -358,6 +365,7 @@ def test_workers_that_never_begin_end_the_run(exited, main, is_shown, tmp_path, 
     assert engine.started == engine.ended
 
 
+@pytest.mark.thorough
 def test_tasks_of_an_interrupted_round_are_dropped(tmp_path):
     engine = LocalPool(2)
     run, tasks = started(tmp_path, engine)
@@ -433,6 +441,7 @@ def test_each_task_is_a_round_of_one_client(tmp_path, events):
         assert same_result(answer.result, run.worker.run(task))
 
 
+@pytest.mark.thorough
 def test_each_task_is_answered_before_the_next_is_received(tmp_path):
     run, tasks = started(tmp_path, "sequential")
     waiting, log = deque([load(run), *requests_for(tasks[:3])]), []
@@ -469,6 +478,7 @@ def test_another_worker_object_replaces_the_first(tmp_path, events, first, secon
     assert same_result(answers[5].result, other.worker.run(others[1]))
 
 
+@pytest.mark.thorough
 def test_a_task_is_freed_before_the_next_is_received(tmp_path):
     run, tasks = started(tmp_path, "sequential")
     waiting, held = requests_for(reversed(tasks)), []

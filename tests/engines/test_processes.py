@@ -245,6 +245,7 @@ def test_the_clock_starts_with_the_first_task_and_again_with_each_answer(monkeyp
 # --- Signals, and what is left ---
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_run_ends_it_and_it_goes_on_from_there(tmp_path, signum):

@@ -45,6 +45,7 @@ def groups(monkeypatch):
     return fits
 
 
+@pytest.mark.thorough
 def test_a_larger_round_and_another_experiment_get_slots_of_their_own(tmp_path):
     engine = StackedEngine()
     for name, method in (("plain", FedAvg()), ("proximal", FedProx(mu=1.0))):
@@ -105,6 +106,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIONS)
 def test_results_are_those_of_new_modules(tmp_path, monkeypatch, name):
     algorithm, options = OPTIONS[name]

@@ -21,6 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "deploy-reference.md"
 CONFIG = ("--config", "digits_fedavg.yaml", "--scenario.clients", "3", "--logger", "null")
 
 
+@pytest.mark.thorough
 def test_deploy_writes_an_app_and_the_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused = run("deploy", *CONFIG, "--test", "parts/test")

@@ -208,6 +208,7 @@ def test_images_go_to_loggers_that_support_them(tmp_path):
 LOCAL = ["CSVLogger", "TensorBoardLogger"]
 
 
+@pytest.mark.thorough
 def test_loggers_write_the_metrics_to_the_run_folder(tmp_path):
     pytest.importorskip("tensorboard")
     drift = "[{class_path: ClientDrift, init_args: {every: 2}}]"

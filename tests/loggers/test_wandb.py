@@ -174,6 +174,7 @@ def test_config_is_logged_with_keys_to_filter_by(logged):
     assert len(config["fl_lightning"].get("commit", 40 * "0")) == 40
 
 
+@pytest.mark.thorough
 def test_a_run_from_python_has_a_config_a_name_and_a_group(tmp_path):
     """Runs that differ only in the seed, or in options that do not change results, share the group."""
     options = {"base": {}, "seed": {"seed": 1}, "engine": {"engine": "stacked"}, "batch": {"batch_size": 16}}

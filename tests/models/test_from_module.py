@@ -283,6 +283,7 @@ def test_a_class_of_a_network_is_a_model_as_it_is(kind, tmp_path):
     assert same_bytes(run.state["model"], by_hand(run, build))
 
 
+@pytest.mark.thorough
 def test_a_network_is_a_model_in_a_config(tmp_path):
     settings = yaml.safe_load(TINY) | {"algorithm": "FedAvg"}
     settings["model"] = {"class_path": f"{__name__}.Sized", "init_args": {"hidden": 3}}

@@ -82,6 +82,7 @@ def test_received_models_are_scored_on_every_clients_own_test_split(tmp_path):
     assert row["client/acc_mean"] == pytest.approx(np.mean(expected))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.parametrize("algorithm", [FedAvg, partial(UAPDFL, n_com=2)])
 def test_both_are_the_metrics_of_received_and_of_trained_models(tmp_path, algorithm):
@@ -146,6 +147,7 @@ def test_trained_models_are_evaluated_on_their_own_clients(tmp_path):
     assert row["personal_on_global/acc_mean"] == pytest.approx(np.mean([both for _, both in trained.values()]))
 
 
+@pytest.mark.thorough
 def test_evaluation_every_few_rounds_and_after_the_last(tmp_path):
     run = experiment(tmp_path, rounds=5, evaluate_every=2)
     run.fit()

@@ -304,6 +304,7 @@ def same_run(one, other):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_and_disk_give_the_same_run_and_resume_each_other(tmp_path, method):

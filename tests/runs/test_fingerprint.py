@@ -265,6 +265,7 @@ def test_changed_warnings_file_is_warned_of(tmp_path):
 # --- The folder ---
 
 
+@pytest.mark.thorough
 def test_failed_start_leaves_no_folder(tmp_path, monkeypatch):
     def fails(*_):
         raise ConfigError("logger: no")

@@ -325,6 +325,7 @@ def key_of(tmp_path):
     return tmp_path / "config" / "fl-lightning" / "key"
 
 
+@pytest.mark.thorough
 def test_own_run_needs_no_trust(own, here, tmp_path):
     forget_modules(here)
     assert run("test", "run").code == 0
@@ -340,6 +341,7 @@ def test_own_run_needs_no_trust(own, here, tmp_path):
     assert [place.name for place in key_of(tmp_path).parent.iterdir()] == ["key"]
 
 
+@pytest.mark.thorough
 def test_own_module_may_be_in_a_namespace_package(here):
     (here / "own").mkdir()
     (here / "own" / "nets.py").write_text("from fl_lightning.models import MLP\n\nclass Net(MLP):\n    pass\n")
@@ -399,6 +401,7 @@ def test_signature_is_invalid_if_modules_moved(own, here, tmp_path, monkeypatch)
     assert "own" not in sys.modules
 
 
+@pytest.mark.thorough
 def test_resumed_trusted_run_is_signed(own, here):
     (own / ".signature").unlink()
     forget_modules(here)
@@ -463,6 +466,7 @@ def test_special_or_large_signature_file_is_refused(damage, own, here):
     check_refused_silently(["test", "run"], [])
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("always")
 def test_run_is_not_signed_without_a_home_folder(here, tmp_path, monkeypatch):
     write_own_modules(here)
