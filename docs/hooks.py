@@ -1,13 +1,15 @@
 """Generate pages of the site: README, CONTRIBUTING, CHANGELOG, the examples and the reference.
 
-MkDocs calls the functions `on_...`, and mkdocstrings loads `Callbacks`.
+MkDocs calls the functions `on_...`, and mkdocstrings loads `Callbacks` and `Options`.
 """
 
 from __future__ import annotations
 
+import inspect
 import posixpath
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import fl_lightning
+from fl_lightning.core.arguments import FieldsMixin
 from fl_lightning.core.public_names import public_classes
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +61,21 @@ class Callbacks(griffe.Extension):
         """Add the package to `fl_lightning`."""
         if pkg.path == "fl_lightning":
             pkg.set_member("callbacks", loader.load("callbacks"))
+
+
+class Options(griffe.Extension):
+    """Add the constructor of each class whose options are fields, which does not exist in the sources."""
+
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Add `__init__` with the parameters that the imported class has."""
+        found = getattr(import_module(cls.module.path), cls.name, None)
+        if not (isinstance(found, type) and issubclass(found, FieldsMixin)) or "__init__" in cls.members:
+            return
+        parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
+        for option in list(inspect.signature(found.__init__).parameters.values())[1:]:
+            kind, default = griffe.ParameterKind.keyword_only, repr(option.default)
+            parameters.append(griffe.Parameter(option.name, annotation=option.annotation, kind=kind, default=default))
+        cls.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*parameters)))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -112,7 +130,7 @@ def title_of(path: Path) -> str:
 
 def reference() -> dict[str, str]:
     """Return the pages of the reference: an overview, and one page per package."""
-    loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(Callbacks))
+    loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(Callbacks, Options))
     loader.load("fl_lightning")
     loader.resolve_aliases()
     packages = {name: loader.modules_collection[name] for name in PACKAGES}

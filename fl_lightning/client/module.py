@@ -56,7 +56,7 @@ class Step:
 class FitContext(NamedTuple):
     """The circumstances of a client's fit in one round, which loss terms and methods read.
 
-    Args:
+    Attributes:
         round: The round, from 1, for terms that change over rounds.
         lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
         batch_size: Batch size of the fit, for methods that also train outside of it.

@@ -37,8 +37,13 @@ class FedHalf(Algorithm):
         lr: The share of the way.
     """
 
-    def __init__(self, lr: float = 0.5) -> None:
-        super().__init__([HalfTerm()], ServerStep(lr))
+    lr: float = 0.5
+
+    def own_terms(self):
+        return [HalfTerm()]
+
+    def own_aggregator(self):
+        return ServerStep(self.lr)
 '''
 
 LOOKUPS = """
