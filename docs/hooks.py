@@ -68,6 +68,8 @@ class Options(griffe.Extension):
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         """Add `__init__` with the parameters that the imported class has."""
+        if not cls.module.path.startswith("fl_lightning."):  # `callbacks` would be imported under a second name
+            return
         found = getattr(import_module(cls.module.path), cls.name, None)
         if not (isinstance(found, type) and issubclass(found, FieldsMixin)) or "__init__" in cls.members:
             return
