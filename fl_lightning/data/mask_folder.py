@@ -11,9 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
-from fl_lightning.core.objectives import IGNORED
 from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
-from fl_lightning.data.datasets import LoadedData
+from fl_lightning.data.datasets import LoadedData, count_outputs
 from fl_lightning.data.files import BadFile, files_in, naming_file, open_file
 from fl_lightning.data.image_files import FORMATS, EncodedImage, ImageOptions
 from fl_lightning.data.image_folder import subfolders
@@ -84,12 +83,10 @@ class MaskFolder(CustomDataset):
                 raise ConfigError(f"{KEY}.path: {one_line(self.path)}: {what}. Set {KEY}.images to its name")
             pairs = [(pair, site) for site in ([""] if alone else sites) for pair in self._pairs(root / site)]
             files = [image for (image, _), _ in pairs]
-            size = self.options.shape([EncodedImage(str(files[0]), files[0])])[1:] if self.options.size else None
-            y = torch.from_numpy(stack_masks([mask for (_, mask), _ in pairs], size))
+            y = torch.from_numpy(stack_masks([mask for (_, mask), _ in pairs], self.options.size))
         except BadFile as error:
             raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
-        used = y[y != IGNORED]
-        outputs = self.num_classes or max(2, int(used.max()) + 1 if len(used) else 0)
+        outputs = self.num_classes or max(2, count_outputs(y))
         client = None if alone else np.array([site for _, site in pairs])
         return Samples(files, Labels(y, outputs, [str(number) for number in range(outputs)]), client)
 

@@ -167,7 +167,7 @@ class ScoreAccumulator:
         self._sums: list[dict[str, Tensor]] = []  # kept on the device, since each copy to the CPU would wait
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add a batch: the model's outputs `(B, C)` in float32, and the labels.
+        """Add a batch: the model's outputs `(B, *output_shape)` in float32, and the labels.
 
         Raises:
             ConfigError: A metric fails.

@@ -258,8 +258,8 @@ def parse_overrides(words: Sequence[str]) -> Settings:
 def _settings(where: str, content: Any) -> Settings:
     require(isinstance(content, Mapping), f"{where}: it needs {{key: value, ...}} with options of fit ({content!r})")
     for key in content:
-        allowed = key not in SET_ELSEWHERE or (key == "algorithm" and where.startswith("methods"))
-        require(allowed, f"{where}: {key} is set by {SET_ELSEWHERE.get(key)}. Leave it out")
+        if key in SET_ELSEWHERE and not (key == "algorithm" and where.startswith("methods")):
+            raise ConfigError(f"{where}: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
     return content
 
 

@@ -61,7 +61,8 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
         for word in words:
             key, sign, text = word.partition("=")
             require(sign and key, f"{word!r} is not of the form KEY=VALUE,VALUE")
-            require(key not in FIXED, f"{key} cannot vary here. {FIXED.get(key)}.")
+            if key in FIXED:
+                raise ConfigError(f"{key} cannot vary here. {FIXED[key]}.")
             require(key not in grid, f"{key} is given twice. List all its values after one {key}=")
             with errors_at(key):
                 grid[key] = split_values(key, text)

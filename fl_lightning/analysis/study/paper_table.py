@@ -340,7 +340,8 @@ def _scale_number(number: int, scale: float) -> int:
 
 def _override_word(pair: str) -> str:
     key, _ = split_setting(pair)
-    require(key not in SET_ELSEWHERE, f"--set: {key} is set by {SET_ELSEWHERE.get(key)}. Leave it out")
+    if key in SET_ELSEWHERE:
+        raise ConfigError(f"--set: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
     return f"--{pair}"
 
 

@@ -19,7 +19,7 @@ from fl_lightning.cli.jobs import FIT, check_experiment, in_each, resolve_config
 from fl_lightning.cli.options import MULTIRUN, key_of, options_of, split_options
 from fl_lightning.cli.unknown_names import check_names
 from fl_lightning.core.config_files import CommandLine, is_run
-from fl_lightning.core.errors import check_number, check_positive
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.terminal import echo
 from fl_lightning.runs.search import open_runs
 
@@ -48,8 +48,8 @@ def expand(line: CommandLine) -> CommandLine:
             require(key not in own, f"--{key}: given twice. Write all its values after one --{key}")
             own[key] = part
             rest += [PLACE] * (key == "multirun")
-    either = "needs --seeds or --multirun. Add one of them, or leave it out"
-    require({"seeds", "multirun"} & own.keys(), f"--{next(iter(own))}: {either}")
+    if not {"seeds", "multirun"} & own.keys():
+        raise ConfigError(f"--{next(iter(own))}: needs --seeds or --multirun. Add one of them, or leave it out")
     return CommandLine([*(word for part in own.values() for word in part), "--", *rest])
 
 
@@ -89,7 +89,8 @@ def combine(given: Namespace) -> list[Combination]:
         require(seed not in given.seeds[:i], f"--seeds: {seed} is given twice. Leave one out")
     grid = parse_grid(given.multirun or ())
     for key, *_ in split_options(given.words, options_of("fit")):
-        require(key not in CONFLICTS, f"--{key}: {CONFLICTS.get(key)}")
+        if key in CONFLICTS:
+            raise ConfigError(f"--{key}: {CONFLICTS[key]}")
         for other, is_set in (("--multirun", key in grid), ("--seeds", key == "seed" and given.seeds)):
             require(not is_set, f"--{key}: {other} sets it, too. Leave one of them out")
     found = combinations(grid, given.words)
