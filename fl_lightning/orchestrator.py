@@ -316,7 +316,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
 
     def _set_up(self, worker: Worker) -> None:
         super()._set_up(worker)
-        self.record.set_data(self.data, worker.device)
+        self.record.set_inputs(self.data, worker.device, worker.fixed)
 
     def _reduce_to_dry_run(self) -> None:
         """Limit the built and checked experiment to a dry run: few rounds, clients, samples and training steps."""
@@ -349,7 +349,9 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
 
     def _finish(self) -> Figures:
         one = self.evaluator.global_module(self.round).backbone.cpu() if self.algorithm.one_model else None
-        finals = self.record.finish(self.evaluation.target_accuracies, None if one is None else one.state_dict())
+        fixed = self.worker.fixed
+        model = {name: value for name, value in one.state_dict().items() if name not in fixed} if one else None
+        finals = self.record.finish(self.evaluation.target_accuracies, model)
         if self.data.is_remote:
             self.evaluator.deliver_models(self.round)
         return finals

@@ -19,7 +19,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weight
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.client.weights import buffer_names, detached, load_weights, require_parts, to_cpu
+from fl_lightning.client.weights import buffer_names, detached, is_in, load_weights, require_parts, to_cpu
 from fl_lightning.core.arguments import FieldsMixin, describe
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
@@ -61,8 +61,8 @@ class Algorithm(FieldsMixin, Capable):
         optimizer_state: Whether a client's optimizer state is `kept` between its rounds or `fresh`, by default.
         drop_last: Whether clients skip a last training batch with fewer samples than the others.
         one_model: Whether the state's `model` is a model for all clients, which is evaluated as the global model.
-        personal: Prefixes of entries of the backbone's state dict that never leave the client, which keeps them from
-            round to round. `("head.",)` is the head, `("",)` the whole model.
+        personal: Entries of the backbone's state dict that never leave the client, which keeps them between rounds:
+            prefixes, or patterns with `*`. `("head.",)` is the head, `("",)` the whole model.
         personal_section: Section of the client state with weights of the client's own model that the method keeps in
             addition to `personal`, if any. A client without this section has not trained its own model.
         validation: Fraction of a client's training data that is left out of training, as validation data for `prepare`.
@@ -72,8 +72,8 @@ class Algorithm(FieldsMixin, Capable):
             class labels.
         module_class: Builds a client's module; a subclass of `ClientModule` if the training step differs.
         samples: Number of training samples of each client. `start` sets it.
-        fixed: Names of the parameters that the model freezes (`requires_grad=False` when built). They are equal
-            everywhere, so they are neither sent nor kept. `start` sets it.
+        fixed: Names of the parameters that the model freezes (`requires_grad=False` when built), and of the buffers of
+            frozen layers. They are equal everywhere, so they are neither sent nor kept. `start` sets it.
         plain_exchange: Whether `receive` only loads tensors into the module, `upload` and `remember` only copy its
             tensors, and `aggregation` leaves the weights to the aggregator. Engines then save copies.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
@@ -217,7 +217,7 @@ class Algorithm(FieldsMixin, Capable):
 
         Args:
             sizes: Number of samples that each client has for training and `validation`.
-            fixed: Names of the parameters that the model freezes.
+            fixed: Names of the parameters that the model freezes, and of the buffers of frozen layers.
             buffers: Names of the model's buffers.
         """
         self.samples, self.fixed = [self.training_samples(size) for size in sizes], fixed
@@ -368,7 +368,7 @@ class Algorithm(FieldsMixin, Capable):
         return {
             name: value
             for name, value in entries
-            if (name in own or name.startswith(tuple(self.personal))) and name not in dropped
+            if (name in own or is_in(self.personal, name)) and name not in dropped
         }
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError, NonFiniteError
+from fl_lightning.core.fixed_tensors import is_shared
 from fl_lightning.core.flat_tensors import FlatTensors, as_flat, map_tensors
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import State, first_non_finite
@@ -56,8 +58,21 @@ def loads_plainly(backbone: nn.Module) -> bool:
 
 
 def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
-    """Return a tuple with the state dict prefix of each part of a backbone: `("head.",)` for the part `head`."""
-    return tuple(f"{part}." for part in parts)
+    """Return a tuple with the state dict prefix of each part of a backbone: `("head.",)` for the part `head`.
+
+    Patterns of entries, which contain `*`, are returned unchanged.
+    """
+    return tuple(part if "*" in part else f"{part}." for part in parts)
+
+
+def is_in(parts: Iterable[str], name: str) -> bool:
+    """Return whether a state dict entry belongs to one of some parts of a backbone.
+
+    Args:
+        parts: Prefixes such as `head.`, or patterns such as `*.lora_B.*`.
+        name: The entry's name.
+    """
+    return any(fnmatchcase(name, part) if "*" in part else name.startswith(part) for part in parts)
 
 
 def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
@@ -65,14 +80,14 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
 
     Args:
         key: The option.
-        parts: The parts, from `beginnings`.
+        parts: The parts, from `beginnings`, or patterns.
         backbone: The backbone.
 
     Raises:
         ConfigError: No entry of the backbone belongs to a part. The message names it.
     """
     for part in parts:
-        if not any(name.startswith(part) for name in backbone.state_dict()):
+        if not any(is_in([part], name) for name in backbone.state_dict()):
             getattr(backbone, part.partition(".")[0], None)  # `FromModule` raises an error that says why
             there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
             fix = "and their submodules, such as encoder.1"
@@ -87,6 +102,11 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
 def trainable_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
     """Return a network's parameters with `requires_grad=True` by name."""
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+
+
+def unfixed_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a network's parameters by name, without those that copies of the network share (`fixed_tensors`)."""
+    return {name: parameter for name, parameter in network.named_parameters() if not is_shared(parameter)}
 
 
 def load_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:

@@ -17,10 +17,12 @@ from fl_lightning.client.lightning_model import class_name, has_optimizer
 from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
 from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
+from fl_lightning.core.fixed_tensors import named_tensors, shared_tensors
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import ClassWeights, Objective
 from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
 from fl_lightning.data import FederatedData, LoadedData
+from fl_lightning.data.federated_data import sha256
 from fl_lightning.engines.trainer import DEFAULTS
 from fl_lightning.models.wrapped import outputs_option
 
@@ -165,6 +167,22 @@ def warn_of_eval_mode(module: ClientModule) -> None:
         what = f"{where}{class_name(module.backbone)} is in eval mode, and stays so during training"
         fix = "Call its train() in your constructor, for dropout and BatchNorm as usual in training."
         warnings.warn(f"model: {what}. {fix}", stacklevel=2)
+
+
+@contextmanager
+def unchanged_fixed_tensors(network: nn.Module) -> Iterator[None]:
+    """Context for a fit that checks at its end that the tensors that all clients share have not changed.
+
+    Raises:
+        ConfigError: The fit has changed one of them in place.
+    """
+    before = {name: sha256([tensor]) for name, tensor in shared_tensors(network).items()}
+    yield
+    after = dict(named_tensors(network))
+    for name, digest in before.items():
+        if name not in after or sha256([after[name]]) != digest:
+            what = f"{name!r} is frozen when the model is built, so all clients share it, but the fit changes it"
+            raise ConfigError(f"model: {what}. Build it trainable, or as a buffer of a layer that is not frozen.")
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Set
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -12,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client.module import ClientModule
+from fl_lightning.core.fixed_tensors import is_shared
 from fl_lightning.core.flat_tensors import FlatTensors, Layout
 
 CONTAINERS = (dict, OrderedDict, list, set)
 CONSTANTS = (
-    *(int, float, complex, str, bytes, type(None), tuple, frozenset, type, partial, torch.dtype, torch.device),
+    *(int, float, complex, str, bytes, type(None), tuple, frozenset, type, Enum, partial, torch.dtype, torch.device),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
 """Types of attributes that are not changed in place."""
@@ -31,13 +34,12 @@ class ClientSlot:
     Args:
         module: A newly built client module on the training device, for which `can_reset` is true.
         shared: Names of the backbone's entries that are sent.
-        fixed: Names of frozen parameters, which are the same on all clients and need no reset.
 
     Attributes:
         layout: The positions of the sent weights in the flat tensor.
     """
 
-    def __init__(self, module: ClientModule, shared: Iterable[str], fixed: Iterable[str] = ()) -> None:
+    def __init__(self, module: ClientModule, shared: Iterable[str]) -> None:
         self.module = module.train()
         entries = module.backbone.state_dict(keep_vars=True)
         self._order = tuple(shared)
@@ -49,15 +51,12 @@ class ClientSlot:
         self._initial = self._new_flat()
         for name, view in self.layout.views(self._initial).items():
             view.copy_(entries[name].detach())
-        self._attributes = [(vars(part), vars(part).copy()) for part in module.modules()]
-        containers = [
-            value for _, attributes in self._attributes for value in attributes.values() if is_container(value)
-        ]
-        self._empty = [value for value in containers if not value]
-        self._filled = [(value, value.copy()) for value in containers if value]
-        unchanged = {id(entries[name]) for name in (*sent, *fixed)}
-        rest = {id(value): value for part in module.modules() for value in tensors_of(part)}
-        self._rest = [(value, value.detach().clone()) for key, value in rest.items() if key not in unchanged]
+        values = {id(value): value for part in module.modules() for value in containers_in(vars(part))}
+        self._empty = [value for value in values.values() if not value]
+        self._filled = [(value, value.copy()) for value in values.values() if value]
+        received = {id(entries[name]) for name in sent}
+        rest = {id(value): value for part in module.modules() for value in tensors_of(part) if not is_shared(value)}
+        self._rest = [(value, value.detach().clone()) for key, value in rest.items() if key not in received]
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self.place(self._initial.clone())
 
@@ -67,9 +66,6 @@ class ClientSlot:
         Args:
             overwritten: Entries of the backbone that are overwritten before they are read.
         """
-        for attributes, initial in self._attributes:
-            attributes.clear()
-            attributes.update(initial)
         for container in filter(None, self._empty):
             container.clear()
         for container, content in self._filled:
@@ -167,18 +163,50 @@ def is_container(value: Any) -> bool:
     return type(value) in CONTAINERS
 
 
-def values_of(part: nn.Module) -> Iterator[Any]:
-    """Yield the values of a module's attributes; for dicts, lists and sets, the values inside."""
-    for value in vars(part).values():
+def contents(container: Any) -> Iterable[Any]:
+    """Return the values of a dict, or the items of a list or set."""
+    return container.values() if isinstance(container, dict) else container
+
+
+def containers_in(container: Any, known: set[int] | None = None) -> Iterator[Any]:
+    """Yield a container, the containers inside of it, and the attributes of the objects inside, such as configs.
+
+    Args:
+        container: A dict, list or set.
+        known: Containers that were yielded before, by `id`.
+    """
+    known = set() if known is None else known
+    if id(container) in known:
+        return
+    known.add(id(container))
+    yield container
+    for value in contents(container):
         if is_container(value):
-            yield from value.values() if isinstance(value, dict) else value
-        else:
-            yield value
+            yield from containers_in(value, known)
+        elif has_attributes_only(value):
+            yield from containers_in(vars(value), known)
+
+
+def has_attributes_only(value: Any) -> bool:
+    """Return whether an object, such as the config of a Hugging Face model, has no state except its attributes."""
+    if isinstance(value, (*CONSTANTS, Tensor, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    try:
+        build, arguments, state, *items = value.__reduce_ex__(2)
+    except Exception:  # whatever an object's own pickling raises
+        return False
+    return build is copyreg.__newobj__ and len(arguments) == 1 and state == vars(value) and items == [None, None]  # type: ignore[attr-defined]
+
+
+def values_of(part: nn.Module) -> Iterator[Any]:
+    """Yield the values of a module's attributes; for containers and configs, the values inside."""
+    for container in containers_in(vars(part)):
+        yield from (value for value in contents(container) if not is_container(value))
 
 
 def is_restorable(value: Any) -> bool:
-    """Return whether a `ClientSlot` can restore an attribute with this value: a constant, a tensor or a module."""
-    return isinstance(value, (*CONSTANTS, Tensor, nn.Module))
+    """Return whether a `ClientSlot` can restore an attribute with this value."""
+    return isinstance(value, (*CONSTANTS, Tensor, nn.Module)) or has_attributes_only(value)
 
 
 def tensors_of(part: nn.Module) -> Iterator[Tensor]:

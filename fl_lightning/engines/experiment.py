@@ -14,6 +14,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.client.weights import buffer_names
 from fl_lightning.core.errors import ConfigError, blame, check_instance, check_number, check_positive
+from fl_lightning.core.fixed_tensors import copy_shared_tensors
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Task
@@ -79,8 +80,8 @@ class Experiment:
         """Check the `Worker` (model, data, options), and build the server and the evaluator. Nothing is trained yet."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
         with blame("model"):
-            frozen, buffers = worker.frozen, frozenset(buffer_names(worker.template.backbone))
-        self.algorithm.start([len(shard.train) for shard in self.data.shards], frozen, buffers)
+            fixed, buffers = frozenset(worker.fixed), frozenset(buffer_names(worker.template.backbone))
+        self.algorithm.start([len(shard.train) for shard in self.data.shards], fixed, buffers)
         worker.check(scaled=self.round_lr_scheduler is not None)
         if self.round_lr_scheduler:
             worker.template.require_optimizer("round_lr_scheduler")
@@ -139,7 +140,9 @@ class Experiment:
         download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
         scale = self.server.lr_scales.of(self.round)
         task = Task(self.round, client, download, self.memory.get(client, {}), scale)
-        return self.worker.modules.personalize(task).train()
+        module = self.worker.modules.personalize(task).train()
+        copy_shared_tensors(module)
+        return module
 
     def test(self) -> RoundMetrics:
         """Evaluate the global model, and each client's `client_module` on its own test split."""

@@ -8,24 +8,26 @@ import pickle
 import types
 import weakref
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.core.fixed_tensors import alias, copy_network, is_shared
 from fl_lightning.engines.persistent_pickle import KeyPickler, KeyUnpickler
 
 M = TypeVar("M", bound=nn.Module)
 
 # Types that a deep copy shares with the original, and that pickle would refuse or look up by name.
-AS_IS = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, weakref.ref)
+AS_IS = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, weakref.ref, Enum)
 
 
 class ModuleCopier(Generic[M]):
-    """Builds independent copies of a module faster than `copy.deepcopy`.
+    """Builds copies of a module as `copy_network` does, which share its fixed tensors, but faster.
 
-    The tensors are copied one by one. The objects that hold them are unpickled from memory, which is faster than
+    The other tensors are copied one by one. The objects that hold them are unpickled from memory, which is faster than
     copying them in Python. A module that cannot be pickled, or that defines `__deepcopy__`, is deep-copied.
 
     Args:
@@ -56,7 +58,7 @@ class ModuleCopier(Generic[M]):
             blank: Names of state dict entries that the caller overwrites. Their values are uninitialised.
         """
         if self._structure is None:
-            return copy.deepcopy(self._module)
+            return copy_network(self._module)
         empty = {id(self._entries[name]) for name in blank if name in self._entries}
         built: dict[int, Any] = {}
 
@@ -64,7 +66,7 @@ class ModuleCopier(Generic[M]):
             if number not in built:
                 original = self._parts[number]
                 if isinstance(original, Tensor):
-                    original = empty_copy(original) if id(original) in empty else copy.deepcopy(original)
+                    original = empty_copy(original) if id(original) in empty else copy_tensor(original)
                 built[number] = original
             return built[number]
 
@@ -85,6 +87,11 @@ class ModuleCopier(Generic[M]):
 
         KeyPickler(stream := io.BytesIO(), number_of, protocol=pickle.HIGHEST_PROTOCOL).dump(self._module)
         return stream.getvalue()
+
+
+def copy_tensor(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor or parameter. A fixed tensor's copy has the same memory."""
+    return alias(tensor) if is_shared(tensor) else copy.deepcopy(tensor)
 
 
 def empty_copy(tensor: Tensor) -> Tensor:

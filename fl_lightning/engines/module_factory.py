@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -12,6 +11,7 @@ import torch
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.weights import WeightMemory, load_weights, loads_plainly
+from fl_lightning.core.fixed_tensors import copy_network, share, shared_tensors
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.task import Task
@@ -73,7 +73,7 @@ class ModuleFactory:
         """Build a client module that can be reset for each client; None if that is not possible."""
         module = self.build().to(self.trainer.strategy.root_device)
         shared = self.algorithm.shared_names(module.backbone)
-        return ClientSlot(module, shared, self.algorithm.fixed) if can_reset(module, shared) else None
+        return ClientSlot(module, shared) if can_reset(module, shared) else None
 
     def receive(self, task: Task, slot: ClientSlot | None = None) -> ClientModule:
         """Load the server's message into a client's module, and return the module, ready to start the task.
@@ -128,9 +128,11 @@ class ModuleFactory:
 
     @cached_property
     def _copier(self) -> ModuleCopier[ClientModule]:
-        module = self.trainer.precision_plugin.convert_module(copy.deepcopy(self.template))
+        module = self.trainer.precision_plugin.convert_module(copy_network(self.template))
         assert isinstance(module, ClientModule)
-        return ModuleCopier(module.to(self._built_on))
+        module = module.to(self._built_on)
+        share(module, shared_tensors(self.template))  # again, because conversion makes new tensors
+        return ModuleCopier(module)
 
     def _prepare(self, module: ClientModule, task: Task) -> None:
         seed_everything(self.seed, Stream.PREPARATION, task.round, task.client)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, blame
+from fl_lightning.core.fixed_tensors import fixed_tensors, set_to_eval_mode, share, shared_tensors
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.state_dicts import State
@@ -51,6 +53,7 @@ from fl_lightning.engines.checks import (
     check_share,
     check_tensors,
     check_trainer,
+    unchanged_fixed_tensors,
     warn_of_cut_steps,
     warn_of_emulation,
     warn_of_environment,
@@ -81,6 +84,10 @@ class Worker:
         training: The options of local training.
         metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
         positive_class: Of two classes, the one that binary metrics count as positive.
+
+    Attributes:
+        has_fitted: Whether a client has trained in this process.
+        mapped: Fixed tensors of the network in memory that the processes of a run share; empty in the main process.
     """
 
     seed: int
@@ -90,34 +97,39 @@ class Worker:
     training: LocalTraining = LocalTraining()
     metrics: Sequence[str | dict[str, Any]] = ()
     positive_class: int = 1
+    has_fitted: bool = field(default=False, init=False)
+    mapped: Tensors = field(default_factory=dict, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the constructor arguments for pickling. The receiving process builds everything else again."""
-        return {name: vars(self)[name] for name in self.__dataclass_fields__}
+        """Return the constructor arguments for pickling, and the fixed tensors, which all processes then share.
+
+        The receiving process builds everything else again.
+        """
+        mapped = {name: tensor.detach() for name, tensor in self.fixed.items()}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {"mapped": mapped}
 
     @property
-    def template(self) -> ClientModule:
-        """LightningModule with the run's initial weights. Each task trains a copy of it."""
-        return self._template[0]
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """Names of the network's frozen parameters, which are the same on all clients."""
-        return self._template[1]
+    def fixed(self) -> Tensors:
+        """The network's frozen parameters and the buffers of frozen layers, which are the same on all clients."""
+        return shared_tensors(self.template.backbone)
 
     @cached_property
-    def _template(self) -> tuple[ClientModule, frozenset[str]]:
+    def template(self) -> ClientModule:
+        """LightningModule with the run's initial weights. Each task trains a copy of it."""
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
         loaded = self.data.data
         backbone = build_network(self.model, loaded.in_shape, loaded.num_classes)
         initialise_lazy_layers(backbone, loaded.prepare(loaded.x_train[:2]))
         check_tensors(backbone)
-        frozen = {id(parameter): parameter for parameter in backbone.parameters() if not parameter.requires_grad}
+        fixed = fixed_tensors(backbone)
+        for name, value in self.mapped.items():
+            fixed[name].data = value
+        share(backbone, fixed)
+        set_to_eval_mode(backbone)
         optimizer = self.training.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
         module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler)
         module.objective = self.data.objective
-        # a method may have replaced a frozen parameter by one of its own
-        return module, frozenset(name for name, p in module.backbone.named_parameters() if id(p) in frozen)
+        return module
 
     @property
     def client_callbacks(self) -> Sequence[Callback]:
@@ -280,10 +292,12 @@ class Worker:
             slot = self.modules.intact_slot() if trainer else None
             module = self.modules.receive(task, slot)
             optimizer, logged = None, dict[str, float]()
-            if task.fit and trainer:
-                optimizer = self.loop(module, task, trainer)
-            elif task.fit:
-                optimizer, logged = self.fit(module, task)
+            first_fit, self.has_fitted = task.fit and not self.has_fitted, True
+            with unchanged_fixed_tensors(module.backbone) if first_fit else nullcontext():
+                if task.fit and trainer:
+                    optimizer = self.loop(module, task, trainer)
+                elif task.fit:
+                    optimizer, logged = self.fit(module, task)
             if slot:
                 slot.check_weights()
             module.weight_memory.spent = spent = self.algorithm.plain_exchange and not task.evaluates
@@ -329,7 +343,7 @@ class Worker:
         if self.client_callbacks and not module.train_losses():
             raise ConfigError("the fit was over before its first step, ended by one of client_callbacks")
         for name, parameter in module.backbone.named_parameters():
-            if parameter.requires_grad and name in self.frozen:
+            if parameter.requires_grad and name in self.fixed:
                 what = f"{name!r} is frozen when the model is built, so it is not sent, but unfrozen in the fit"
                 raise ConfigError(f"model: {what}. Build it trainable, and freeze it in on_fit_start.")
         return trainer.optimizers[0], logged_metrics(trainer, module.train_losses())

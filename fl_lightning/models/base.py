@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors
 
@@ -159,7 +159,7 @@ def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Modu
 
 def frozen_copy(module: nn.Module, weights: Tensors | None = None) -> nn.Module:
     """Return a copy of a module, with other weights if they are given, in eval mode and without gradients."""
-    copied = copy.deepcopy(module)
+    copied = copy_network(module)
     if weights:
         copied.load_state_dict(weights)
     return copied.eval().requires_grad_(False)

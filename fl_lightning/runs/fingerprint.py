@@ -37,12 +37,14 @@ class Fingerprint:
         data: Digests of the dataset and the partition, by part.
         rows: Digests of the metrics up to the round, by file.
         made_with: Versions, number of threads and device.
+        fixed: Digest of the model's fixed tensors, such as a pretrained network's; empty if it has none.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
     rows: dict[str, str] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
+    fixed: str = ""
 
     def check_config(self, config: Mapping[str, Any] | None) -> None:
         """Raise an error if a run is resumed with a config that would change its results.
@@ -72,6 +74,16 @@ class Fingerprint:
             where = "scenario.dataset" if parts != ["partition"] else "scenario.partition"
             fix = "Restore the data, or start a new run."
             raise ConfigError(f"{where}: changed since the run began: {', '.join(sorted(parts))}. {fix}")
+
+    def check_fixed(self, fixed: str) -> None:
+        """Raise an error if a run is resumed with other fixed tensors, which no checkpoint contains.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        if self.fixed != fixed:
+            what = "the frozen part of the network changed since the run began"
+            raise ConfigError(f"model: {what}. Restore the files that it is read from, or start a new run.")
 
     def warn_of_environment(self, now: Mapping[str, str]) -> None:
         """Warn if versions, device or threads have changed since the checkpoint, and say how results may change."""

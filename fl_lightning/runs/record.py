@@ -19,6 +19,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
+from fl_lightning.data.federated_data import sha256
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import summarize
 from fl_lightning.loggers.base import Labels
@@ -125,9 +126,10 @@ class Record:
         """Whether the run has a resolved config, from which the command line can rebuild it."""
         return bool(self._settings)
 
-    def set_data(self, data: FederatedData, device: torch.device) -> None:
-        """Set the run's data and training device. The fingerprint in each checkpoint describes them."""
+    def set_inputs(self, data: FederatedData, device: torch.device, fixed: Tensors) -> None:
+        """Set the run's data, its device and the model's fixed tensors. The fingerprint in each checkpoint has them."""
         self._data, self._digest, self._device = data, data.digest(), device
+        self._fixed = sha256(fixed.values()) if fixed else ""
 
     def find_checkpoint(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:
         """Return the checkpoint to resume from; None if the folder contains no run.
@@ -159,6 +161,7 @@ class Record:
             ConfigError: The data changed since the run began.
         """
         saved.fingerprint.check_data(self._digest)
+        saved.fingerprint.check_fixed(self._fixed)
         self.memory.load(saved.files)
         self._restored_from, self._settings = saved.fingerprint, saved.fingerprint.config
 
@@ -247,7 +250,7 @@ class Record:
         """
         self.writer.wait()
         rows = self.csv.digests | {self.warned.path.name: self.warned.digest}
-        fingerprint = Fingerprint(self._settings, self._digest, rows, environment(self._device))
+        fingerprint = Fingerprint(self._settings, self._digest, rows, environment(self._device), self._fixed)
         content = self.run.round, self.run.checkpoint_state(), fingerprint, self.memory.snapshot()
         self.writer.submit(partial(self._write, *content, keep))
 
@@ -298,7 +301,7 @@ class Record:
 
         Args:
             targets: The accuracies for which the summary gives the first round that reaches them (R_acc).
-            model: The global model's weights, if there is one.
+            model: The global model's weights without fixed tensors, if there is one.
 
         Returns:
             The summary of the run.
@@ -311,6 +314,9 @@ class Record:
         if model is not None:
             torch.save(model, io := BytesIO())
             write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
+        if self._fixed:
+            note = {"fixed_tensors": self._fixed, "merge": f"fl-lightning export {self.run_dir} -o model.pt"}
+            write_atomically(self.run_dir / "final" / "base.json", json.dumps(note, indent=1) + "\n")
         write_atomically(self.run_dir / "final" / "summary.json", json.dumps(summary, indent=1) + "\n")
         self.logger.log_files()
         return summary

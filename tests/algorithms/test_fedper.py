@@ -73,3 +73,16 @@ def test_an_unknown_part_is_refused_before_round_1(tmp_path, part):
     with pytest.raises(ConfigError, match=rf"algorithm.personal: '{part}' is no part of MLP with weights; it has enc"):
         run.fit()
     assert not run.round
+
+
+def test_a_pattern_keeps_the_entries_that_match(tmp_path):
+    run = finished(tmp_path, FedPer(personal=["*.bias", "head"]), rounds=1)
+    sent, kept = ({*names} for names in (run.state["model"], run.memory[0]["personal"]))
+    entries = {*run.worker.template.backbone.state_dict()}
+    assert kept == {name for name in entries if name.endswith(".bias") or name.startswith("head.")}
+    assert sent == entries - kept != set()
+
+
+def test_a_pattern_without_entries_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm.personal: '\*.lora_B.\*'"):
+        experiment(tmp_path, FedPer(personal=["*.lora_B.*"])).fit()

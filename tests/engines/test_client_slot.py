@@ -124,25 +124,46 @@ def test_what_a_client_does_to_its_module_does_not_reach_the_next(tmp_path, meth
             assert same_bytes(one.upload.section("model"), other.upload.section("model"))
 
 
-class Bank:
-    """What no slot can restore."""
+class Bank(dict):
+    """A dict with attributes, which no slot can restore."""
+
+    fits = 0
+
+
+class Options:
+    """An object with attributes only, such as a config, that also refers to itself."""
 
     def __init__(self):
-        self.fits = 0
+        self.fits, self.nested, self.itself = 0, {"lists": [[], {"fits": 0}]}, self
 
 
 class Counting(LossTerm):
     """Counts in an object."""
 
-    def __init__(self):
+    def __init__(self, bank):
         super().__init__()
-        self.bank = Bank()
+        self.bank = bank
 
     def begin(self, module):
         self.bank.fits += 1
+        if isinstance(self.bank, Options):
+            lists, counts = self.bank.nested["lists"]
+            lists.append(module.context.round)
+            counts["fits"] += 1
+            assert (len(lists), counts["fits"], self.bank.fits) == (1, 1, 1)
 
     def forward(self, step):
         return step.logits.square().mean() * 0.1 * self.bank.fits
+
+
+def test_a_slot_restores_objects_with_options(tmp_path):
+    worker = built(run := experiment(tmp_path, FedAvg(loss_terms=[Counting(Options())])))
+    slot = worker.modules.intact_slot()
+    tasks = [task_of_round(run, 1, client) for client in (0, 1, 2)]
+    together, alone = run_tasks(SequentialEngine(), worker, tasks), [worker.run(task) for task in tasks]
+    assert slot is worker.modules.intact_slot() is not None
+    for one, other in zip(together, alone, strict=True):
+        assert same_bytes(one.upload.section("model"), other.upload.section("model"))
 
 
 class Shared(nn.Module):
@@ -174,7 +195,7 @@ class TwoTypes(nn.Module):
 @pytest.mark.parametrize(
     "options",
     [
-        {"algorithm": FedAvg(loss_terms=[Counting()])},
+        {"algorithm": FedAvg(loss_terms=[Counting(Bank())])},
         {"model": Shared},
         {"model": TwoTypes},
     ],

@@ -20,7 +20,8 @@ class PeerFedPer(PeerAlgorithm):
     Bytes a round, each participant: down `(n_com or N - 1) * (model - head + 8)`, up `0`.
 
     Args:
-        personal: Parts of the model that stay on their client, such as `head` or `encoder.2`.
+        personal: Parts of the model that stay on their client, such as `head` or `encoder.2`, or patterns of its
+            entries, such as `*.lora_B.*`.
 
     Raises:
         ConfigError: The model does not have a personal part.

@@ -18,6 +18,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, DriftCorrection
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.weights import unfixed_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
 
@@ -47,7 +48,7 @@ class DriftPenalty(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the received weights `w`, and the weights minus the client's drift, `w - h_k`."""
-        self._start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
+        self._start = {name: p.detach().clone() for name, p in unfixed_parameters(module.backbone).items()}
         zero = {name: torch.zeros_like(p) for name, p in self._start.items()}
         self._drift = zero | {name: value.to(zero[name]) for name, value in self._drift.items()}
         self._corrected = [start - self._drift[name] for name, start in self._start.items()]
@@ -56,7 +57,8 @@ class DriftPenalty(LossTerm):
         """Return the penalty `α/2 ||θ - (w - h_k)||²` at the current weights `θ`, or zero outside a fit."""
         if not self._corrected or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
-        return self.alpha / 2 * proximal_distance(list(step.backbone.parameters()), self._corrected)
+        parameters = list(unfixed_parameters(step.backbone).values())
+        return self.alpha / 2 * proximal_distance(parameters, self._corrected)
 
     def remember(self, module: ClientModule) -> Tensors:
         """Return the client's next drift, `h_k + θ_k - w` (Eq. 6)."""

@@ -8,7 +8,6 @@ The term, `NotTrueDistillation`, also works in any other method's `loss_terms`.
 
 from __future__ import annotations
 
-import copy
 from typing import ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.precision import at_least_float32, without_autocast
+from fl_lightning.models.base import frozen_copy
 
 
 def not_true(logits: Tensor, targets: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class NotTrueDistillation(LossTerm):
     def begin(self, module: ClientModule) -> None:
         """Copy the received model as the teacher."""
         if self.active:
-            self._teacher = [copy.deepcopy(module.backbone).eval().requires_grad_(False)]
+            self._teacher = [frozen_copy(module.backbone)]
 
     def forward(self, step: Step) -> Tensor:
         """Return `β` times the not-true distillation loss on a batch, or zero outside a fit."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.weights import unfixed_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
 
@@ -43,14 +44,14 @@ class Proximal(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the received weights `w^t`, the centre of the proximal term."""
-        starts = module.backbone.named_parameters()
+        starts = unfixed_parameters(module.backbone).items()
         self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts]
 
     def forward(self, step: Step) -> Tensor:
         """Return the proximal term at the current weights, or zero outside a fit."""
         if not self._anchors or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
-        return self.mu / 2 * proximal_distance(list(step.backbone.parameters()), self._anchors)
+        return self.mu / 2 * proximal_distance(list(unfixed_parameters(step.backbone).values()), self._anchors)
 
 
 class FedProx(Algorithm):

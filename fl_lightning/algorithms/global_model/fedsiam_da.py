@@ -10,7 +10,6 @@ weights each client by its similarity to the mean. Each part also works in other
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import ClassVar, Literal
 
@@ -23,6 +22,7 @@ from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import descend
 from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.round import Round
@@ -85,7 +85,7 @@ class SiameseAlignment(LossTerm):
         """Copy the received global model, which is trained alongside the client's model."""
         if not self.active:
             return
-        backbone = copy.deepcopy(with_encoder(module.backbone))
+        backbone = copy_network(with_encoder(module.backbone))
         if self.stop_gradient and backbone.predictor is None:
             raise ConfigError(
                 "model.head.prediction: the siamese loss needs a predictor. Set its hidden width, such as 256."

@@ -5,7 +5,6 @@ Deng, Kamani, Mahdavi: "Adaptive Personalized Federated Learning", 2020, Algorit
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import check_step_per_batch
 from fl_lightning.client.weights import buffer_names, kept_model, load_weights, to_cpu, trainable_parameters
 from fl_lightning.core.arguments import number
+from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import State
@@ -43,7 +43,7 @@ class MixedModels(ClientModule):
 
     def __init__(self, *parts: Any, alpha: float, adaptive: bool) -> None:
         super().__init__(*parts)
-        self.own, self.adaptive = copy.deepcopy(self.backbone), adaptive
+        self.own, self.adaptive = copy_network(self.backbone), adaptive
         self.register_buffer("alpha", torch.tensor(alpha, dtype=torch.float64), persistent=False)
         self.alpha: Tensor
 

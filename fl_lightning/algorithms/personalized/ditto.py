@@ -5,7 +5,6 @@ Li, Hu, Beirami, Smith: "Ditto: Fair and Robust Federated Learning Through Perso
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,8 +16,9 @@ from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
 from fl_lightning.client.sgd import check_step_per_batch
-from fl_lightning.client.weights import kept_model, load_weights
+from fl_lightning.client.weights import kept_model, load_weights, unfixed_parameters
 from fl_lightning.core.arguments import number
+from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import State
@@ -41,7 +41,7 @@ class TwoModels(ClientModule):
 
     def __init__(self, *parts: Any, lam: float) -> None:
         super().__init__(*parts)
-        self.lam, self.own = lam, copy.deepcopy(self.backbone)
+        self.lam, self.own = lam, copy_network(self.backbone)
 
     def check_fit(self) -> None:
         """Raise an error if gradients are accumulated, because the personalised model takes a step on each batch."""
@@ -50,7 +50,7 @@ class TwoModels(ClientModule):
     def on_fit_start(self) -> None:
         """Keep the received weights, and build the optimizer of the personalised model."""
         super().on_fit_start()
-        self.received = [p.detach().clone() for p in self.backbone.parameters()]
+        self.received = [p.detach().clone() for p in unfixed_parameters(self.backbone).values()]
         self.own_optimizer = self.optimizer_for(self.own.parameters())
         self.own_schedule = self.scheduler_factory(self.own_optimizer) if self.scheduler_factory else None
 
@@ -66,7 +66,8 @@ class TwoModels(ClientModule):
         loss = self.objective.loss(self.own(x), y)
         if not self.lam:
             return loss
-        return loss + self.lam / 2 * proximal_distance(list(self.own.parameters()), self.received)
+        own = list(unfixed_parameters(self.own).values())
+        return loss + self.lam / 2 * proximal_distance(own, self.received)
 
     def on_train_epoch_end(self) -> None:
         """Step the learning-rate schedulers of the shared and the personalised model."""

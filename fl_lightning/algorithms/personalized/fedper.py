@@ -20,7 +20,8 @@ class FedPer(Algorithm):
     Bytes a round, each participant: down `model - head`, up `model - head + 8`.
 
     Args:
-        personal: Parts of the model that stay on their client, such as `head` or `encoder.3`.
+        personal: Parts of the model that stay on their client, such as `head` or `encoder.2`, or patterns of its
+            entries, such as `*.lora_B.*`.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 

@@ -14,6 +14,7 @@ from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.personalized.fedper import FedPer
 from fl_lightning.client.fine_tuning import fine_tune, learn_only, trainable_names
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.weights import is_in
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError
 
@@ -26,7 +27,7 @@ class HeadThenBody(ClientModule):
 
     Args:
         parts: The arguments of `ClientModule`.
-        personal: Prefixes of the names of personal entries.
+        personal: Prefixes or patterns of the names of personal entries.
         head_epochs: Number of epochs of the first phase.
     """
 
@@ -57,7 +58,7 @@ class HeadThenBody(ClientModule):
     def on_train_epoch_start(self) -> None:
         """Freeze the body in the first epochs and the head in the later ones. Held-out clients train only the head."""
         first = self.current_epoch < self.head_epochs or (self.context.new_client and self.personal != ())
-        learn_only(self, lambda name: name.startswith(self.personal) == first, self.among)
+        learn_only(self, lambda name: is_in(self.personal, name) == first, self.among)
         super().on_train_epoch_start()
 
 
@@ -69,7 +70,7 @@ class FedRep(FedPer):
     Bytes a round, each participant: down `model - head`, up `model - head + 8`.
 
     Args:
-        personal: Parts of the model that stay on their client and form the head.
+        personal: Parts of the model that stay on their client and form the head, or patterns of its entries.
         head_epochs: Number of epochs that train the head, 0 or more. The rest of the fit trains the body.
         final_epochs: Number of epochs that a client trains its head, on a fixed body, before its model is evaluated or
             returned. The result is not kept. The authors do so once, after the last round.
@@ -96,4 +97,4 @@ class FedRep(FedPer):
         if self.final_epochs:
             assert isinstance(module, HeadThenBody)
             learn_only(module, lambda name: True, module.among)  # a fit ends with the head frozen
-            fine_tune(module, batches, self.final_epochs, lambda name: name.startswith(tuple(self.personal)))
+            fine_tune(module, batches, self.final_epochs, lambda name: is_in(self.personal, name))

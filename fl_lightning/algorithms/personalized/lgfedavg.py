@@ -21,7 +21,8 @@ class LGFedAvg(FedPer):
     Bytes a round, each participant: down `model - encoder`, up `model - encoder + 8`.
 
     Args:
-        personal: Parts of the model that stay on their client. The rest, by default the head, is shared.
+        personal: Parts of the model that stay on their client, or patterns of its entries. The rest, by default the
+            head, is shared.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 

@@ -5,7 +5,6 @@ T. Dinh, Tran, Nguyen: "Personalized Federated Learning with Moreau Envelopes", 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from fl_lightning.client.losses import total_loss
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import kept_model, load_weights, trainable_parameters
 from fl_lightning.core.arguments import number
+from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import State
 
@@ -44,7 +44,7 @@ class MoreauEnvelope(ClientModule):
     def __init__(self, *parts: Any, lam: float, inner_steps: int, personal_lr: float) -> None:
         super().__init__(*parts)
         self.lam, self.inner_steps, self.personal_lr = lam, inner_steps, personal_lr
-        self.own = copy.deepcopy(self.backbone)
+        self.own = copy_network(self.backbone)
 
     def on_fit_start(self) -> None:
         """Set the personalised model to the received weights."""
