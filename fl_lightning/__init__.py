@@ -53,7 +53,8 @@ _NAMES = {
     "analysis.figures": "plot_runs",
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
-        ConfusionMatrix EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence
+        ConfusionMatrix EarlyStopping KnowledgeMap PredictedMasks RoundCallback RoundFigure RoundProgress RowNorms
+        UnitDivergence
     """,
     "client.local_training": "LocalTraining",
     "client.module": "ClientModule FitContext LossTerm Step",
