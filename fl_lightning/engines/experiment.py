@@ -20,9 +20,10 @@ from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Worker, engine_of
 from fl_lightning.engines.evaluator import Evaluator
+from fl_lightning.engines.exchange import check_exchange
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.evaluation.round_metrics import RoundMetrics
-from fl_lightning.models import ModelFactory, NetworkFactory
+from fl_lightning.models import Mixed, ModelFactory, NetworkFactory
 
 
 class Experiment:
@@ -39,7 +40,7 @@ class Experiment:
     def __init__(
         self,
         scenario: Scenario,
-        model: ModelFactory | NetworkFactory,
+        model: ModelFactory | NetworkFactory | Mixed,
         algorithm: Algorithm,
         *,
         rounds: int,
@@ -82,8 +83,9 @@ class Experiment:
             frozen, buffers = worker.frozen, frozenset(buffer_names(worker.template.backbone))
         self.algorithm.start([len(shard.train) for shard in self.data.shards], frozen, buffers)
         worker.check(scaled=self.round_lr_scheduler is not None)
-        if self.round_lr_scheduler:
-            worker.template.require_optimizer("round_lr_scheduler")
+        check_exchange(worker)
+        for each in worker.groups if self.round_lr_scheduler else ():
+            each.template.require_optimizer("round_lr_scheduler")
         self.engine.check(worker)
         scales = LRScales(self.round_lr_scheduler, self.rounds)
         sampler, per_round = self.client_sampler, self.clients_per_round
@@ -123,7 +125,8 @@ class Experiment:
     def starting_module(self, client: int) -> ClientModule:
         """Return a client's module, on the CPU, as it starts to train in the next round."""
         round = self.round + 1
-        return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
+        task = self.server.task(round, client, self.server.download(round, client))
+        return self.worker.for_client(client).modules.receive(task).cpu()
 
     def client_module(self, client: int) -> ClientModule:
         """Return a client's module as it is after the last finished round, in train mode.
@@ -139,7 +142,7 @@ class Experiment:
         download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
         scale = self.server.lr_scales.of(self.round)
         task = Task(self.round, client, download, self.memory.get(client, {}), scale)
-        return self.worker.modules.personalize(task).train()
+        return self.worker.for_client(client).modules.personalize(task).train()
 
     def test(self) -> RoundMetrics:
         """Evaluate the global model, and each client's `client_module` on its own test split."""

@@ -125,9 +125,16 @@ class Record:
         """Whether the run has a resolved config, from which the command line can rebuild it."""
         return bool(self._settings)
 
-    def set_data(self, data: FederatedData, device: torch.device) -> None:
-        """Set the run's data and training device. The fingerprint in each checkpoint describes them."""
+    def set_data(self, data: FederatedData, device: torch.device, architectures: Sequence[str] = ()) -> None:
+        """Set the run's data and training device. The fingerprint in each checkpoint describes them.
+
+        Args:
+            data: The data.
+            device: The training device.
+            architectures: The name of each client's architecture, if clients have different networks.
+        """
         self._data, self._digest, self._device = data, data.digest(), device
+        self._architectures = architectures
 
     def find_checkpoint(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:
         """Return the checkpoint to resume from; None if the folder contains no run.
@@ -222,7 +229,7 @@ class Record:
             write_atomically(self.run_dir / "config.yaml", DESCRIPTION + yaml.safe_dump(description, sort_keys=False))
         self.csv.rewind(round)
         self.warned.rewind(round)
-        write_counts(self.run_dir / "partition.csv", self._data)
+        write_counts(self.run_dir / "partition.csv", self._data, self._architectures)
         if schema := self._data.data.schema:
             write_atomically(self.run_dir / "schema.json", schema.to_json())
 
