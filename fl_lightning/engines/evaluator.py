@@ -324,7 +324,8 @@ def evaluate_clients(
     Raises:
         ClientFailure: The evaluation of a client failed.
     """
-    one_model = sends_one_model(worker) and not worker.data.is_remote
+    one_network = len(networks_of(worker.model)) == 1
+    one_model = one_network and sends_one_model(worker) and not worker.data.is_remote
     alike = [client for client in clients if one_model and not memories.get(client, {}).get(OWN)]
     together = score_together(worker, next(tasks(alike)), alike) if alike else []
     scored = {result.client for result in together}
@@ -336,9 +337,8 @@ def evaluate_clients(
 
 def sends_one_model(worker: Worker) -> bool:
     """Return whether all clients get the same model, except for layers that a client keeps for itself."""
-    algorithm, aggregator = worker.algorithm, worker.algorithm.aggregator
-    alike = algorithm.starts_alike and aggregator.sends_one_model and algorithm.module_class is ClientModule
-    return alike and len(networks_of(worker.model)) == 1
+    algorithm = worker.algorithm
+    return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 
 
 def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[Result]:

@@ -143,10 +143,10 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
 
 
 def architectures_of(rows: Iterable[Row]) -> list[str]:
-    """Return the names of the architectures for which a run with different networks has columns."""
+    """Return the names of the architectures for which a run with different networks has columns, sorted."""
     pattern = re.compile(ARCHITECTURE_COLUMN.format("([^/]+)", ".+"))
-    found = (pattern.fullmatch(name) for name in dict.fromkeys(name for row in rows for name in row))
-    return list(dict.fromkeys(match[1] for match in found if match))
+    found = (pattern.fullmatch(name) for name in {name for row in rows for name in row})
+    return sorted({match[1] for match in found if match})
 
 
 def label_of(name: str) -> str:
