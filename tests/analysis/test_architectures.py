@@ -18,7 +18,7 @@ QUICK = ["--rounds", "2", "--trainer.max_steps", "2", "--scenario.clients", "3",
 MIXED = (
     "[MLP, {class_path: MLP, init_args: {hidden: [12], norm: batch}}, {class_path: CNN, init_args: {feature_dim: 9}}]"
 )
-FIT = ["fit", "--config", "digits_mixed_fedproto.yaml", "--model.models", MIXED, *QUICK]
+FIT = ["fit", "--config", "digits_fedproto_mixed.yaml", "--model.models", MIXED, *QUICK]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_network_of_its_own_size_is_exported_without_resizing(tmp_path):
 def test_wrong_options_are_answered_in_one_line(tmp_path, monkeypatch, option, message):
     monkeypatch.chdir(tmp_path)
     name, value = option.split(" ", 1)
-    code, _, err = run("fit", "--config", "digits_mixed_fedproto.yaml", f"--model.{name}", value, *QUICK)
+    code, _, err = run("fit", "--config", "digits_fedproto_mixed.yaml", f"--model.{name}", value, *QUICK)
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
@@ -129,4 +129,4 @@ def test_the_snippets_of_the_page_run_in_their_order(tmp_path, monkeypatch):
                 code, _, err = run(*words, *(QUICK if words[0] == "fit" else []))
                 assert code == 0, f"{command}\n{err}"
     (message,) = re.findall(r"^fl-lightning: error: .*", PAGE, re.M)
-    assert run("fit", "--config", "digits_mixed_fedproto.yaml", "--algorithm", "FedAvg").err == f"{message}\n"
+    assert run("fit", "--config", "digits_fedproto_mixed.yaml", "--algorithm", "FedAvg").err == f"{message}\n"
