@@ -91,7 +91,7 @@ class ConfusionMatrix(RoundFigure):
     def _add(self, run: FederatedRun, client: int, module: ClientModule) -> None:
         """Keep the confusion matrix of a client's model if it is the worst so far in this round."""
         with inference(module, run.worker.idle_trainer):
-            batches = run.worker.client_data.own_test_batches(client)
+            batches = run.worker.for_client(client).client_data.own_test_batches(client)
             matrix = confusion(module, batches, run.data.data.num_classes)
         if not self._worst or accuracy(matrix) < accuracy(self._worst["worst"]):
             model = np.array(run.evaluation.client_model)

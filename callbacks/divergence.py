@@ -69,9 +69,10 @@ class UnitDivergence(RoundFigure):
 
     def observe(self, run: FederatedRun, result: Result) -> None:
         """Compute and store the output of one client's trained model for the constant input."""
-        module = run.worker.modules.build_shared(trained_model(run, result))
-        with inference(module, run.worker.idle_trainer):
-            x, _ = next(iter(run.worker.client_data.test_batches()))
+        worker = run.worker.for_client(result.client)
+        module = worker.modules.build_shared(trained_model(run, result))
+        with inference(module, worker.idle_trainer):
+            x, _ = next(iter(worker.client_data.test_batches()))
             self._seen[result.client] = unit_representation(module(unit_input(x))).cpu()
 
     def measure(self, run: FederatedRun) -> Arrays:

@@ -187,7 +187,7 @@ def trained_model(run: FederatedRun, result: Result) -> Tensors:
     """
     assert result.upload
     known = result.memory.get(OWN, {}) | result.upload.on_cpu().section("model")
-    if run.worker.template.backbone.state_dict().keys() <= known.keys():
+    if run.worker.for_client(result.client).template.backbone.state_dict().keys() <= known.keys():
         return known
     return run.starting_module(result.client).backbone.state_dict() | known
 
@@ -197,15 +197,15 @@ def scored_module(run: FederatedRun, result: Result) -> ClientModule:
 
     It is the module whose metrics the client reports with `evaluation.client_model: trained`.
     """
-    server, modules, round = run.evaluator.server, run.worker.modules, run.round + 1
+    server, worker, round = run.evaluator.server, run.worker.for_client(result.client), run.round + 1
     if not run.algorithm.server:  # the model that a client offers to its peers is the one that it has trained
         scale = server.lr_scales.of(round)
-        return modules.personalize(Task(round, result.client, Message(), result.memory, scale))
+        return worker.modules.personalize(Task(round, result.client, Message(), result.memory, scale))
     task = server.task(round, result.client, server.download(round, result.client))
-    module = modules.receive(replace(task, memory=result.memory))
+    module = worker.modules.receive(replace(task, memory=result.memory))
     load_weights(module.backbone, trained_model(run, result))
-    with inference(module, run.worker.idle_trainer):
-        run.algorithm.personalize(module, run.worker.client_data.training_batches(result.client))
+    with inference(module, worker.idle_trainer):
+        run.algorithm.personalize(module, worker.client_data.training_batches(result.client))
     return module
 
 
@@ -216,7 +216,8 @@ def received_module(run: FederatedRun, client: int) -> ClientModule:
     """
     server, round = run.evaluator.server, run.round
     download, scale = server.download(round + 1, client), server.lr_scales.of(round)
-    return run.worker.modules.personalize(Task(round, client, download, server.memory.get(client, {}), scale))
+    task = Task(round, client, download, server.memory.get(client, {}), scale)
+    return run.worker.for_client(client).modules.personalize(task)
 
 
 def _is_unchanged(path: Path, digest: str) -> bool:

@@ -83,9 +83,9 @@ class KnowledgeMap(RoundFigure):
         assert self._chosen is not None
         client, model = self._chosen
         self._chosen = None
-        module = run.worker.modules.build_shared(model)
-        data = run.worker.client_data
-        with inference(module, run.worker.idle_trainer):
+        worker = run.worker.for_client(client)
+        module, data = worker.modules.build_shared(model), worker.client_data
+        with inference(module, worker.idle_trainer):
             seen = [(module(x).float().cpu(), y.cpu()) for x, y in data.test_batches()]
             logits, labels = (torch.cat(part) for part in zip(*seen, strict=True))
             sums, counts = class_sums_over(data.training_batches(client), module, run.data.data.num_classes)

@@ -16,6 +16,7 @@ from fl_lightning.core.spelling import suggest
 from fl_lightning.core.task import Score
 from fl_lightning.engines import Result
 from fl_lightning.evaluation.evaluation import (
+    architecture_means,
     client_summary,
     logged_metrics,
     own_metrics,
@@ -132,7 +133,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
     shards, evaluation = run.data.shards, run.evaluation
     scored = run.evaluator.scored if evaluation.of_received else range(len(shards))
     scored = [client for client in scored if len(shards[client].test)]
-    losses = dict.fromkeys(["loss", *run.worker.template.loss_names], 0.0)
+    losses = dict.fromkeys(["loss", *(name for group in run.worker.groups for name in group.template.loss_names)], 0.0)
     score = Score(1, dict.fromkeys(run.worker.scorer.score_names, 0.0))
     names: list[str] = []
     if run.algorithm.one_model and run.data.has_global_test:
@@ -144,6 +145,8 @@ def round_metrics(run: FederatedRun) -> list[str]:
         ]
     if scored:
         names += [*client_summary([score]), *["client/untrained"] * evaluation.of_received]
+    architectures = {name: [score] for client in scored if (name := run.worker.architecture_of(client))}
+    names += architecture_means(architectures)
     if evaluation.client_model == "both" and any(len(shard.test) for shard in shards):
         names += client_summary([score], "trained_client")
     if any(len(run.data.shard(client).test) for client in run.evaluator.new_clients):
@@ -203,7 +206,7 @@ def may_add_metrics(run: FederatedRun) -> bool:
     return (
         is_own(type(run.worker.template))
         or bool(run.worker.client_callbacks)
-        or run.worker.template.trains_itself
+        or any(group.template.trains_itself for group in run.worker.groups)
         or any(is_own(type(term)) and not term.active for term in terms)  # it may become active in a later round
         or any(
             _defines(callback, "on_round_metrics", "numbers") and not _defines(callback, "metrics")

@@ -51,7 +51,8 @@ class RowNorms(RoundFigure):
         """Check that the model's last layer has one row of weights per class."""
         super().check(run)
         with suppress(ConfigError):
-            if len(class_layer(run.worker.template.backbone.state_dict())) == run.data.data.num_classes:
+            layers = [class_layer(group.template.backbone.state_dict()) for group in run.worker.groups]
+            if all(len(layer) == run.data.data.num_classes for layer in layers):
                 return
         reason = "the model's head does not end with one row of weights per class"
         raise ConfigError(f"callbacks: RowNorms: {reason}. Leave it out.")

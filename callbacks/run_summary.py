@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from fl_lightning.algorithms import WeightedMean
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.inputs import describe_inputs
-from fl_lightning.models import FromModule
+from fl_lightning.models import FromModule, Mixed
 
 if TYPE_CHECKING:
     from fl_lightning.algorithms import Algorithm
@@ -72,9 +75,21 @@ def describe_input(run: FederatedRun) -> str:
 
 
 def describe_model(run: FederatedRun) -> str:
-    """Return a text with the class name and the number of parameters of the network."""
-    backbone = run.worker.template.backbone
-    name = backbone.path if isinstance(backbone, FromModule) else type(backbone).__name__
+    """Return a text with the class name and the number of parameters of the network, or of each one in a `Mixed`."""
+    model = run.worker.model
+    if not isinstance(model, Mixed):
+        backbone = run.worker.template.backbone
+        name = backbone.path if isinstance(backbone, FromModule) else type(backbone).__name__
+        return describe_network(name, backbone)
+    clients = Counter(run.worker.architecture_of(client) for client in range(run.clients))
+    texts = []
+    for name, group in zip(model.names, run.worker.groups, strict=True):
+        texts.append(f"{describe_network(name, group.template.backbone)}, {clients[name]:,} clients")
+    return "; ".join(texts)
+
+
+def describe_network(name: str, backbone: nn.Module) -> str:
+    """Return a text with the name and the number of parameters of a network."""
     parameters = list(backbone.parameters())
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     count = sum(parameter.numel() for parameter in parameters)

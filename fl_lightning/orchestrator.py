@@ -33,7 +33,7 @@ from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
 from fl_lightning.loggers.naming import run_names, setting_of
-from fl_lightning.models import ModelFactory, NetworkFactory
+from fl_lightning.models import Mixed, ModelFactory, NetworkFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
 from fl_lightning.runs.failed_clients import accept_result, require_uploads
@@ -51,7 +51,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
 
     Args:
         scenario: Dataset, partition and local train/test split: which client holds which samples.
-        model: Builds the backbone. Its `in_shape` and `num_classes` come from the dataset.
+        model: Builds the backbone. Its `in_shape` and `num_classes` come from the dataset. `Mixed` gives clients
+            different networks.
         algorithm: The federated method.
         rounds: Number of communication rounds.
         clients_per_round: Number of clients that take part in a round, sampled anew each round. All by default.
@@ -94,7 +95,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def __init__(
         self,
         scenario: Scenario,
-        model: ModelFactory | NetworkFactory,
+        model: ModelFactory | NetworkFactory | Mixed,
         algorithm: Algorithm,
         rounds: int = 10,
         clients_per_round: int | None = None,
@@ -316,7 +317,10 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
 
     def _set_up(self, worker: Worker) -> None:
         super()._set_up(worker)
-        self.record.set_inputs(self.data, worker.device, worker.fixed)
+        clients = range(len(self.data.shards) + len(self.data.held_out))
+        architectures = [name for client in clients if (name := worker.architecture_of(client))]
+        fixed = [tensor for each in worker.groups for tensor in each.fixed.values()]
+        self.record.set_inputs(self.data, worker.device, fixed, architectures)
 
     def _reduce_to_dry_run(self) -> None:
         """Limit the built and checked experiment to a dry run: few rounds, clients, samples and training steps."""

@@ -24,8 +24,10 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.inputs import Inputs, Shapes, map_inputs
 from fl_lightning.core.objectives import Classification, Objective
+from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data import FederatedData
 from fl_lightning.data.schema import TableSchema
+from fl_lightning.models import Mixed, ResizedFeatures
 from fl_lightning.models.wrapped import call_arguments, original_of
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def network_of(
     Raises:
         ConfigError: The method has no global model, the client does not exist, or its model is on its own machine.
     """
-    run.worker.modules.compile = False
+    run.worker.for_client(client or 0).modules.compile = False
     method, one_model = type(run.algorithm).__name__, run.algorithm.one_model
     if run.data.is_remote and (client is not None or not one_model):
         instead = "Leave out --client to export the global model" if one_model else f"{method} has no global model"
@@ -174,9 +176,24 @@ def network_of_module(
     return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, data.objective, schema)
 
 
-def described_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class path and arguments of the model in a run's config, as a dict."""
-    model = config["model"]
+def described_model(config: Mapping[str, Any], group: int = 0) -> dict[str, Any]:
+    """Return the class path and arguments of the model in a run's config, as a dict.
+
+    Args:
+        config: The config.
+        group: The number of the network in a `Mixed`.
+    """
+    model = as_class(config["model"])
+    if find_object(model["class_path"]) is not Mixed:
+        return model
+    options = model["init_args"]
+    network, size = as_class(options["models"][group]), options.get("feature_dim")
+    resized = f"{ResizedFeatures.__module__}.{ResizedFeatures.__name__}"
+    return {"class_path": resized, "init_args": {"model": network, "feature_dim": size}} if size else network
+
+
+def as_class(model: Any) -> dict[str, Any]:
+    """Return a model of a config, which may be only the name of a class, as a dict with `class_path`."""
     return {"class_path": model} if isinstance(model, str) else model
 
 

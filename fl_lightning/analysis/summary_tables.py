@@ -124,6 +124,7 @@ def _caption(families: set[str], model: str, validation: bool) -> str:
     lines = {
         "global": f"global: the global model, on {everybody}",
         "client": f"client: each client's model {model}, on {own}",
+        "architecture": "client acc, NETWORK: the mean over the clients with this network",
         "trained_client": f"trained client: each participant's model as trained in the round, on {own}",
         "new_client": f"new client: what a client that was held out of the training gets, on {own}",
         "personal_on_global": f"personal: clients' models as trained, on {everybody}",

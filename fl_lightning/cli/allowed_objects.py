@@ -20,7 +20,9 @@ def allowed_objects() -> dict[str, Any]:
     from lightning.pytorch.loggers import Logger
     from torch import optim
 
-    kinds = tuple(map(base, BASES))
+    from fl_lightning.models import Mixed
+
+    kinds = (*map(base, BASES), Mixed)
     places: list[tuple[str, tuple[type, ...]]] = [
         ("fl_lightning", (*kinds, Logger)),
         *((f"fl_lightning.{home}", kinds) for _, home, _ in BASES.values()),

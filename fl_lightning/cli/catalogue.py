@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.cli.signatures import Class, parameters
+from fl_lightning.cli.signatures import Class, find_class, parameters
 from fl_lightning.cli.signatures import classes as classes_in
 from fl_lightning.core.config_files import shipped, shipped_text
 
@@ -53,7 +53,13 @@ OTHERS: dict[str, tuple[str, ...]] = {
     ),
 }
 """For keys that take classes of other packages, such as `optimizer`: the classes to list and suggest."""
-CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS}
+SEVERAL = {"models": ("Mixed",)}
+"""Classes that stand for several objects of a kind, whose base class they do not have."""
+
+SAME_KIND = {"model.models": "model"}
+"""Keys that take a list of the classes that another key takes."""
+
+CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS, *SAME_KIND}
 """Keys that take a class, or a list of them."""
 
 SET_BY_DATA = ("in_shape", "num_classes")
@@ -75,7 +81,9 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
 def classes_of(kind: str) -> dict[str, Class]:
     """Return a description (`Class`) of each class of one kind, such as `algorithms`, by name. Only reads sources."""
     base, package, _ = BASES[kind]
-    return classes_in(f"fl_lightning.{package}", f"fl_lightning.{base}")
+    several = {name: find_class(f"fl_lightning.{package}.{name}") for name in SEVERAL.get(kind, ())}
+    found = classes_in(f"fl_lightning.{package}", f"fl_lightning.{base}") | several
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 @cache
@@ -107,6 +115,7 @@ def groups(kind: str) -> dict[str, dict[str, str]]:
 
 def kind_of(key: str) -> str | None:
     """Return the kind of classes that a config key takes, such as `algorithms` for `algorithm`; None for other keys."""
+    key = SAME_KIND.get(key, key)
     return next((kind for kind, (_, _, taken) in BASES.items() if taken == key), None)
 
 
@@ -177,4 +186,5 @@ def classes(kind: str) -> list[Any]:
     module = import_module(f"fl_lightning.{BASES[kind][1]}")
     members = (getattr(module, name) for name in module.__all__)
     kept = [m for m in members if inspect.isclass(m) and issubclass(m, base(kind)) and m is not base(kind)]
+    kept += [getattr(module, name) for name in SEVERAL.get(kind, ())]
     return sorted(kept, key=lambda cls: cls.__name__.lower())

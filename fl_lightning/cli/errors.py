@@ -25,6 +25,12 @@ from fl_lightning.core.trusted_imports import find_object, refusal
 VALUE = r" value: ?(.*?)(?: - |- Expected| Given value|\. Got value|$)"
 """Matches the value in a message of jsonargparse, after `Got` or, with several alternatives, `Given`."""
 
+MIXED = re.compile(
+    r"- Type <class '[\w.]+'> expects a function or a callable class: Expected '[\w.]+\.Mixed' to be a subclass of "
+    r"<class '\w+'>\.(\. Got value: .*?(?= - (Type|Problem) )| )"
+)
+"""Matches what a message about a `Mixed` says about the other types of `model`, which it does not have."""
+
 FUNCTIONS = {
     "optimizer": "(params: Iterable) -> torch.optim.Optimizer",
     **dict.fromkeys(
@@ -53,7 +59,7 @@ def readable_errors(parser: ArgumentParser, line: CommandLine = CommandLine()) -
 
 def simplify_message(message: str, parser: ArgumentParser, line: CommandLine = CommandLine()) -> str:
     """Return jsonargparse's error message shortened to the key, the value and the expected type."""
-    message = message.removeprefix('Parser key "config": ')
+    message = MIXED.sub("", message.removeprefix('Parser key "config": '))
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     is_experiment = "config" in parser.get_defaults(skip_validation=True)
     shown = key if is_experiment or not key else f"--{key}"

@@ -22,6 +22,7 @@ from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.core.trusted_imports import find_object
+from fl_lightning.models import Mixed
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import restrict_and_load_config
@@ -58,7 +59,7 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
 
 
 def refuse_function(model: Any) -> None:
-    """Raise an error if the model is a function that needs arguments, such as torchvision's `resnet18`.
+    """Raise an error if the model, or one in a `Mixed`, is a function that needs arguments, such as `resnet18`.
 
     With `class_path`, jsonargparse would call it here, before the random state of the initial weights is set.
     """
@@ -68,6 +69,8 @@ def refuse_function(model: Any) -> None:
     ):
         path = f"{builder.__module__}.{builder.__name__}"
         raise ConfigError(f"model: {path} is a function. Did you mean {as_backbone(path)}?")
+    for network in model.get("init_args.models", ()) if builder is Mixed else ():
+        refuse_function(network)
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:

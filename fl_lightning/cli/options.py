@@ -114,6 +114,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--where": WHERE,
         "--by": BY,
         "--across": value(str | None, "The setting whose values become columns; --by need not name it.", metavar="KEY"),
+        "--architectures": switch("Compare the clients with each network of a Mixed: a column for each architecture."),
         "--metric": value(str | None, "A column of metrics.csv; by default global/acc, or client/acc_mean, or mae."),
         "--mode": value(Literal["max", "min"] | None, "Direction of the metric; by default its own."),
         "--target": value(float, TARGETS, nargs="+", default=[]),

@@ -24,7 +24,7 @@ from fl_lightning.core.trusted_imports import find_object
 
 LONGEST_LIST = 200
 """Maximum length of a list of names in a message. In place of a longer list, the message names a command."""
-LIST_KEYS = ("algorithm.loss_terms", "callbacks", "client_callbacks")
+LIST_KEYS = ("algorithm.loss_terms", "callbacks", "client_callbacks", "model.models")
 """Keys that take a list of classes."""
 COMMAND_LINE_OPTIONS = ("config", "print_config", "resume", "trust", "fast")
 """Options of `fit` that are not config keys. `partition` accepts them too, so that command lines of `fit` work."""

@@ -39,6 +39,7 @@ class Stream(IntEnum):
     HELD_OUT_CLIENTS = 13
     VALIDATION_SHARE = 14
     AGGREGATION = 15
+    NETWORKS = 16
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

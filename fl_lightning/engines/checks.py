@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.federated_data import sha256
 from fl_lightning.engines.trainer import DEFAULTS
+from fl_lightning.models import Mixed
 from fl_lightning.models.wrapped import outputs_option
 
 MOST = 10**9
@@ -196,6 +198,25 @@ def blame_inputs(x: Tensor | Inputs) -> Iterator[None]:
             raise
         fix = "Use TextCNN, FastText, BiLSTM or a network with an embedding, or store the inputs as float32."
         raise ConfigError(f"model: it cannot take int64 inputs ({one_line(error.__cause__)}). {fix}") from error
+
+
+@contextmanager
+def blame_network(model: Any, group: int) -> Iterator[None]:
+    """Context in which an error about `model` names a network of a `Mixed`, as in `model.models.1`.
+
+    With any other model, errors do not change.
+
+    Args:
+        model: The model of the run.
+        group: The number of the network.
+    """
+    try:
+        yield
+    except (ConfigError, ValueError) as error:
+        text = one_line(error)
+        if not isinstance(model, Mixed) or not re.match(r"model\b", text):
+            raise
+        raise ConfigError(re.sub(r"^model\b", f"model.models.{group}", text)) from error
 
 
 def check_tensors(network: nn.Module) -> None:

@@ -35,6 +35,7 @@ class ClientData:
         trainer: Provides the device and the precision.
         training: The options of local training.
         channels_last: Whether images are in channels-last memory format.
+        other: The samples for another network, whose copies on the training device are used.
     """
 
     data: FederatedData
@@ -44,6 +45,7 @@ class ClientData:
     trainer: L.Trainer
     training: LocalTraining
     channels_last: bool = False
+    other: ClientData | None = None
 
     @property
     def batch_size(self) -> int:
@@ -182,7 +184,7 @@ class ClientData:
     @cached_property
     def _stored(self) -> LoadedData:
         """The dataset from which batches are taken, on the training device if it fits there."""
-        return resident(self.data.data, self.device)
+        return self.other._stored if self.other else resident(self.data.data, self.device)
 
     def _prepared(self, x: Tensor | Inputs, y: Tensor, index: Callable[[], Tensor | None]) -> ReadyBatches:
         def ready(x: Any, y: Tensor) -> tuple[Any, Tensor]:

@@ -28,9 +28,10 @@ from fl_lightning.core.task import Result, Score, Task, Tasks, is_interrupt
 from fl_lightning.engines.base import Done, Engine, in_client_order
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
-from fl_lightning.evaluation.evaluation import Evaluation, measured
+from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, measured
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row
+from fl_lightning.models.mixed import networks_of
 
 SAMPLES, CHUNK, TOLERANCE = 8, 2, 0.05
 """Numbers for `is_per_sample`: samples in the batch, samples in each part of the batch, and relative tolerance.
@@ -191,11 +192,20 @@ class Evaluator:
         shared = self._score(module) if module else None
         new = self._new_client_results(round, module)
         row = measured(shared, scores, on_global, [result.local for result in new if result.local], trained)
+        row |= self._architecture_means(scores)
         row |= {} if self.trains_new_clients else self._count_untrained(new, "new_client")
         if shared and isinstance(self.server.algorithm, Calibrates):
             plain = self._score(self.worker.modules.build_shared(self.server.state["model"]))
             row |= {f"global/uncalibrated_{name}": value for name, value in plain.values.items() if name != "loss"}
         return row
+
+    def _architecture_means(self, scores: Mapping[int, Score]) -> Row:
+        """Return the mean metrics of the clients with each architecture; empty if all have the same network."""
+        by_name: dict[str, list[Score]] = {}
+        for client, score in scores.items():
+            if name := self.worker.architecture_of(client):
+                by_name.setdefault(name, []).append(score)
+        return architecture_means(by_name)
 
     def _count_untrained(self, results: Iterable[Result], group: str = "client") -> Row:
         """Return how many of the received models that were evaluated contain initial weights, by column.
@@ -314,7 +324,8 @@ def evaluate_clients(
     Raises:
         ClientFailure: The evaluation of a client failed.
     """
-    one_model = sends_one_model(worker) and not worker.data.is_remote
+    one_network = len(networks_of(worker.model)) == 1
+    one_model = one_network and sends_one_model(worker) and not worker.data.is_remote
     alike = [client for client in clients if one_model and not memories.get(client, {}).get(OWN)]
     together = score_together(worker, next(tasks(alike)), alike) if alike else []
     scored = {result.client for result in together}

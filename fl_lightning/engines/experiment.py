@@ -21,9 +21,10 @@ from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Worker, engine_of
 from fl_lightning.engines.evaluator import Evaluator
+from fl_lightning.engines.exchange import check_exchange
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.evaluation.round_metrics import RoundMetrics
-from fl_lightning.models import ModelFactory, NetworkFactory
+from fl_lightning.models import Mixed, ModelFactory, NetworkFactory
 
 
 class Experiment:
@@ -40,7 +41,7 @@ class Experiment:
     def __init__(
         self,
         scenario: Scenario,
-        model: ModelFactory | NetworkFactory,
+        model: ModelFactory | NetworkFactory | Mixed,
         algorithm: Algorithm,
         *,
         rounds: int,
@@ -83,8 +84,9 @@ class Experiment:
             fixed, buffers = frozenset(worker.fixed), frozenset(buffer_names(worker.template.backbone))
         self.algorithm.start([len(shard.train) for shard in self.data.shards], fixed, buffers)
         worker.check(scaled=self.round_lr_scheduler is not None)
-        if self.round_lr_scheduler:
-            worker.template.require_optimizer("round_lr_scheduler")
+        check_exchange(worker)
+        for each in worker.groups if self.round_lr_scheduler else ():
+            each.template.require_optimizer("round_lr_scheduler")
         self.engine.check(worker)
         scales = LRScales(self.round_lr_scheduler, self.rounds)
         sampler, per_round = self.client_sampler, self.clients_per_round
@@ -124,7 +126,8 @@ class Experiment:
     def starting_module(self, client: int) -> ClientModule:
         """Return a client's module, on the CPU, as it starts to train in the next round."""
         round = self.round + 1
-        return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
+        task = self.server.task(round, client, self.server.download(round, client))
+        return self.worker.for_client(client).modules.receive(task).cpu()
 
     def client_module(self, client: int) -> ClientModule:
         """Return a client's module as it is after the last finished round, in train mode.
@@ -140,7 +143,7 @@ class Experiment:
         download = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
         scale = self.server.lr_scales.of(self.round)
         task = Task(self.round, client, download, self.memory.get(client, {}), scale)
-        module = self.worker.modules.personalize(task).train()
+        module = self.worker.for_client(client).modules.personalize(task).train()
         copy_shared_tensors(module)
         return module
 

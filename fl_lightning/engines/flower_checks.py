@@ -95,6 +95,7 @@ def expected_answer(worker: Worker, client: int, logged: Collection[str]) -> Exp
         client: The client's id.
         logged: Names of the metrics that may be logged during the training.
     """
+    worker = worker.for_client(client)
     module, objective, scorer = worker.template, worker.data.objective, worker.scorer
     losses = {"loss", "training_step", objective.term, *module.loss_names, *(term.name for term in module.terms())}
     backbone = module.backbone

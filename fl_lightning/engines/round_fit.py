@@ -155,8 +155,9 @@ class RoundEngine(Engine):
 
     def run_alone(self, worker: Worker, task: Task) -> UnreadResult:
         """Run one task, by the local loop if it can train the client, and return its result."""
-        loops = self.local_loop and worker.can_loop
-        result = worker.start(task, self.trainer_for(worker) if loops else None)
+        own = worker.for_client(task.client)
+        loops = self.local_loop and own.can_loop
+        result = own.start(task, self.trainer_for(worker) if loops else None)
         if task.fit and not loops:
             gc.collect()  # a used Trainer is a cycle that holds its model
         return result

@@ -26,6 +26,7 @@ from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepConte
 from fl_lightning.engines.trainer import obstacle_to_loop, quiet_lightning
 from fl_lightning.engines.unread_result import UnreadResult, unread_result
 from fl_lightning.engines.worker import Worker
+from fl_lightning.models.mixed import networks_of
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that handle each parameter separately and skip those without a gradient."""
@@ -80,6 +81,8 @@ class StackedEngine(RoundEngine):
             raise refusal(*odd)
         if worker.training.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
+        if len(networks_of(worker.model)) > 1:
+            raise refusal("several networks", "all clients of a batched model have the same")
         if isinstance(worker.data.data.x_train, Inputs):
             raise refusal("several inputs", "its batches are one tensor")
         clients = [worker.modules.build().train() for _ in range(2)]

@@ -1,14 +1,16 @@
 """Runs one client's task: load the tensors from the server, train with Lightning, evaluate, and return the upload.
 
+If clients have different networks (`Mixed`), each group of clients with the same one has a `Worker` of its own.
 A `Task` and a `Worker` are picklable and complete, so that an engine can run them in any process on any machine and
 get the same bytes.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -17,6 +19,7 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.algorithms.base import Algorithm
@@ -43,6 +46,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
     blame_inputs,
+    blame_network,
     check_batch_sampler,
     check_class_weights,
     check_gradients,
@@ -68,7 +72,8 @@ from fl_lightning.engines.scorer import Scorer
 from fl_lightning.engines.trainer import inference, obstacle_to_loop, quiet_lightning, quiet_trainer
 from fl_lightning.engines.unread_result import UnreadResult, read_together, unread_result
 from fl_lightning.evaluation.extra_metrics import check_measures
-from fl_lightning.models import NetworkFactory
+from fl_lightning.models import Mixed, NetworkFactory
+from fl_lightning.models.mixed import networks_of
 from fl_lightning.models.wrapped import build_network, initialise_lazy_layers
 
 
@@ -84,29 +89,66 @@ class Worker:
         training: The options of local training.
         metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
         positive_class: Of two classes, the one that binary metrics count as positive.
+        group: The number of the network in a `Mixed` that is this worker's; the first worker has further ones for the
+            others. Otherwise 0.
 
     Attributes:
         has_fitted: Whether a client has trained in this process.
-        mapped: Fixed tensors of the network in memory that the processes of a run share; empty in the main process.
+        mapped: Fixed tensors of each group's network in memory that a run's processes share; empty in the main process.
     """
 
     seed: int
     algorithm: Algorithm
-    model: NetworkFactory
+    model: NetworkFactory | Mixed
     data: FederatedData
     training: LocalTraining = LocalTraining()
     metrics: Sequence[str | dict[str, Any]] = ()
     positive_class: int = 1
+    group: int = 0
     has_fitted: bool = field(default=False, init=False)
-    mapped: Tensors = field(default_factory=dict, init=False)
+    mapped: dict[int, Tensors] = field(default_factory=dict, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the constructor arguments for pickling, and the fixed tensors, which all processes then share.
 
         The receiving process builds everything else again.
         """
-        mapped = {name: tensor.detach() for name, tensor in self.fixed.items()}
+        mapped = {each.group: {name: value.detach() for name, value in each.fixed.items()} for each in self.groups}
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {"mapped": mapped}
+
+    def for_client(self, client: int) -> Worker:
+        """Return the worker that runs a client's tasks: that of the client's group in a `Mixed`, otherwise this one."""
+        return self.of_group(self.model.group_of(client, self.seed)) if isinstance(self.model, Mixed) else self
+
+    def of_group(self, group: int) -> Worker:
+        """Return the worker of a group of clients in a `Mixed`. It is built when it is first needed."""
+        if group not in self._groups:
+            self._groups[group] = self._further_worker(group)
+        return self._groups[group]
+
+    @property
+    def groups(self) -> list[Worker]:
+        """The workers of all groups of clients in a `Mixed`, otherwise this one alone."""
+        return [self.of_group(number) for number in range(len(networks_of(self.model)))]
+
+    def architecture_of(self, client: int) -> str | None:
+        """Return the name of a client's architecture in a `Mixed`; None if all clients have the same network."""
+        return self.model.names[self.model.group_of(client, self.seed)] if isinstance(self.model, Mixed) else None
+
+    @cached_property
+    def _groups(self) -> dict[int, Worker]:
+        return {self.group: self}
+
+    def _further_worker(self, group: int) -> Worker:
+        """Return a worker for another group, which uses this one's trainer and its copy of the data on the device."""
+        other = replace(self, group=group, algorithm=copy.copy(self.algorithm))
+        other.mapped, other.idle_trainer, other.shown = self.mapped, self.idle_trainer, self.shown
+        other.algorithm.fixed = frozenset(other.fixed)
+        data, template, images = self.client_data, other.template, other.uses_channels_last
+        other.client_data = replace(
+            data, algorithm=other.algorithm, template=template, channels_last=images, other=data
+        )
+        return other
 
     @property
     def fixed(self) -> Tensors:
@@ -116,13 +158,14 @@ class Worker:
     @cached_property
     def template(self) -> ClientModule:
         """LightningModule with the run's initial weights. Each task trains a copy of it."""
-        seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
+        seed_everything(self.seed, Stream.INITIAL_WEIGHTS, *[self.group] * (self.group > 0))
         loaded = self.data.data
-        backbone = build_network(self.model, loaded.in_shape, loaded.num_classes)
-        initialise_lazy_layers(backbone, loaded.prepare(loaded.x_train[:2]))
-        check_tensors(backbone)
+        with blame_network(self.model, self.group):
+            backbone = build_network(self._factory, loaded.in_shape, loaded.num_classes)
+            initialise_lazy_layers(backbone, loaded.prepare(loaded.x_train[:2]))
+            check_tensors(backbone)
         fixed = fixed_tensors(backbone)
-        for name, value in self.mapped.items():
+        for name, value in self.mapped.get(self.group, {}).items():
             fixed[name].data = value
         share(backbone, fixed)
         set_to_eval_mode(backbone)
@@ -130,6 +173,10 @@ class Worker:
         module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler)
         module.objective = self.data.objective
         return module
+
+    @property
+    def _factory(self) -> Callable[..., nn.Module]:
+        return networks_of(self.model)[self.group]
 
     @property
     def client_callbacks(self) -> Sequence[Callback]:
@@ -202,7 +249,7 @@ class Worker:
         Raises:
             ConfigError: The trainer's options, the model or the optimizer do not fit.
         """
-        objective, outputs = self.data.objective, self.data.data.num_classes
+        objective = self.data.objective
         if not objective.classes and (part := next(self.algorithm.of_classes, None)):
             fix = "Use another method, such as FedAvg."
             raise ConfigError(f"algorithm: {part} compares classes, but {objective.no_classes}. {fix}")
@@ -213,20 +260,30 @@ class Worker:
         check_trainer(trainer, self.training.trainer)
         warn_of_environment(self.device)
         warn_of_emulation(self.device, str(trainer.precision))
+        if self.training.batch_sampler == "balanced":
+            check_batch_sampler(self.data)
+        if isinstance(self.model, Mixed):
+            self.model.check_clients(len(self.data.shards) + len(self.data.held_out))
+        for worker in self.groups:
+            with blame_network(self.model, worker.group):
+                worker._check_network(scaled)
+
+    def _check_network(self, scaled: bool) -> None:
+        """Check the network, and the options that depend on it: the optimizer, the schedules and the metrics."""
+        objective, outputs, trainer = self.data.objective, self.data.data.num_classes, self.idle_trainer
         with blame("model"):
             module = self.modules.build().to(self.device)
         warn_of_eval_mode(module)
         if self.training.class_weights is not None:
             check_class_weights(self.training.class_weights, objective, outputs, module)
-        if self.training.batch_sampler == "balanced":
-            check_batch_sampler(self.data)
         scorer = self.scorer
         set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
         sizes = self.data.concatenate()[1]
         fewest, most = (max(1, math.ceil(int(n) / self.training.batch_size)) for n in (sizes.min(), sizes.max()))
         check_share(trainer, fewest)
         work = LocalWork.under(trainer, fewest)
-        warn_of_cut_steps(trainer, work.steps)
+        if not self.group:
+            warn_of_cut_steps(trainer, work.steps)
         if module.trains_itself:
             warn_of_unused_optimizer(module)
             self._check_lightning_model(ClientTrainerView(trainer, trainer, work))
@@ -249,7 +306,7 @@ class Worker:
         with blame_inputs(x), inference(module, trainer), torch.enable_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch.compile reads it
             logits = module(x)
-        check_outputs(logits, len(x), objective.output_shape(y, outputs), self.model)
+        check_outputs(logits, len(x), objective.output_shape(y, outputs), self._factory)
         check_gradients(logits, module, entries)
         check_measures(scorer.measures, objective, logits.detach(), y)
 
@@ -276,7 +333,7 @@ class Worker:
 
         An error becomes part of the result, with client, round and cause.
         """
-        return next(read_together([self.start(task)]))
+        return next(read_together([self.for_client(task.client).start(task)]))
 
     def start(self, task: Task, trainer: L.Trainer | None = None) -> UnreadResult:
         """Run a client's task, and return a result whose losses can be read from the training device later.

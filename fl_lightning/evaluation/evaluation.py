@@ -237,6 +237,19 @@ def client_summary(scores: Sequence[Score], group: str = "client") -> Row:
     return row
 
 
+def architecture_means(scores: Mapping[str, Sequence[Score]]) -> Row:
+    """Return the mean of each metric over the clients with each architecture, without the loss.
+
+    The columns are `architecture/<name>/<metric>_mean`.
+
+    Args:
+        scores: The scores of the clients with an architecture, by its name.
+    """
+    rows = [client_summary(own, f"architecture/{name}") for name, own in scores.items()]
+    means = ((name, value) for row in rows for name, value in row.items() if name.endswith("_mean"))
+    return {name: value for name, value in means if not name.endswith("/loss_mean")}
+
+
 def personal_means(scores: Sequence[Score]) -> Row:
     """Return the mean of each metric over the clients' models, all evaluated on the global test set.
 

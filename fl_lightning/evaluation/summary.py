@@ -23,10 +23,13 @@ MODEL_COLUMNS = (
 )
 """Patterns of a metric's column names: for the global model, and for the clients' models."""
 
+ARCHITECTURE_COLUMN = "architecture/{}/{}_mean"
+"""Pattern of the column with the mean of a metric over the clients with an architecture."""
+
 # Columns that hold a metric of models, not a loss or a time.
 MODELS = re.compile(
     r"(?:new_|trained_)?client/(.+)_(?:weighted|worst_decile)|(?:new_|trained_)?client/(acc)_mean"
-    r"|global/(.+)|personal_on_global/(.+)_mean"
+    r"|global/(.+)|personal_on_global/(.+)_mean|architecture/[^/]+/(.+)_mean"
 )
 
 LOSSES = ("global/loss", "client/loss_mean", "trained_client/loss_mean", "new_client/loss_mean", "client/train_loss")
@@ -125,8 +128,10 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     R_acc is the first round that reaches a target accuracy: of the global model or, without one, of the clients' mean.
     """
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
+    architectures = architectures_of(rows)
     for metric in model_metrics(rows):
-        for name in (column.format(metric) for column in MODEL_COLUMNS):
+        columns = [*MODEL_COLUMNS, *(ARCHITECTURE_COLUMN.format(name, "{}") for name in architectures)]
+        for name in (column.format(metric) for column in columns):
             figures = best_and_last(rows, name, lower=is_lower_better(metric))
             summary |= {f"{name}_{what}": value for what, value in figures.items()}
     judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
@@ -137,10 +142,22 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     return summary
 
 
+def architectures_of(rows: Iterable[Row]) -> list[str]:
+    """Return the names of the architectures for which a run with different networks has columns, sorted."""
+    pattern = re.compile(ARCHITECTURE_COLUMN.format("([^/]+)", ".+"))
+    found = (pattern.fullmatch(name) for name in {name for row in rows for name in row})
+    return sorted({match[1] for match in found if match})
+
+
 def label_of(name: str) -> str:
-    """Return the label of a metric in tables and figures: `client acc, weighted` for `client/acc_weighted`."""
+    """Return the label of a metric in tables and figures: `client acc, weighted` for `client/acc_weighted`.
+
+    That of `architecture/CNN/acc_mean` is `client acc, CNN`.
+    """
     whose, _, metric = name.partition("/")
     ending = ""
+    if column := re.fullmatch(ARCHITECTURE_COLUMN.format("([^/]+)", "(.+)"), name):
+        return f"client {column[2]}, {column[1]}"
     if column := re.fullmatch("(client|trained_client|new_client|personal_on_global)/(.+)_(mean|weighted)", name):
         metric, ending = column[2], ", weighted" if column[3] == "weighted" else ""
     return f"{whose.replace('_', ' ')} {metric}{ending}"

@@ -92,7 +92,7 @@ class Node:
             classes outside of this package.
 
         write: Writes the client's model at the end of a run, to the file that the site names. Its arguments are the
-            module, the client's data and the text of the experiment's config.
+            module, the client's data, the text of the experiment's config and the number of the client's network.
 
     Raises:
         ConfigError: The data cannot be loaded.
@@ -103,7 +103,7 @@ class Node:
         site: Site,
         folder: Path,
         build: Callable[[str, bool], FederatedOrchestrator],
-        write: Callable[[ClientModule, FederatedData, str], None] = lambda *_: None,
+        write: Callable[[ClientModule, FederatedData, str, int], None] = lambda *_: None,
     ) -> None:
         self.site, self.folder, self._build, self._write = site, folder, build, write
         self.data: FederatedData = load_own(site.dataset, site.client, site.local_test)
@@ -139,7 +139,9 @@ class Node:
         task = unpack_task(contents, states.read(values["state_round"]))
         if task.keep_model:
             uncompiled = replace(worker, training=replace(worker.training, compile=False))
-            self._write(self._context.run(uncompiled.modules.personalize, task), self.data, values["experiment"])
+            own = self._context.run(uncompiled.for_client, client)
+            module = self._context.run(own.modules.personalize, task)
+            self._write(module, self.data, values["experiment"], own.group)
             return pack_result(Result(client, task.download.nbytes), worker.algorithm.public)
         result = self._context.run(worker.run, task)
         self._check_sent(worker, sent_kinds(result, worker.algorithm.public))
@@ -176,7 +178,8 @@ class Node:
             self.data.objective = objective
         worker = orchestrator.worker_of(self.data)
         algorithm = worker.algorithm
-        model = ["model"] * bool(algorithm.shared_names(worker.template.backbone))
+        network = worker.for_client(self.site.client).template.backbone
+        model = ["model"] * bool(algorithm.shared_names(network))
         self._check_sent(worker, {*model, *(piece.name for piece in algorithm.knowledge)})
         return worker
 

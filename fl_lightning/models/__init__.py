@@ -10,6 +10,7 @@ from fl_lightning.models.base import (
 )
 from fl_lightning.models.cnn import CNN, CNN4, LeNet
 from fl_lightning.models.heads import CosineLinear, Head
+from fl_lightning.models.mixed import Mixed, ResizedFeatures
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
 from fl_lightning.models.resnet import ResNet8, ResNet18, ResNet50
@@ -30,12 +31,14 @@ __all__ = [
     "FromModule",
     "Head",
     "LeNet",
+    "Mixed",
     "MobileNetV2",
     "ModelFactory",
     "NetworkFactory",
     "ResNet8",
     "ResNet18",
     "ResNet50",
+    "ResizedFeatures",
     "ShuffleNetV2",
     "TextCNN",
     "UNet",

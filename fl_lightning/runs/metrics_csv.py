@@ -18,7 +18,10 @@ from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.runs.csv_reader import CLIENT_NAME, read_rows
 
-GROUPS = ("round", "global/", "personal_on_global/", "client/", "trained_client/", "new_client/", "comm/", "time/")
+GROUPS = (
+    *("round", "global/", "personal_on_global/", "client/", "architecture/", "trained_client/", "new_client/"),
+    *("comm/", "time/"),
+)
 """Prefixes of columns in the order in which the files have them. Other columns follow."""
 
 

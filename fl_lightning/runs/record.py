@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import yaml
+from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import write_atomically
@@ -126,10 +127,20 @@ class Record:
         """Whether the run has a resolved config, from which the command line can rebuild it."""
         return bool(self._settings)
 
-    def set_inputs(self, data: FederatedData, device: torch.device, fixed: Tensors) -> None:
-        """Set the run's data, its device and the model's fixed tensors. The fingerprint in each checkpoint has them."""
+    def set_inputs(
+        self, data: FederatedData, device: torch.device, fixed: Sequence[Tensor], architectures: Sequence[str] = ()
+    ) -> None:
+        """Set what the fingerprint in each checkpoint describes: the data, the device and fixed tensors.
+
+        Args:
+            data: The data.
+            device: The training device.
+            fixed: The fixed tensors of the clients' networks.
+            architectures: The name of each client's architecture, if clients have different networks.
+        """
         self._data, self._digest, self._device = data, data.digest(), device
-        self._fixed = sha256(fixed.values()) if fixed else ""
+        self._fixed = sha256(fixed) if fixed else ""
+        self._architectures = architectures
 
     def find_checkpoint(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:
         """Return the checkpoint to resume from; None if the folder contains no run.
@@ -225,7 +236,7 @@ class Record:
             write_atomically(self.run_dir / "config.yaml", DESCRIPTION + yaml.safe_dump(description, sort_keys=False))
         self.csv.rewind(round)
         self.warned.rewind(round)
-        write_counts(self.run_dir / "partition.csv", self._data)
+        write_counts(self.run_dir / "partition.csv", self._data, self._architectures)
         if schema := self._data.data.schema:
             write_atomically(self.run_dir / "schema.json", schema.to_json())
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning.runs.csv_reader import CLIENT_NAME
-from fl_lightning.runs.partition import read_names
+from fl_lightning.runs.partition import ARCHITECTURE, read_architectures, read_names
 from fl_lightning.runs.reader import DamagedRun, Run, read_clients
 from fl_lightning.runs.search import Paths, Where, open_runs
 
@@ -23,8 +23,8 @@ class Tables(NamedTuple):
         runs: A row per run: `run`, `finished`, the settings by full key (lists as JSON) and the summary figures,
             including `rounds`, the number of rounds.
         rounds: A row per run and round: `run`, `round` and the round's metrics.
-        clients: A row per run, round and client with a value: `run`, `round`, `client`, `name` if clients have names,
-            and the client's metrics.
+        clients: A row per run, round and client with a value: `run`, `round`, `client`, `architecture` if clients have
+            different networks, `name` if clients have names, and the client's metrics.
     """
 
     runs: pd.DataFrame
@@ -74,4 +74,6 @@ def _clients(run: Run) -> pd.DataFrame:
     table = pd.DataFrame({**name, **columns, **name}).astype({"run": "str", "round": "int64", "client": "int64"})
     if len(table) and (names := read_names(run.run_dir).clients):
         table.insert(3, CLIENT_NAME, table["client"].map(dict(enumerate(names))))
+    if len(table) and (architectures := read_architectures(run.run_dir)):
+        table.insert(3, ARCHITECTURE, table["client"].map(dict(enumerate(architectures))))
     return table

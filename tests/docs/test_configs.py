@@ -275,7 +275,7 @@ def test_the_file_name_has_the_dataset_and_the_method(config):
     """The name has `_lt` for a long tail, and may end in a setting. Case and underscores do not matter."""
     written = yaml.safe_load(config.read_text())
     dataset = class_name(written["scenario"]["dataset"]).lower() + ("_lt" if "long_tail" in written["scenario"] else "")
-    method = re.fullmatch(rf"{dataset}_(.+?)(_practical|_pathological)?", config.stem)
+    method = re.fullmatch(rf"{dataset}_(.+?)(_practical|_pathological|_mixed)?", config.stem)
     assert method is not None
     assert plain(method[1]) == plain(class_name(written["algorithm"]))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -11,23 +14,32 @@ from fl_lightning.analysis.comparison import Comparison, across_values, comparab
 from fl_lightning.analysis.result_table import ResultTable, mean_and_std
 from fl_lightning.analysis.run_groups import Group, Reach
 from fl_lightning.analysis.statistics import LEVELS, Difference, Spread
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.terminal import echo
-from fl_lightning.evaluation.summary import human_bytes
+from fl_lightning.evaluation.summary import ARCHITECTURE_COLUMN, architectures_of, human_bytes, model_metrics
+from fl_lightning.runs.reader import Run
 from fl_lightning.runs.search import conditions, open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Compare groups of runs, and print the comparison as a table."""
-    found = compare(
-        comparable_runs(open_runs(given.runs, given.where), given.unfinished),
+    runs = comparable_runs(open_runs(given.runs, given.where), given.unfinished)
+    compare_by = partial(
+        compare,
+        runs,
         by=[key for key in given.by.split(",") if key],
-        metric=given.metric,
         lower=None if given.mode is None else given.mode == "min",
         reference=reference_settings(given.reference),
         targets=given.target,
         across=given.across,
     )
-    print_comparison(found, given.format, given.percent)
+    if given.architectures:
+        if given.across:
+            raise ConfigError("--architectures: the columns are architectures, not values of --across. Leave one out.")
+        found = {name: compare_by(metric=column) for name, column in architecture_columns(runs, given.metric).items()}
+        print_table(architecture_table(found, given.percent), given.format)
+    else:
+        print_comparison(compare_by(metric=given.metric), given.format, given.percent)
     return 0
 
 
@@ -45,11 +57,16 @@ def print_comparison(found: Comparison, form: str, percent: bool = False) -> Non
         percent: Show the metric in percent.
     """
     found = found.in_percent() if percent else found
-    csv = form == "csv"
-    result = pivot_table(found) if found.across else data_table(found) if csv else group_table(found)
+    print_table(
+        pivot_table(found) if found.across else data_table(found) if form == "csv" else group_table(found), form
+    )
+
+
+def print_table(result: ResultTable, form: str) -> None:
+    """Print a table. In the format `csv`, its notes go to stderr."""
     writers = {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}
     echo(writers[form]())
-    if csv:
+    if form == "csv":
         echo("".join(f"{note}\n" for note in result.notes), end="", to_stderr=True)
 
 
@@ -95,6 +112,52 @@ def pivot_table(found: Comparison) -> ResultTable:
     titles = [f"{head}={column}" if column else f"no {head}" for column in columns]
     header = [*(shorten_keys(others) or ["group"]), *titles]
     return ResultTable(header, rows, width, bold, notes(found, "in the last evaluated round", []))
+
+
+def architecture_columns(runs: Sequence[Run], metric: str | None) -> dict[str, str]:
+    """Return the columns of `metrics.csv` with a metric of the clients with each architecture, by the name of it.
+
+    Args:
+        runs: The runs.
+        metric: A metric of the clients, such as `acc` or `client/acc_mean`; by default the main metric.
+
+    Raises:
+        ConfigError: The clients of no run have different networks.
+    """
+    rows = [row for run in runs for row in run.rounds]
+    if not (names := architectures_of(rows)):
+        raise ConfigError("--architectures: the clients of no run have different networks. Leave it out.")
+    chosen = re.sub(r"^client/|_mean$", "", metric) if metric else model_metrics(rows)[0]
+    return {name: ARCHITECTURE_COLUMN.format(name, chosen) for name in names}
+
+
+def architecture_table(found: Mapping[str, Comparison], percent: bool = False) -> ResultTable:
+    """Return a table of a metric of the last evaluated round, with a column for each architecture of the clients.
+
+    Args:
+        found: The comparison by the metric of each architecture.
+        percent: Show the metric in percent.
+    """
+    found = {name: each.in_percent() if percent else each for name, each in found.items()}
+    first = next(iter(found.values()))
+    cells = {name: {tuple(group.names.items()): group for group in each.groups} for name, each in found.items()}
+    lines = [tuple(group.names.items()) for group in first.groups]
+    width = max(len(first.columns), 1)
+    bold = {
+        (row, width + column)
+        for column, each in enumerate(cells.values())
+        for row in best_rows([each[line].last for line in lines], first)
+    }
+    rows = [
+        [
+            *([text for key, text in line if key in first.columns] or ["all runs"]),
+            *(format_cell(each[line], first) for each in cells.values()),
+        ]
+        for line in lines
+    ]
+    header = [*(shorten_keys(first.columns) or ["group"]), *found]
+    of_all = replace(first, metric=re.sub("(?<=architecture/)[^/]+", "*", first.metric))
+    return ResultTable(header, rows, width, bold, notes(of_all, "in the last evaluated round", []))
 
 
 def data_table(found: Comparison) -> ResultTable:

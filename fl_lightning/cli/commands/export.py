@@ -32,7 +32,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     path = Path(given.out)
     refuse_target(path, given.prepare)
     run = load_run(Path(given.run), given.checkpoint, given.trust)
-    described, has_rows = described_model(read_config(Path(given.run))), takes_rows(run.data, path)
+    group = run.worker.for_client(given.client or 0).group
+    described, has_rows = described_model(read_config(Path(given.run)), group), takes_rows(run.data, path)
     network = network_of(run, described, given.client, given.prepare or has_rows)
     write_network(network, path)
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"

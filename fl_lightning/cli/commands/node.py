@@ -47,7 +47,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     return 0
 
 
-def write_model(path: str | None, module: ClientModule, data: FederatedData, experiment: str) -> None:
+def write_model(path: str | None, module: ClientModule, data: FederatedData, experiment: str, group: int = 0) -> None:
     """Write a client's trained model to a file, in one of the formats of `fl-lightning export`.
 
     Args:
@@ -55,13 +55,14 @@ def write_model(path: str | None, module: ClientModule, data: FederatedData, exp
         module: The client's module after the last round.
         data: The client's data.
         experiment: The text of the experiment's config.
+        group: The number of the client's network in a `Mixed`.
 
     Raises:
         ConfigError: The format cannot hold the network, or the file cannot be written.
     """
     if path is None:
         return
-    file, described = Path(path), described_model(yaml.safe_load(experiment))
+    file, described = Path(path), described_model(yaml.safe_load(experiment), group)
     write_network(network_of_module(module, data, described, takes_rows(data, file)), file, "export")
     echo(f"wrote {one_line(path)}: this client's model after round {module.context.round}")
 
