@@ -174,7 +174,7 @@ def check_module(module: ClientModule) -> None:
     if module.scheduler_factory:
         schedule = module.scheduler_factory(optimizer)
         if not isinstance(schedule, LRScheduler):
-            raise refusal(f"lr_scheduler {type(schedule).__name__}", "it is not stepped once an epoch")
+            raise refusal(f"lr_scheduler {type(schedule).__name__}", "it is not stepped as those of torch are")
 
 
 def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_tensors
+from fl_lightning.client.schedules import OptionTable
 from fl_lightning.core.message import Tensors
 
 COUNTS = ("step", "eta", "mu", "mu_product")
@@ -36,11 +37,21 @@ class BlockOptimizer:
         stacks: The clients' parameters by name, `(n, ...)`. They are updated in place.
         started: The initial optimizer state of each client, as `optimizer_tensors` returns it.
 
+        tables: Each client's options after each step of its learning-rate scheduler; None without a scheduler.
+            Clients with equal schedules have the same table.
+
     Attributes:
         optimizer: The optimizer.
     """
 
-    def __init__(self, client: ClientModule, stacks: Tensors, started: Sequence[Tensors]) -> None:
+    def __init__(
+        self,
+        client: ClientModule,
+        stacks: Tensors,
+        started: Sequence[Tensors],
+        tables: Sequence[OptionTable] | None = None,
+    ) -> None:
+        self._tables = tables
         self.optimizer = client.optimizer_for(client.backbone.parameters())
         self.stacks = stacks
         fresh = optimizer_tensors(self.optimizer)  # Adagrad has a state before its first step
@@ -49,7 +60,7 @@ class BlockOptimizer:
         names = {id(parameter): name for name, parameter in client.backbone.named_parameters()}
         self._names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.names = [name for group in self._names for name in group]
-        self._cuts = [0, *(i for i in range(1, len(started)) if counts(started[i - 1]) != counts(started[i]))]
+        self._cuts = [0, *(i for i in range(1, len(started)) if self._differ(started, i))]
         self._cuts.append(len(started))
         self._parameters: dict[tuple[str, Block], Tensor] = {}
         self._places: dict[tuple[int, ...], list[tuple[Block, slice]]] = {}
@@ -59,6 +70,42 @@ class BlockOptimizer:
         for group in self.optimizer.param_groups:
             if group["foreach"] is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True  # many small tensors: a loop in C++, not in Python
+
+    def _differ(self, started: Sequence[Tensors], row: int) -> bool:
+        """Return whether a client and the one before it cannot share a parameter."""
+        other_schedule = self._tables is not None and self._tables[row - 1] is not self._tables[row]
+        return other_schedule or counts(started[row - 1]) != counts(started[row])
+
+    def step(self, positions: Sequence[int]) -> None:
+        """Take a step with the gradients that were set, and clear them.
+
+        Args:
+            positions: For each client, the number of steps that its learning-rate scheduler has taken.
+        """
+        groups = self.optimizer.param_groups
+        if self._tables is not None:
+            self.optimizer.param_groups = self._scheduled_groups(self._tables, positions)
+        self.optimizer.step()
+        self.optimizer.param_groups = groups
+        self.optimizer.zero_grad()
+
+    def _scheduled_groups(self, tables: Sequence[OptionTable], positions: Sequence[int]) -> list[dict[str, Any]]:
+        """Return parameter groups of the clients that take a step. Each group is of one position in one schedule."""
+        moments: dict[tuple[int, int], list[Block]] = {}
+        for block in self.blocks:
+            if any(self._parameters[name, block].grad is not None for name in self.names):
+                moments.setdefault((id(tables[block.start]), positions[block.start]), []).append(block)
+        return [
+            {
+                **options,
+                "foreach": group["foreach"],
+                "params": [self._parameters[name, block] for name in names for block in blocks],
+            }
+            for (_, position), blocks in moments.items()
+            for group, names, options in zip(
+                self.optimizer.param_groups, self._names, tables[blocks[0].start].after(position), strict=True
+            )
+        ]
 
     @property
     def blocks(self) -> list[Block]:

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.fit import ClientTrainerView, LocalWork, configure_optimizer
+from fl_lightning.client.fit import ClientTrainerView, configure_optimizer
 from fl_lightning.client.fit import fit as fit_locally
 from fl_lightning.client.lightning_model import (
     ModelHooks,
@@ -29,6 +29,7 @@ from fl_lightning.client.lightning_model import (
     own_step,
 )
 from fl_lightning.client.local_training import LocalTraining
+from fl_lightning.client.local_work import LocalWork
 from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.weights import to_cpu
@@ -47,7 +48,6 @@ from fl_lightning.engines.checks import (
     check_optimizer,
     check_options,
     check_outputs,
-    check_schedule,
     check_share,
     check_tensors,
     check_trainer,
@@ -61,6 +61,7 @@ from fl_lightning.engines.client_callbacks import check_client_callbacks, logged
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.device import prefers_channels_last
 from fl_lightning.engines.module_factory import ModuleFactory
+from fl_lightning.engines.schedule_checks import check_lr_factors, check_schedule
 from fl_lightning.engines.scorer import Scorer
 from fl_lightning.engines.trainer import inference, obstacle_to_loop, quiet_lightning, quiet_trainer
 from fl_lightning.engines.unread_result import UnreadResult, read_together, unread_result
@@ -116,6 +117,8 @@ class Worker:
         optimizer = self.training.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
         module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler)
         module.objective = self.data.objective
+        module.lr_scheduler_interval = self.training.lr_scheduler_interval
+        module.lr_factors = dict(self.training.lr_factors or {})
         # a method may have replaced a frozen parameter by one of its own
         return module, frozenset(name for name, p in module.backbone.named_parameters() if id(p) in frozen)
 
@@ -213,7 +216,7 @@ class Worker:
         sizes = self.data.concatenate()[1]
         fewest, most = (max(1, math.ceil(int(n) / self.training.batch_size)) for n in (sizes.min(), sizes.max()))
         check_share(trainer, fewest)
-        work = LocalWork.under(trainer, fewest)
+        works = work, longest = [LocalWork.under(trainer, batches) for batches in (fewest, most)]
         warn_of_cut_steps(trainer, work.steps)
         if module.trains_itself:
             warn_of_unused_optimizer(module)
@@ -222,13 +225,14 @@ class Worker:
             spare = self.modules.build().to(self.device)
             if not spare.has_own_optimizer:
                 check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        check_schedule(spare, work.epochs, scaled)
+        check_lr_factors(spare, self.frozen)
+        check_schedule(spare, trainer, works, scaled)
         with blame("lr_scheduler"):
             if not module.has_own_optimizer:
                 module.configure_optimizers()
         with blame("algorithm"):
             module.context = FitContext(class_counts=torch.ones(objective.stratum_count(outputs)))
-            module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, LocalWork.under(trainer, most)))
+            module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, longest))
             for term in module.terms():
                 term.begin(module)
             module.check_fit()
@@ -247,8 +251,9 @@ class Worker:
         module.trainer, vars(module)["log"] = trainer, lambda *args, **options: None
         if self.training.compile:
             raise ConfigError("compile: a LightningModule's own training step is not compiled. Set compile false.")
-        if self.training.lr_scheduler:
-            module.require_optimizer("lr_scheduler")
+        for key in ("lr_scheduler", "lr_factors"):
+            if getattr(self.training, key):
+                module.require_optimizer(key)
         check_lightning_model(module)
         batch = next(iter(self.client_data.ordered_batches(None)))
         entries = module.backbone.state_dict().keys()
