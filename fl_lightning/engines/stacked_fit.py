@@ -25,6 +25,7 @@ from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import stack
 from fl_lightning.core.task import Task, failed_result, is_interrupt
+from fl_lightning.data.lazy import LazySamples
 from fl_lightning.data.loaders import Batches, send
 from fl_lightning.engines.client_slot import ClientSlot
 from fl_lightning.engines.stacked_optimizer import BlockOptimizer
@@ -137,6 +138,7 @@ class StackedFit:
         self.kinds: list[StackedStep] = []
         self.epoch = 0
         self.alike_slots = slots if slots and differ_in_weights_only(worker) else None
+        self.reads = isinstance(self.data.x_train, LazySamples)
         self.draws = not self.alike_slots or self.alike_slots.draws or self.data.augment is not None
 
     def start(self, task: Task) -> None:
@@ -314,7 +316,12 @@ class StackedFit:
             largest = max(sizes.values())
             arrived = [row for row in sizes if sizes[row] == largest]
             chosen = torch.stack([waiting[row] for row in arrived])
-            yield StackedBatch(arrived, stored.x[chosen], stored.y[chosen])
+            x = (
+                stored.x.index_select(0, chosen.flatten()).unflatten(0, chosen.shape)
+                if self.reads
+                else stored.x[chosen]
+            )
+            yield StackedBatch(arrived, x, stored.y[chosen])
 
     def _step(self, batch: StackedBatch) -> None:
         """Run one training step for each client that has samples in `batch`."""

@@ -39,6 +39,7 @@ from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
+from fl_lightning.data.datasets import first_samples
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
     blame_inputs,
@@ -111,7 +112,7 @@ class Worker:
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
         loaded = self.data.data
         backbone = build_network(self.model, loaded.in_shape, loaded.num_classes)
-        initialise_lazy_layers(backbone, loaded.prepare(loaded.x_train[:2]))
+        initialise_lazy_layers(backbone, loaded.prepare(first_samples(loaded.x_train, 2)))
         check_tensors(backbone)
         frozen = {id(parameter): parameter for parameter in backbone.parameters() if not parameter.requires_grad}
         optimizer = self.training.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)

@@ -84,7 +84,7 @@ def cosine(optimizer, interval, network, steps, epochs):
     return optimizer, warm(optimizer, length, max(1, int(0.4 * length)))
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(4)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "momentum"])
