@@ -10,6 +10,7 @@ from torch import nn
 from fl_lightning.algorithms import WeightedMean
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.inputs import describe_inputs
+from fl_lightning.data.datasets import first_samples
 from fl_lightning.models import FromModule, Mixed
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def describe_input(run: FederatedRun) -> str:
     data = run.data.data
     if data.schema:
         return data.schema.summary()
-    return f"input: {describe_inputs(data.x_train)}"
+    return f"input: {describe_inputs(first_samples(data.x_train, 1))}"
 
 
 def describe_model(run: FederatedRun) -> str:

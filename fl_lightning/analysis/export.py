@@ -26,6 +26,7 @@ from fl_lightning.core.inputs import Inputs, Shapes, map_inputs
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data import FederatedData
+from fl_lightning.data.datasets import first_samples
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.models import Mixed, ResizedFeatures
 from fl_lightning.models.wrapped import call_arguments, original_of
@@ -165,7 +166,7 @@ def network_of_module(
     loaded = data.data
     backbone, schema = original_of(module.backbone.cpu()), loaded.schema
     model = model or {"class_path": f"{type(backbone).__module__}.{type(backbone).__qualname__}"}
-    samples = schema.examples(SAMPLES) if schema else loaded.x_test[:SAMPLES]
+    samples = schema.examples(SAMPLES) if schema else first_samples(loaded.x_test, SAMPLES)
     to_input = (lambda rows: loaded.prepare(schema.encode(rows))) if schema else loaded.prepare
     if prepare and isinstance(samples, Inputs):
         raise ConfigError("--prepare: a sample has several inputs. Leave it out, and prepare them in your program")

@@ -38,7 +38,7 @@ FAMILIES = ("global_model", "personalized", "clustered", "decentralized")
 
 _SCHEDULERS = (
     *("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR"),
-    *("MultiStepLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "StepLR"),
+    *("MultiStepLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "StepLR", "WarmupCosine"),
 )
 OTHERS: dict[str, tuple[str, ...]] = {
     "optimizer": (
@@ -65,7 +65,7 @@ CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS, *SAME_KIND}
 SET_BY_DATA = ("in_shape", "num_classes")
 """Arguments of models that are set from the dataset, not by the user."""
 
-_SCHEDULER_SOURCES = (("torch", "optim/lr_scheduler.py"),)
+_SCHEDULER_SOURCES = (("torch", "optim/lr_scheduler.py"), ("fl_lightning.client", "schedules.py"))
 SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
     "optimizer": (("torch", "optim/*.py"),),
     "lr_scheduler": _SCHEDULER_SOURCES,

@@ -23,7 +23,8 @@ HEADINGS = {
     "length": ("rounds", "clients_per_round", "client_sampler", "seed", "fast"),
     "training of each client": (
         *("batch_size", "batch_sampler", "class_weights"),
-        *("optimizer", "optimizer_state", "lr_scheduler", "round_lr_scheduler"),
+        *("optimizer", "optimizer_state", "lr_factors"),
+        *("lr_scheduler", "lr_scheduler_interval", "round_lr_scheduler"),
     ),
     "Lightning Trainer of each client": ("trainer.", "client_callbacks"),
     "execution": ("engine", "compile", "channels_last", "on_client_failure", "min_clients"),

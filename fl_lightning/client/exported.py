@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.core.arguments import describe
@@ -59,6 +60,8 @@ def described_module(module: Any) -> dict[str, Any]:
         "loss_terms": [describe(term) for term in module.terms()],
         "optimizer": describe(_plain_factory(module.optimizer_factory)),
         "lr_scheduler": describe(_plain_factory(module.scheduler_factory)),
+        "lr_scheduler_interval": module.lr_scheduler_interval if module.scheduler_factory else None,
+        "lr_factors": module.lr_factors,
     }
     return {
         "backbone": backbone | from_data | {"wrapped": True},  # a `FromModule`, not the user's module inside
@@ -137,11 +140,11 @@ def allowed_objects() -> dict[str, Any]:
     from fl_lightning import LossTerm
 
     return {
-        **public_classes("fl_lightning", (Backbone, Objective, LossTerm, SharedKnowledge)),
+        **public_classes("fl_lightning", (Backbone, Objective, LossTerm, SharedKnowledge, LRScheduler)),
         **public_classes("fl_lightning.models", (Backbone,)),
         **public_classes("fl_lightning.core.objectives", (Objective,)),
         **public_classes("torch.nn", (nn.Module,)),
         **public_classes("torch.optim", (optim.Optimizer,)),
-        **public_classes("torch.optim.lr_scheduler", (optim.lr_scheduler.LRScheduler,)),
+        **public_classes("torch.optim.lr_scheduler", (LRScheduler,)),
         **by_import_path(models.get_model_builder(name) for name in models.list_models(models)),
     }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from fl_lightning.client.local_work import LocalWork
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import step_function
 from fl_lightning.core.inputs import Inputs
@@ -70,11 +69,13 @@ def fit(
                 x, y = send(x, device), send(y, device)
                 take_step(partial(compute_gradients, module, optimizer, (prepare(x), y), number, options))
                 own.global_step += 1
+                for schedule in schedules:
+                    module.step_schedule(schedule, "step")
                 if trainer.received_sigterm:
                     raise SIGTERMException
             module.on_train_epoch_end()
             for schedule in schedules:
-                schedule.step()
+                module.step_schedule(schedule, "epoch")
             own.current_epoch += 1
     return optimizer
 
@@ -103,37 +104,6 @@ def compute_gradients(
     return loss
 
 
-@dataclass(frozen=True)
-class LocalWork:
-    """The number of training steps of a client in a fit, per epoch and in total.
-
-    Args:
-        per_epoch: Steps in each epoch except possibly the last.
-        steps: Steps in total.
-    """
-
-    per_epoch: int
-    steps: int
-
-    @classmethod
-    def under(cls, trainer: L.Trainer, batches: int) -> LocalWork:
-        """Return a client's number of steps under a trainer's limits, given its number of batches per epoch."""
-        limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
-        bounds = (steps, per_epoch * (-1 if epochs is None else epochs))
-        return cls(per_epoch, min(bound for bound in bounds if bound >= 0))
-
-    @property
-    def epochs(self) -> int:
-        """Number of epochs in the fit; the last one may be incomplete."""
-        return math.ceil(self.steps / self.per_epoch)
-
-    def steps_in(self, epoch: int) -> int:
-        """Return the number of steps in an epoch; epochs are counted from 0."""
-        return max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
-
-
 class ClientTrainerView:
     """Stand-in for the `trainer` of a client's module, if the client is a batch of the round's `Trainer.fit`.
 
@@ -146,7 +116,7 @@ class ClientTrainerView:
     """
 
     def __init__(self, trainer: L.Trainer, options: L.Trainer, work: LocalWork) -> None:
-        self.trainer, self.options = trainer, options
+        self.trainer, self.options, self.work = trainer, options, work
         self.current_epoch = self.global_step = 0
         self.should_stop = False
         self.num_training_batches, self.estimated_stepping_batches = work.per_epoch, work.steps
@@ -165,7 +135,10 @@ def own_settings() -> Iterator[None]:
 def configure_optimizer(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:
     """Return the optimizer and schedulers of one client."""
     made = module.configure_optimizers()
-    return (made[0][0], made[1]) if isinstance(made, tuple) else (made, [])
+    if not isinstance(made, tuple):
+        return made, []
+    (optimizer,), schedules = made
+    return optimizer, [config["scheduler"] for config in schedules]
 
 
 def ignore_log(*args: Any, **options: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
+from fl_lightning.client.local_work import Interval
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.data.loaders import BatchSampler
@@ -28,7 +29,12 @@ class LocalTraining:
         optimizer_state: State of a client's optimizer at the start of a round: `fresh`, or `kept` from the client's
             last round (momentum, step counts, ...), with this round's learning rate. By default the algorithm decides;
             most start `fresh`.
-        lr_scheduler: Builds a learning-rate scheduler within one client's fit. It is stepped once an epoch.
+        lr_scheduler: Builds a learning-rate scheduler within one client's fit, such as `WarmupCosine`, whose length is
+            that of the fit. It starts again in each round.
+        lr_scheduler_interval: Whether `lr_scheduler` is stepped once per `epoch` or once per optimizer `step`.
+        lr_factors: Factors on the learning rate by pattern of parameter names, such as
+            `{"head.*": 10.0, "encoder.0.*": 0.1}`. The first pattern that matches counts; other parameters have the
+            factor 1.
         trainer: Keyword arguments of Lightning's `Trainer` for each client's fit: `accelerator`, `precision`,
             `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
         compile: Compile the network, once for all clients and rounds. This pays off if a step takes long.
@@ -48,6 +54,8 @@ class LocalTraining:
     optimizer: OptimizerCallable | None = None
     optimizer_state: Literal["fresh", "kept"] | None = None
     lr_scheduler: LRSchedulerCallable | None = None
+    lr_scheduler_interval: Interval = "epoch"
+    lr_factors: dict[str, float] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
     channels_last: bool | None = None
@@ -57,6 +65,11 @@ class LocalTraining:
         check_positive(batch_size=self.batch_size)
         if self.batch_sampler not in get_args(BatchSampler):
             raise ConfigError(f"batch_sampler: {self.batch_sampler!r} not found. Use shuffle or balanced.")
+        if self.lr_scheduler_interval not in get_args(Interval):
+            raise ConfigError(f"lr_scheduler_interval: {self.lr_scheduler_interval!r} not found. Use epoch or step.")
+        for pattern, factor in (self.lr_factors or {}).items():
+            fix = "to freeze parameters, set their requires_grad to False in the model"
+            check_number(f"lr_factors.{pattern}", factor, "(0, inf)", fix)
         if isinstance(self.class_weights, str):
             if self.class_weights != "balanced":
                 raise ConfigError(f"class_weights: {self.class_weights!r} not found. Use balanced or a list.")

@@ -17,8 +17,15 @@ from fl_lightning.client.distributed import count_unrepeated, trainer_of
 from fl_lightning.client.exported import described_module, rebuilt, rebuilt_objective, rebuilt_part
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.lightning_model import class_name, has_optimizer, own_optimizer, own_step, trains_itself
+from fl_lightning.client.local_work import Interval, LocalWork
 from fl_lightning.client.losses import LossRecord, total_loss
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
+from fl_lightning.client.optimizers import (
+    OptimizerFactory,
+    SchedulerFactory,
+    groups_by_factor,
+    load_optimizer_tensors,
+)
+from fl_lightning.client.schedules import WarmupCosine
 from fl_lightning.client.weights import WeightMemory, load_weights
 from fl_lightning.core.arguments import FieldsMixin
 from fl_lightning.core.errors import ConfigError
@@ -176,8 +183,10 @@ class ClientModule(L.LightningModule):
         knowledge: Shared knowledge in addition to that of the loss terms.
         optimizer: Builds the optimizer from the backbone's parameters. By default that of the LightningModule, if the
             backbone is one, or SGD with lr 0.01.
-        lr_scheduler: Builds a scheduler from the optimizer. It is stepped once per local epoch.
+        lr_scheduler: Builds a scheduler from the optimizer.
         objective: Classification with cross-entropy by default. In an exported checkpoint this is a description.
+        lr_scheduler_interval: Whether the scheduler is stepped once per local epoch or once per optimizer step.
+        lr_factors: Factors on the learning rate by pattern of parameter names of the backbone; see `LocalTraining`.
 
     Attributes:
         context: The round and the client of the current fit. An experiment sets it before each fit.
@@ -206,6 +215,8 @@ class ClientModule(L.LightningModule):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         objective: Objective | Mapping[str, Any] | None = None,
+        lr_scheduler_interval: Interval = "epoch",
+        lr_factors: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         loss_terms, optimizer, lr_scheduler = (
@@ -221,6 +232,8 @@ class ClientModule(L.LightningModule):
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
+        self.lr_scheduler_interval: Interval = lr_scheduler_interval
+        self.lr_factors = dict(lr_factors or {})
         self.context = FitContext()
         self.objective = Classification()
         if isinstance(objective, Mapping):
@@ -464,24 +477,55 @@ class ClientModule(L.LightningModule):
             load_optimizer_tensors(optimizer, self.optimizer_state)
         if self.scheduler_factory is None:
             return configured
-        return [optimizer], [self.scheduler_factory(optimizer)]
+        return [optimizer], [{"scheduler": self.schedule_for(optimizer), "interval": self.lr_scheduler_interval}]
+
+    def schedule_for(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Build the learning-rate scheduler of an optimizer for one fit; None if no scheduler is configured.
+
+        A `WarmupCosine` without `steps` gets the length of the fit.
+        """
+        if self.scheduler_factory is None:
+            return None
+        schedule = self.scheduler_factory(optimizer)
+        if isinstance(schedule, WarmupCosine) and schedule.steps is None and (trainer := trainer_of(self)):
+            schedule.set_length(LocalWork.of(trainer).length(self.lr_scheduler_interval))
+        return schedule
+
+    def step_schedule(self, schedule: Any, after: Interval) -> None:
+        """Step a scheduler of `schedule_for`, or None, after an epoch or an optimizer step, if that is its interval.
+
+        A method whose module trains a second model calls it after each step and each epoch of that model.
+        """
+        if schedule and after == self.lr_scheduler_interval:
+            schedule.step()
 
     def trainables(self) -> Iterable[Any]:
         """Return the parameters or parameter groups that the fit's optimizer trains; by default the backbone's."""
         return self.backbone.parameters()
 
-    def optimizer_for(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    def optimizer_for(self, parameters: Iterable[Any], of: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build an optimizer for these parameters with the client's optimizer options and the round's learning rate.
 
+        Args:
+            parameters: The parameters or parameter groups.
+            of: The network that they belong to, in which `lr_factors` looks up their names. By default the backbone.
+
         Raises:
-            ConfigError: No optimizer was given, and that of the backbone is for all of its parameters.
+            ConfigError: No optimizer was given, and that of the backbone is for all of its parameters. Or `lr_factors`
+                is set, and a parameter is none of the network's.
         """
         self.require_optimizer("algorithm")
+        groups: dict[float, list[nn.Parameter]] = {}
+        if self.lr_factors:
+            groups = groups_by_factor(parameters, self.backbone if of is None else of, self.lr_factors)
+            parameters = [{"params": group} for group in groups.values()]
         optimizer = (
             self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
         )
+        for group, factor in zip(optimizer.param_groups, groups, strict=True) if groups else ():
+            group["lr"] = group["lr"] * factor
         for group in optimizer.param_groups:
-            group["lr"] *= self.context.lr_scale
+            group["lr"] = group["lr"] * self.context.lr_scale  # not in place: a tensor belongs to all groups
         return optimizer
 
     def require_optimizer(self, key: str) -> None:

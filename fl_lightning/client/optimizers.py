@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +40,36 @@ def descend(
         clip(optimizer)
     optimizer.step()
     torch.clear_autocast_cache()  # it may contain weights from before the step
+
+
+def groups_by_factor(
+    parameters: Iterable[Any], network: nn.Module, factors: Mapping[str, float]
+) -> dict[float, list[nn.Parameter]]:
+    """Group the parameters of an optimizer by the factor on their learning rate, in order of first appearance.
+
+    Args:
+        parameters: The parameters.
+        network: The network that they belong to.
+        factors: Factors by pattern, such as `{"head.*": 10.0}`. The first pattern that matches a name in the network
+            counts. Without a match, the factor is 1.
+
+    Raises:
+        ConfigError: Something is none of the network's parameters.
+    """
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if id(parameter) not in names:
+            what = "the method trains parameters that are not the model's, which have no name for a pattern"
+            raise ConfigError(f"lr_factors: {what}. Leave lr_factors out, or use another method.")
+        pattern = matching_pattern(names[id(parameter)], factors)
+        groups.setdefault(1.0 if pattern is None else factors[pattern], []).append(parameter)
+    return groups
+
+
+def matching_pattern(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first of some shell patterns (`*`, `?`, `[...]`) that matches a parameter's name, or None."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 def step_function(optimizer: torch.optim.Optimizer) -> Callable[[Callable[[], Tensor]], object]:

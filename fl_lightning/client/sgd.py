@@ -56,6 +56,20 @@ def check_step_per_batch(module: ClientModule, method: str) -> None:
         )
 
 
+def check_one_rate(module: ClientModule, method: str) -> None:
+    """Check that all parameters have one learning rate.
+
+    Args:
+        module: The client's module.
+        method: The method's name, for error messages.
+
+    Raises:
+        ConfigError: `lr_factors` gives some parameters another one.
+    """
+    if module.lr_factors:
+        raise ConfigError(f"lr_factors: {method} needs one learning rate for all parameters. Leave lr_factors out.")
+
+
 def plain_sgd_rate(module: ClientModule, method: str) -> float:
     """Return the constant learning rate of a client's fit. Raise an error if the fit is not plain SGD.
 
@@ -66,6 +80,7 @@ def plain_sgd_rate(module: ClientModule, method: str) -> float:
     Raises:
         ConfigError: The fit is not plain SGD with one learning rate. The message names the key.
     """
+    check_one_rate(module, method)
     groups = sgd_groups(module, method)
     rates = {float(group["lr"]) for group in groups}
     if len(rates) > 1 or any(group["momentum"] for group in groups):

@@ -53,6 +53,18 @@ def derive(seed: int, stream: Stream, *key: int) -> int:
     return int(sequence.generate_state(1, np.uint64)[0]) >> 1
 
 
+def sample_seed(seed: int, epoch: int, place: int) -> int:
+    """Return the 63-bit seed of one sample's random numbers in a client's fit.
+
+    Args:
+        seed: The seed of the client's batches in the round, from `derive`.
+        epoch: The epoch of the fit, from 0.
+        place: The sample's place in the order of the epoch.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(epoch, place))
+    return int(sequence.generate_state(1, np.uint64)[0]) >> 1
+
+
 def seed_everything(seed: int, stream: Stream, *key: int) -> None:
     """Seed the global generators of Python, NumPy and torch from a seed, a purpose, and usually a round and client."""
     value = derive(seed, stream, *key)

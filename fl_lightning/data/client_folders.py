@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import Classification
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.federated_data import FederatedData, Shard
@@ -32,7 +32,9 @@ def write_client_folders(folder: Path, data: FederatedData) -> None:
     """
     loaded = data.data
     if not isinstance(loaded.x_train, Tensor) or loaded.evaluate is not None:
-        raise ConfigError("--export: only datasets with one input per sample and ordinary batches can be exported")
+        raise ConfigError(
+            "--export: only datasets in memory with one input per sample and ordinary batches can be exported"
+        )
     if data.held_out:
         raise ConfigError("--export: clients that are held out have no machine. Leave out scenario.held_out_clients")
     if loaded.augment is not None:
@@ -54,7 +56,7 @@ def write_client(folder: Path, client: int, data: LoadedData, shard: Shard, has_
     (folder / "client.yaml").write_text(yaml.safe_dump(site, sort_keys=False), encoding="utf-8")
 
 
-def _write_arrays(folder: Path, data: LoadedData, *parts: Tensor | Inputs) -> None:
+def _write_arrays(folder: Path, data: LoadedData, *parts: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, values in zip(("x_train", "y_train", "x_test", "y_test"), parts, strict=True):
         stored = data.prepare(values) if name.startswith("x") else values

@@ -23,6 +23,7 @@ from fl_lightning.core.objectives import IGNORED, Classification, Objective, des
 from fl_lightning.core.task import Score
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.files import BadFile, check_exists
+from fl_lightning.data.lazy import LazySamples, Samples
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.transforms import BatchTransform
@@ -40,7 +41,8 @@ class LoadedData:
 
     Args:
         x_train: Training inputs `(n, ...)`; images are `(n, channels, height, width)`, `uint8` or `float32`, texts
-            are token ids `(n, length)`, `int64`, padded with 0. For several inputs a sample, `Inputs`.
+            are token ids `(n, length)`, `int64`, padded with 0. For several inputs a sample, `Inputs`. Samples that are
+            read when a batch needs them are `LazySamples`.
         y_train: Training labels: classes `(n,)`, `int64` in `[0, num_classes)`; multi-label targets `(n, L)`, integers
             0 and 1; or numbers to predict, `(n,)` or `(n, T)`, `float32`.
         x_test: Test inputs, of the same shapes and dtypes.
@@ -60,9 +62,9 @@ class LoadedData:
             outputs; None if they have no names.
     """
 
-    x_train: Tensor | Inputs
+    x_train: Samples
     y_train: Tensor
-    x_test: Tensor | Inputs
+    x_test: Samples
     y_test: Tensor
     num_classes: int
     prepare: BatchTransform
@@ -240,9 +242,10 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
         except ValueError as error:
             raise ValueError(f"y_{split} {error}") from error
         for name, x in inputs[split].items():
-            _check_inputs(name, x, alone=isinstance(data.x_train, Tensor))
-            if len(x) != len(y) or not len(x):
-                sizes = f"{name} has {len(x)} rows and y_{split} {len(y)}"
+            _check_inputs(name, x, alone=not isinstance(data.x_train, Inputs))
+            rows = len(given) if isinstance(given := getattr(data, f"x_{split}"), LazySamples) else len(x)
+            if rows != len(y) or not rows:
+                sizes = f"{name} has {rows} rows and y_{split} {len(y)}"
                 raise ValueError(f"{sizes}. They need equally many, and at least one")
     _check_alike(*inputs.values())
     _check_transforms(data)
@@ -281,7 +284,10 @@ def _check_class_names(data: LoadedData) -> None:
         raise ValueError(f"class_names and num_classes differ: {len(names)} and {data.num_classes}")
 
 
-def _named_tensors(name: str, x: Tensor | Inputs) -> dict[str, Tensor]:
+def _named_tensors(name: str, x: Samples) -> dict[str, Tensor]:
+    """Return the input tensors by name. Of samples that are read on demand, only the first ones are read."""
+    if isinstance(x, LazySamples):
+        x = first_samples(x, 2)
     return {f"{name}[{key!r}]": value for key, value in x.items()} if isinstance(x, Inputs) else {name: x}
 
 
@@ -298,10 +304,15 @@ def _check_alike(train: dict[str, Tensor], test: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} and {other_name} {fix}")
 
 
+def first_samples(x: Samples, count: int) -> Tensor | Inputs:
+    """Return the first inputs as a tensor or `Inputs`, at most `count`. Samples that are read on demand are read."""
+    return x.index_select(0, torch.arange(min(count, len(x)))) if isinstance(x, LazySamples) else x[:count]
+
+
 def _check_transforms(data: LoadedData) -> None:
     """Check that the data's `prepare` and `augment` take the inputs of a batch and return as many inputs."""
-    kind: type = Inputs if isinstance(data.x_train, Inputs) else Tensor
-    batch = data.x_train[:2]
+    kind: Any = Inputs if isinstance(data.x_train, Inputs) else Tensor
+    batch = first_samples(data.x_train, 2)
     for name in ("prepare", "augment"):
         if transform := getattr(data, name):
             fix = f"Give a function that takes a batch of inputs ({kind.__name__}) and returns it changed"

@@ -18,6 +18,7 @@ from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.data.datasets import LoadedData
+from fl_lightning.data.lazy import LazySamples, Samples
 
 HASHED = 1 << 24
 """Bytes of a tensor that are hashed at a time, which bounds the memory for copies."""
@@ -169,8 +170,13 @@ class FederatedData:
             return dict(zip(parts, pool.map(sha256, parts.values()), strict=True))
 
 
-def _tensors(x: Tensor | Inputs) -> list[Tensor]:
-    """Return inputs as a list of tensors: a single tensor, or several sorted by name."""
+def _tensors(x: Samples) -> list[Tensor]:
+    """Return inputs as a list of tensors: a single tensor, or several sorted by name.
+
+    Of samples that are read on demand, these are their number and evenly spaced ones.
+    """
+    if isinstance(x, LazySamples):
+        return [torch.tensor(len(x)), x.probe()]
     return [value for _, value in sorted(x.items())] if isinstance(x, Inputs) else [x]
 
 

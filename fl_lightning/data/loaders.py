@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning.core.inputs import Batch, Inputs
+from fl_lightning.core.inputs import Batch
+from fl_lightning.core.seeding import sample_seed
+from fl_lightning.data.lazy import LazySamples, Samples
 from fl_lightning.data.transforms import BatchTransform
 
 BatchSampler = Literal["shuffle", "balanced"]
@@ -31,7 +34,7 @@ class Batches:
     """Batches `(x, y)` of selected samples, reshuffled on each pass over the data if a seed is given.
 
     Args:
-        x: Inputs of the whole split.
+        x: Inputs of the whole split. `LazySamples` are read batch by batch.
         y: Labels of the whole split.
         index: Indices of the samples, or None for all.
         batch_size: Samples per batch; the last batch may be smaller.
@@ -43,7 +46,7 @@ class Batches:
 
     def __init__(
         self,
-        x: Tensor | Inputs,
+        x: Samples,
         y: Tensor,
         index: Tensor | None,
         batch_size: int,
@@ -54,6 +57,7 @@ class Batches:
         self.x, self.y, self.frequencies = x, y, frequencies
         self.index = torch.arange(len(y)) if index is None else index
         self.batch_size = batch_size
+        self.seed, self.passes = seed, 0
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
         full, rest = divmod(len(self.index), batch_size)
         self.length = full + (rest >= min_batch and rest > 0)
@@ -66,10 +70,21 @@ class Batches:
         yield from self._order().split(self.batch_size) if self.length else ()
 
     def __iter__(self) -> Iterator[Batch]:
+        if isinstance(self.x, LazySamples):
+            yield from self._read(self.x) if self.length else ()
+            return
         at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
         for chosen in self._order().split(at_a_time * self.batch_size) if self.length else ():
             x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
             yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+
+    def _read(self, x: LazySamples) -> Iterator[Batch]:
+        """Yield the batches of one pass over samples that are read on demand."""
+        order, epoch = self._order(), self.passes
+        self.passes += 1
+        seed = None if self.seed is None else partial(sample_seed, self.seed, epoch)
+        labels = self.y.index_select(0, order).split(self.batch_size)
+        yield from zip(x.batches(order, self.batch_size, seed), labels, strict=True)
 
     def _order(self) -> Tensor:
         """Return the sample indices of one pass over the batches, in the order of use, on the device of the inputs."""

@@ -1,4 +1,4 @@
-"""Dataset class that reads any map-style PyTorch dataset once into memory."""
+"""Dataset class for any map-style PyTorch dataset, or those of each client, read at the start or on demand."""
 
 from __future__ import annotations
 
@@ -12,46 +12,88 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 from torch.utils.data import Dataset as MapStyle
 
 from fl_lightning import HOMES
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.inputs import Inputs
+from fl_lightning.core.inputs import Inputs, describe_inputs
 from fl_lightning.core.names import join_names
 from fl_lightning.core.objectives import describe_tensor
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data.custom_data import KEY
 from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs, naming_class, untrained_classes
+from fl_lightning.data.lazy import LazySamples, Samples
 from fl_lightning.data.transforms import Normalize
+
+Source = Callable[[], MapStyle] | MapStyle
+"""A map-style dataset, or a function that makes it."""
 
 
 class TorchDataset(Dataset):
-    """Any map-style PyTorch `Dataset` of pairs (x, y): a training set and a test set, given by class path.
+    """Any map-style PyTorch `Dataset` of pairs (x, y): a training set and a test set, or those of each client.
 
-    Each item is read once, when the run starts. A random transform therefore draws once, and equally for every seed.
-    Pillow images become `uint8`, which is scaled to 0-1. Tensors and arrays of `uint8` or floating point are used as
-    they are. If x is a dict or tuple, a sample has several inputs. Integer labels are classes, floating-point labels
-    are numbers to predict, and several integers per sample are multi-label targets of 0 and 1.
+    By default, each item is read once, when the run starts. A random transform therefore draws once, and equally for
+    every seed. With `lazy`, an item is read whenever a batch needs it, and a random transform draws each time. Pillow
+    images become `uint8`, which is scaled to 0-1. Tensors and arrays of `uint8` or floating point are used as they are.
+    If x is a dict or tuple, a sample has several inputs. Integer labels are classes, floating-point labels are numbers
+    to predict, and several integers per sample are multi-label targets of 0 and 1.
 
     Args:
         train: The training set: in a config its class path and arguments, in Python the dataset or a function that
             makes it.
         test: The test set, in the same form.
+        clients: In place of `train` and `test`: the training and the test set of each client, for the partition
+            `ByClient`. The global test set has the test samples of all clients.
+        lazy: Read the samples when batches need them, for data that do not fit into memory. Only the labels are read at
+            the start, from the dataset's `targets` if it has them. A sample has one input.
     """
 
-    def __init__(self, train: Callable[[], MapStyle] | MapStyle, test: Callable[[], MapStyle] | MapStyle) -> None:
-        self.train, self.test = train, test
+    def __init__(
+        self,
+        train: Source | None = None,
+        test: Source | None = None,
+        clients: Sequence[tuple[Source, Source]] | None = None,
+        lazy: bool = False,
+    ) -> None:
+        self.train, self.test, self.clients, self.lazy = train, test, clients, lazy
+        if clients is None:
+            for key, given in (("train", train), ("test", test)):
+                if given is None:
+                    raise ConfigError(f"{KEY}.{key}: it is missing. Give both train and test, or clients")
+        elif train is not None or test is not None:
+            raise ConfigError(f"{KEY}.clients: it takes the place of train and test. Leave these out")
+        elif not clients or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in clients):
+            raise ConfigError(f"{KEY}.clients: it is no list of pairs. Give (training set, test set) for each client")
 
     def load(self) -> LoadedData:
-        """Load all items of the training and test datasets into memory."""
-        x_train, y_train, names = read_items("train", self.train)
-        x_test, y_test, test_names = read_items("test", self.test)
-        if None not in (names, test_names) and names != test_names:
-            shown = one_line(f"{join_names(test_names or ())} instead of {join_names(names or ())}")
-            raise ConfigError(f"{KEY}.test: its classes are unlike those of train: {shown}. Give both the same classes")
+        """Load all items of the training and test datasets into memory, or with `lazy` only their labels."""
+        if self.clients is None:
+            train, test = [open_items("train", self.train)], [open_items("test", self.test)]
+            owners: dict[str, Any] = {}
+        else:
+            places = [f"clients[{client}][{{}}]" for client in range(len(self.clients))]
+            train, test = (
+                [open_items(place.format(part), pair[part]) for place, pair in zip(places, self.clients, strict=True)]
+                for part in (0, 1)
+            )
+            owners = {
+                name: np.repeat(np.arange(len(parts)), [len(items) for items in parts])
+                for name, parts in (("client_train", train), ("client_test", test))
+            }
+        names = common_names([*train, *test])
+        (x_train, y_train), (x_test, y_test) = (self._read(parts) for parts in (train, test))
         outputs = count_outputs(y_train, y_test)
         names = names if names is not None and len(names) == outputs else None
-        return LoadedData(x_train, y_train, x_test, y_test, outputs, Normalize(), class_names=names)
+        return LoadedData(x_train, y_train, x_test, y_test, outputs, Normalize(), class_names=names, **owners)
+
+    def _read(self, parts: Sequence[Items]) -> tuple[Samples, Tensor]:
+        """Return the inputs and labels of several datasets, one after the other."""
+        with isolate_rng():
+            if self.lazy:
+                return LazySamples(parts), concatenate("y", parts, [items.labels() for items in parts])
+            inputs, labels = zip(*(items.read_all() for items in parts), strict=True)
+        return concatenate("x", parts, inputs), concatenate("y", parts, labels)
 
     def check_test_classes(self, data: LoadedData) -> None:
         """Raise a `ConfigError` if test samples have a class that no training sample has."""
@@ -71,33 +113,130 @@ def suggest_torch_dataset(path: str) -> str | None:
     return f"use {ours}TorchDataset, with scenario.dataset.train {path} and scenario.dataset.test"
 
 
-def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor | Inputs, Tensor, list[str] | None]:
-    """Read all items of a PyTorch dataset, and return all inputs and all labels, and the class names.
+class Items:
+    """The items of a map-style dataset, which are checked and converted to tensors when they are read.
 
-    The names are the dataset's `classes`, as torchvision's datasets have them, or None.
+    Args:
+        who: Beginning of error messages: the config key and the class.
+        data: The dataset.
     """
+
+    def __init__(self, who: str, data: Any) -> None:
+        self.who, self.data = who, data
+        self.key = who.partition(": ")[0]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def names(self) -> list[str] | None:
+        """The dataset's `classes`, as torchvision's datasets have them, or None."""
+        names = getattr(self.data, "classes", None)
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            return list(names)
+        return None
+
+    def item(self, i: int) -> tuple[Tensor | Inputs, Tensor]:
+        """Read an item, and return its input and its label."""
+        if not isinstance(item := self.data[i], tuple | list) or len(item) != 2:
+            what = f"item {i} is {describe(item)}. It needs to be a pair of an input and a label"
+            raise ConfigError(f"{self.who}: {what}")
+        return as_inputs(self.who, f"x of item {i}", item[0]), as_tensor(self.who, f"y of item {i}", item[1])
+
+    def read(self, item: int) -> Tensor:
+        """Read an item on demand, and return its input.
+
+        Raises:
+            ConfigError: It has several inputs.
+        """
+        with naming_class(f"{self.key}: item {item}"):
+            x, _ = self.item(item)
+        if isinstance(x, Inputs):
+            raise ConfigError(f"{KEY}.lazy: item {item} has several inputs, which are read at the start. Leave it out")
+        return x
+
+    def read_all(self) -> tuple[Tensor | Inputs, Tensor]:
+        """Read all items, and return all inputs and all labels. Random numbers have a fixed seed."""
+        with naming_class(self.key):
+            torch.manual_seed(0)
+            np.random.seed(0)
+            random.seed(0)
+            inputs, labels = zip(*(self.item(i) for i in range(len(self))), strict=True)
+            return stack_inputs(self.who, inputs), stack(self.who, "y", labels)
+
+    def labels(self) -> Tensor:
+        """Return all labels: the dataset's `targets` if these are the labels of items, or those of each item."""
+        with naming_class(self.key):
+            targets = known_targets(self.data)
+            if targets is None or len(targets) != len(self):
+                return stack(self.who, "y", [self.item(i)[1] for i in range(len(self))])
+            labels = [as_tensor(self.who, f"target {i}", target) for i, target in enumerate(targets)]
+            for i in (0, len(self) - 1):
+                if not torch.equal(labels[i], label := self.item(i)[1]):
+                    what = f"targets[{i}] is {labels[i].tolist()}, but item {i} has the label {label.tolist()}"
+                    raise ConfigError(f"{self.who}: {what}. Give them the same labels, or remove targets")
+            return stack(self.who, "y", labels)
+
+
+def known_targets(data: Any) -> Sequence[Any] | None:
+    """Return the labels that a dataset lists in `targets`, as torchvision's do, also of a `Subset`; None if unknown."""
+    if isinstance(data, Subset):
+        targets = known_targets(data.dataset)
+        return None if targets is None else [targets[i] for i in data.indices]
+    if getattr(data, "target_transform", None) is not None:
+        return None
+    targets = getattr(data, "targets", None)
+    return targets if isinstance(targets, list | tuple | Tensor | np.ndarray) else None
+
+
+def open_items(key: str, given: Any) -> Items:
+    """Return the items of a map-style dataset, which is made if a function is given.
+
+    Args:
+        key: The argument, for error messages.
+        given: The dataset or the function.
+
+    Raises:
+        ConfigError: It is no map-style dataset, or has no items.
+    """
+    if isinstance(given, DataLoader):
+        fix = "Give its dataset. Batches have batch_size samples, in an order that depends on the seed"
+        raise ConfigError(f"{KEY}.{key}: it is a DataLoader. {fix}")
     with isolate_rng(), naming_class(f"{KEY}.{key}"):
-        torch.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
         data = given if isinstance(given, MapStyle) else given()
-        who = f"{KEY}.{key}: {type(data).__name__}"
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise ConfigError(f"{who} is not a map-style dataset. It needs __len__ and __getitem__")
-        items = []
-        for i in range(len(data)):
-            if not isinstance(item := data[i], tuple | list) or len(item) != 2:
-                what = f"item {i} is {describe(item)}. It needs to be a pair of an input and a label"
-                raise ConfigError(f"{who}: {what}")
-            items.append((as_inputs(who, f"x of item {i}", item[0]), as_tensor(who, f"y of item {i}", item[1])))
-    if not items:
+    who = f"{KEY}.{key}: {type(data).__name__}"
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ConfigError(f"{who} is not a map-style dataset. It needs __len__ and __getitem__")
+    if not len(data):
         raise ConfigError(f"{who} has no items")
-    inputs, labels = zip(*items, strict=True)
-    x, y = stack_inputs(who, inputs), stack(who, "y", labels)
-    names = getattr(data, "classes", None)
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        return x, y, None
-    return x, y, list(names)
+    return Items(who, data)
+
+
+def common_names(parts: Sequence[Items]) -> list[str] | None:
+    """Return the class names of several datasets, or None if none has names.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    known = [(items.who, items.names) for items in parts if items.names is not None]
+    for who, names in known[1:]:
+        if names != known[0][1]:
+            shown = one_line(f"{join_names(names or ())} instead of {join_names(known[0][1] or ())}")
+            key = who.partition(":")[0]
+            raise ConfigError(f"{key}: its classes are unlike those of others: {shown}. Give all the same classes")
+    return known[0][1] if known else None
+
+
+def concatenate(what: str, parts: Sequence[Items], values: Sequence[Any]) -> Any:
+    """Concatenate the inputs or labels of several datasets, after checking that shapes and dtypes are equal."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    for items, value in zip(parts, values, strict=True):
+        if describe_inputs(value) != describe_inputs(first):
+            differ = f"{what} is {describe_inputs(value)}, but {describe_inputs(first)} in the first dataset"
+            raise ConfigError(f"{items.who}: {differ}. All need the same shape and dtype")
+    return torch.cat(list(values))
 
 
 def as_inputs(who: str, what: str, value: Any) -> Tensor | Inputs:

@@ -1,4 +1,4 @@
-"""Checks of the Trainer options, the optimizer and the learning-rate schedule before round 1."""
+"""Checks of the Trainer options, the model and the optimizer before round 1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client.lightning_model import class_name, has_optimizer
-from fl_lightning.client.module import ClientModule, FitContext
-from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
 from fl_lightning.core.fixed_tensors import named_tensors, shared_tensors
 from fl_lightning.core.inputs import Inputs
@@ -317,25 +316,3 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
     optimizer.step(lambda: 0.0)
     if kept:
         optimizer_tensors(optimizer)
-
-
-def check_schedule(module: ClientModule, epochs: int, scaled: bool) -> None:
-    """Raise an error if a learning-rate schedule ends before a fit's last epoch, or yields invalid learning rates.
-
-    Args:
-        module: A client module, which is not used afterwards.
-        epochs: Number of epochs in a fit.
-        scaled: Whether `round_lr_scheduler` scales the learning rates. If so, those of the schedule must be relative.
-    """
-    if not module.scheduler_factory:
-        return
-    rates: list[list[float]] = []
-    for scale in (1.0, 0.5) if scaled else (1.0,):
-        module.context = FitContext(lr_scale=scale)
-        optimizer = module.optimizer_for(module.backbone.parameters())
-        schedule = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
-        rates.append([*islice(schedule, min(epochs + 1, LOOK_AHEAD))])  # one more for the step after the last epoch
-    if scaled and any(abs(rate - 2 * half) > max(rates[0]) / 100 for rate, half in zip(*rates, strict=True)):
-        name = type(module.scheduler_factory(optimizer)).__name__
-        what = f"{name} sets learning rates that round_lr_scheduler does not scale"
-        raise ConfigError(f"lr_scheduler: {what}. Leave one of them out.")

@@ -18,6 +18,7 @@ from fl_lightning.core.inputs import Inputs, map_inputs
 from fl_lightning.core.seeding import Stream, derive, generator
 from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, LoadedData
+from fl_lightning.data.lazy import Samples
 from fl_lightning.data.loaders import Batches, ReadyBatches, send
 from fl_lightning.engines.device import channels_last, resident
 from fl_lightning.models.layers import BATCH_NORMS
@@ -186,7 +187,7 @@ class ClientData:
         """The dataset from which batches are taken, on the training device if it fits there."""
         return self.other._stored if self.other else resident(self.data.data, self.device)
 
-    def _prepared(self, x: Tensor | Inputs, y: Tensor, index: Callable[[], Tensor | None]) -> ReadyBatches:
+    def _prepared(self, x: Samples, y: Tensor, index: Callable[[], Tensor | None]) -> ReadyBatches:
         def ready(x: Any, y: Tensor) -> tuple[Any, Tensor]:
             convert = self.trainer.precision_plugin.convert_input
             return convert(self.prepare(send(x, self.device))), send(y, self.device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fl_lightning.core.flat_tensors import map_tensors
 from fl_lightning.core.message import Message
 from fl_lightning.data import LoadedData
+from fl_lightning.data.lazy import LazySamples
 from fl_lightning.models import Backbone
 
 
@@ -21,7 +22,7 @@ def resident(data: LoadedData, device: torch.device, room: int | None = None) ->
         device: Where clients train.
         room: Bytes that the data may take there; half of what is free by default.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or isinstance(data.x_train, LazySamples):
         return data
     tensors = {name: getattr(data, name) for name in ("x_train", "y_train", "x_test", "y_test")}
     if room is None:

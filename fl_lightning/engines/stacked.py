@@ -19,6 +19,7 @@ from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Task, failed_result, is_interrupt
+from fl_lightning.data.lazy import LazySamples
 from fl_lightning.engines.round_fit import RoundEngine
 from fl_lightning.engines.stacked_fit import StackedFit, in_rows
 from fl_lightning.engines.stacked_slots import StackedSlots
@@ -85,6 +86,8 @@ class StackedEngine(RoundEngine):
             raise refusal("several networks", "all clients of a batched model have the same")
         if isinstance(worker.data.data.x_train, Inputs):
             raise refusal("several inputs", "its batches are one tensor")
+        if isinstance(inputs := worker.data.data.x_train, LazySamples) and inputs.draws:
+            raise refusal("lazily read samples with random transforms", "each client's numbers are drawn as it reads")
         clients = [worker.modules.build().train() for _ in range(2)]
         check_module(clients[0])
         classes = worker.data.data.num_classes
@@ -177,7 +180,7 @@ def check_module(module: ClientModule) -> None:
     if module.scheduler_factory:
         schedule = module.scheduler_factory(optimizer)
         if not isinstance(schedule, LRScheduler):
-            raise refusal(f"lr_scheduler {type(schedule).__name__}", "it is not stepped once an epoch")
+            raise refusal(f"lr_scheduler {type(schedule).__name__}", "it is not stepped as those of torch are")
 
 
 def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:

@@ -15,14 +15,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.fit import ClientTrainerView, LocalWork, own_settings
+from fl_lightning.client.fit import ClientTrainerView, own_settings
+from fl_lightning.client.local_work import LocalWork
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.schedules import OptionTable, WarmupCosine
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import stack
 from fl_lightning.core.task import Task, failed_result, is_interrupt
+from fl_lightning.data.lazy import LazySamples
 from fl_lightning.data.loaders import Batches, send
 from fl_lightning.engines.client_slot import ClientSlot
 from fl_lightning.engines.stacked_optimizer import BlockOptimizer
@@ -135,6 +138,7 @@ class StackedFit:
         self.kinds: list[StackedStep] = []
         self.epoch = 0
         self.alike_slots = slots if slots and differ_in_weights_only(worker) else None
+        self.reads = isinstance(self.data.x_train, LazySamples)
         self.draws = not self.alike_slots or self.alike_slots.draws or self.data.augment is not None
 
     def start(self, task: Task) -> None:
@@ -189,7 +193,7 @@ class StackedFit:
     # --- Epochs ---
 
     def _prepare(self) -> None:
-        """Stack the clients' weights, and build one optimizer for all clients, with its scheduler if there is one."""
+        """Stack the clients' weights, and build one optimizer for all clients, with their learning-rate schedules."""
         first, modules = self.clients[0].module, [client.module for client in self.clients]
         self.epochs = max(client.work.epochs for client in self.clients)
         self.observes = any(piece.observes for module in modules for piece in module.pieces())
@@ -197,8 +201,21 @@ class StackedFit:
         self.checks_each_step = self.observes or self.data.augment is not None  # which draw random numbers in between
         with torch.no_grad():
             self.stacks = self.slots.stacks if self.slots else stack([client.tensors for client in self.clients])
-        self.blocks = BlockOptimizer(first, self.stacks, [module.optimizer_state for module in modules])
-        self.schedule = first.scheduler_factory(self.blocks.optimizer) if first.scheduler_factory else None
+        states = [module.optimizer_state for module in modules]
+        self.blocks = BlockOptimizer(first, self.stacks, states, self._option_tables())
+
+    def _option_tables(self) -> list[OptionTable] | None:
+        """Return each client's optimizer options after each step of its learning-rate scheduler, if there is one."""
+        if self.clients[0].module.scheduler_factory is None:
+            return None
+        tables: dict[int, OptionTable] = {}  # by length of the schedule
+        chosen = []
+        for module in (client.module for client in self.clients):
+            optimizer = module.optimizer_for(module.backbone.parameters())
+            schedule = module.schedule_for(optimizer)
+            length = schedule.steps if isinstance(schedule, WarmupCosine) else None
+            chosen.append(tables.setdefault(length or 0, OptionTable(optimizer, schedule)))
+        return chosen
 
     def _begin_epoch(self, epoch: int) -> None:
         """Begin an epoch: call the active clients' epoch-start hooks, and group clients that train as one batch.
@@ -215,7 +232,7 @@ class StackedFit:
             self._group()
 
     def _end_epoch(self) -> None:
-        """Call `on_train_epoch_end` of the active clients' modules, and step the learning-rate scheduler.
+        """Call `on_train_epoch_end` of the active clients' modules.
 
         Raises:
             ConfigError: A step has changed what it may only read.
@@ -228,8 +245,6 @@ class StackedFit:
                 with client.turn() if self.hooked else client.catch_failure():
                     client.module.on_train_epoch_end()
                 client.progress.current_epoch += 1
-        if self.schedule:
-            self.schedule.step()
 
     def _group(self) -> None:
         """Group the clients so that each group can be trained as one batched model."""
@@ -301,7 +316,12 @@ class StackedFit:
             largest = max(sizes.values())
             arrived = [row for row in sizes if sizes[row] == largest]
             chosen = torch.stack([waiting[row] for row in arrived])
-            yield StackedBatch(arrived, stored.x[chosen], stored.y[chosen])
+            x = (
+                stored.x.index_select(0, chosen.flatten()).unflatten(0, chosen.shape)
+                if self.reads
+                else stored.x[chosen]
+            )
+            yield StackedBatch(arrived, x, stored.y[chosen])
 
     def _step(self, batch: StackedBatch) -> None:
         """Run one training step for each client that has samples in `batch`."""
@@ -317,10 +337,10 @@ class StackedFit:
             loss.sum().backward()
         for rows, tensors, _ in parts:  # only now: this writes buffers to the tensor that all weights are views of
             self._set_gradients(rows, tensors)
-            for row in rows:
-                self.clients[row].progress.global_step += 1
-        self.blocks.optimizer.step()
-        self.blocks.optimizer.zero_grad()
+        by_step = self.clients[0].module.lr_scheduler_interval == "step"
+        self.blocks.step([client.progress.global_step if by_step else self.epoch for client in self.clients])
+        for row in batch.rows:
+            self.clients[row].progress.global_step += 1
 
     def _prepared(self, rows: list[int], x: Tensor) -> Tensor:
         """Return the network's inputs for several clients' batches, augmented with each client's own random numbers."""

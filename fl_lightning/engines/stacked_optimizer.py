@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_tensors
+from fl_lightning.client.schedules import OptionTable
 from fl_lightning.core.message import Tensors
 
 COUNTS = ("step", "eta", "mu", "mu_product")
@@ -35,13 +36,22 @@ class BlockOptimizer:
         client: A client. Its optimizer has the options of all.
         stacks: The clients' parameters by name, `(n, ...)`. They are updated in place.
         started: The initial optimizer state of each client, as `optimizer_tensors` returns it.
+        tables: Each client's options after each step of its learning-rate scheduler; None without a scheduler.
+            Clients with equal schedules have the same table.
 
     Attributes:
         optimizer: The optimizer.
     """
 
-    def __init__(self, client: ClientModule, stacks: Tensors, started: Sequence[Tensors]) -> None:
+    def __init__(
+        self,
+        client: ClientModule,
+        stacks: Tensors,
+        started: Sequence[Tensors],
+        tables: Sequence[OptionTable] | None = None,
+    ) -> None:
         """Replace the parameters of the client's optimizer by blocks of the stacks, and load the clients' states."""
+        self._tables = tables
         self.optimizer = client.optimizer_for(client.backbone.parameters())
         self.stacks = stacks
         fresh = optimizer_tensors(self.optimizer)  # Adagrad has a state before its first step
@@ -49,13 +59,44 @@ class BlockOptimizer:
         started = [own or fresh for own in started]
         self._group_names = group_names(self.optimizer, client.backbone)
         self.names = [name for group in self._group_names for name in group]
-        self._bounds = block_bounds(started)
+        self._bounds = block_bounds(started, tables)
         self._parameters: dict[tuple[str, Block], Tensor] = {}
         self._blocks_of: dict[tuple[int, ...], list[tuple[Block, slice]]] = {}
         self._rebuild_parameters()
         if any(started):
             load_optimizer_tensors(self.optimizer, self._stack_states([by_parameter(own) for own in started]))
         use_foreach(self.optimizer)
+
+    def step(self, positions: Sequence[int]) -> None:
+        """Take a step with the gradients that were set, and clear them.
+
+        Args:
+            positions: For each client, the number of steps that its learning-rate scheduler has taken.
+        """
+        groups = self.optimizer.param_groups
+        if self._tables is not None:
+            self.optimizer.param_groups = self._scheduled_groups(self._tables, positions)
+        self.optimizer.step()
+        self.optimizer.param_groups = groups
+        self.optimizer.zero_grad()
+
+    def _scheduled_groups(self, tables: Sequence[OptionTable], positions: Sequence[int]) -> list[dict[str, Any]]:
+        """Return parameter groups of the clients that take a step. Each group is of one position in one schedule."""
+        moments: dict[tuple[int, int], list[Block]] = {}
+        for block in self.blocks:
+            if any(self._parameters[name, block].grad is not None for name in self.names):
+                moments.setdefault((id(tables[block.start]), positions[block.start]), []).append(block)
+        return [
+            {
+                **options,
+                "foreach": group["foreach"],
+                "params": [self._parameters[name, block] for name in names for block in blocks],
+            }
+            for (_, position), blocks in moments.items()
+            for group, names, options in zip(
+                self.optimizer.param_groups, self._group_names, tables[blocks[0].start].after(position), strict=True
+            )
+        ]
 
     @property
     def blocks(self) -> list[Block]:
@@ -145,12 +186,21 @@ def group_names(optimizer: torch.optim.Optimizer, backbone: nn.Module) -> list[l
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def block_bounds(started: Sequence[Tensors]) -> list[int]:
+def block_bounds(started: Sequence[Tensors], tables: Sequence[OptionTable] | None) -> list[int]:
     """Return the first row of each initial block, and the number of rows.
 
-    A block ends where the next client has a different number of steps. The arguments are the clients' initial states.
+    A block ends where the next client has a different number of steps, or another learning-rate schedule.
+
+    Args:
+        started: The initial optimizer state of each client.
+        tables: Each client's schedule; None without a scheduler.
     """
-    changes = (i for i in range(1, len(started)) if counts(started[i - 1]) != counts(started[i]))
+
+    def differ(row: int) -> bool:
+        other_schedule = tables is not None and tables[row - 1] is not tables[row]
+        return other_schedule or counts(started[row - 1]) != counts(started[row])
+
+    changes = filter(differ, range(1, len(started)))
     return [0, *changes, len(started)]
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.fit import ClientTrainerView, LocalWork, configure_optimizer
+from fl_lightning.client.fit import ClientTrainerView, configure_optimizer
 from fl_lightning.client.fit import fit as fit_locally
 from fl_lightning.client.lightning_model import (
     ModelHooks,
@@ -33,6 +33,7 @@ from fl_lightning.client.lightning_model import (
     own_step,
 )
 from fl_lightning.client.local_training import LocalTraining
+from fl_lightning.client.local_work import LocalWork
 from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.weights import to_cpu
@@ -43,6 +44,7 @@ from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
+from fl_lightning.data.datasets import first_samples
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
     blame_inputs,
@@ -53,7 +55,6 @@ from fl_lightning.engines.checks import (
     check_optimizer,
     check_options,
     check_outputs,
-    check_schedule,
     check_share,
     check_tensors,
     check_trainer,
@@ -68,6 +69,7 @@ from fl_lightning.engines.client_callbacks import check_client_callbacks, logged
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.device import prefers_channels_last
 from fl_lightning.engines.module_factory import ModuleFactory
+from fl_lightning.engines.schedule_checks import check_lr_factors, check_schedule
 from fl_lightning.engines.scorer import Scorer
 from fl_lightning.engines.trainer import inference, obstacle_to_loop, quiet_lightning, quiet_trainer
 from fl_lightning.engines.unread_result import UnreadResult, read_together, unread_result
@@ -162,7 +164,7 @@ class Worker:
         loaded = self.data.data
         with blame_network(self.model, self.group):
             backbone = build_network(self._factory, loaded.in_shape, loaded.num_classes)
-            initialise_lazy_layers(backbone, loaded.prepare(loaded.x_train[:2]))
+            initialise_lazy_layers(backbone, loaded.prepare(first_samples(loaded.x_train, 2)))
             check_tensors(backbone)
         fixed = fixed_tensors(backbone)
         for name, value in self.mapped.get(self.group, {}).items():
@@ -172,6 +174,8 @@ class Worker:
         optimizer = self.training.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
         module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler)
         module.objective = self.data.objective
+        module.lr_scheduler_interval = self.training.lr_scheduler_interval
+        module.lr_factors = dict(self.training.lr_factors or {})
         return module
 
     @property
@@ -281,7 +285,7 @@ class Worker:
         sizes = self.data.concatenate()[1]
         fewest, most = (max(1, math.ceil(int(n) / self.training.batch_size)) for n in (sizes.min(), sizes.max()))
         check_share(trainer, fewest)
-        work = LocalWork.under(trainer, fewest)
+        works = work, longest = [LocalWork.under(trainer, batches) for batches in (fewest, most)]
         if not self.group:
             warn_of_cut_steps(trainer, work.steps)
         if module.trains_itself:
@@ -291,13 +295,14 @@ class Worker:
             spare = self.modules.build().to(self.device)
             if not spare.has_own_optimizer:
                 check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        check_schedule(spare, work.epochs, scaled)
+        check_lr_factors(spare, frozenset(self.fixed))
+        check_schedule(spare, trainer, works, scaled)
         with blame("lr_scheduler"):
             if not module.has_own_optimizer:
                 module.configure_optimizers()
         with blame("algorithm"):
             module.context = FitContext(class_counts=torch.ones(objective.stratum_count(outputs)))
-            module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, LocalWork.under(trainer, most)))
+            module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, longest))
             for term in module.terms():
                 term.begin(module)
             module.check_fit()
@@ -316,8 +321,9 @@ class Worker:
         module.trainer, vars(module)["log"] = trainer, lambda *args, **options: None
         if self.training.compile:
             raise ConfigError("compile: a LightningModule's own training step is not compiled. Set compile false.")
-        if self.training.lr_scheduler:
-            module.require_optimizer("lr_scheduler")
+        for key in ("lr_scheduler", "lr_factors"):
+            if getattr(self.training, key):
+                module.require_optimizer(key)
         check_lightning_model(module)
         batch = next(iter(self.client_data.ordered_batches(None)))
         entries = module.backbone.state_dict().keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
@@ -41,8 +42,9 @@ def load_own(dataset: Dataset, client: int, local_test: float | None) -> Federat
         ConfigError: The data cannot be loaded, or a sample has several inputs.
     """
     data = Scenario(dataset, OwnData(), 1, local_test).build(seed=0)
-    if isinstance(data.data.x_train, Inputs):
-        raise ConfigError(f"{dataset.error_prefix}: several inputs per sample are not supported on remote clients")
+    if not isinstance(data.data.x_train, Tensor):
+        what = "several inputs per sample" if isinstance(data.data.x_train, Inputs) else "lazy"
+        raise ConfigError(f"{dataset.error_prefix}: {what} is not supported on remote clients")
     none = Shard(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     data.shards = PackedShards.from_shards([none] * client + [data.shards[0]])
     return data

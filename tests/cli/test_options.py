@@ -7,6 +7,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import loggers
 
+import fl_lightning
 from fl_lightning.analysis.export import FORMATS
 from fl_lightning.cli import catalogue
 from fl_lightning.cli.command_line import join_values
@@ -108,7 +109,8 @@ def test_each_type_has_a_placeholder(types, metavar):
 def test_listed_classes_of_other_packages_exist():
     homes = {"optimizer": torch.optim, "lr_scheduler": torch.optim.lr_scheduler, "logger": loggers}
     for key, home in homes.items():
-        assert all(hasattr(home, name) or hasattr(wandb_logger, name) for name in catalogue.names(key))
+        places = (home, wandb_logger, fl_lightning)
+        assert all(any(hasattr(place, name) for place in places) for name in catalogue.names(key))
     assert catalogue.names("round_lr_scheduler") == catalogue.names("lr_scheduler")
     assert catalogue.names("rounds") == []
     assert catalogue.kind_of("rounds") is catalogue.kind_of("graph") is None

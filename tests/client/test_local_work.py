@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fl_lightning.client.fit import LocalWork
+from fl_lightning.client.local_work import LocalWork
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 
 

@@ -224,6 +224,7 @@ GIVEN = {
 
 
 @pytest.mark.fast_cases(6)
+@pytest.mark.filterwarnings("ignore:lr_scheduler. .* but a client's fit has 2 epoch")
 @pytest.mark.parametrize("key", ["lr_scheduler", "round_lr_scheduler"])
 @pytest.mark.parametrize("name", named(lr_scheduler, lr_scheduler.LRScheduler))
 def test_each_schedule_covers_the_run_or_is_refused_before_round_1(tmp_path, name, key):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.sgd import check_one_rate
 from fl_lightning.client.weights import buffer_names
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number, check_positive
@@ -209,6 +210,10 @@ class MeasuredModule(ClientModule):
         self.received: Tensors = {}
         self._squares: Tensor | None = None
         self._epochs, self._lr = 1, 0.0
+
+    def check_fit(self) -> None:
+        """Raise an error if parameters have different learning rates, because the gradient norm is scaled by one."""
+        check_one_rate(self, "CriticalFL")
 
     def configure_gradient_clipping(
         self,

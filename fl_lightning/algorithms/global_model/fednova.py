@@ -13,7 +13,7 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.global_model.fedprox import Proximal
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.client.sgd import check_equal_steps, sgd_groups
+from fl_lightning.client.sgd import check_equal_steps, check_one_rate, sgd_groups
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
@@ -111,6 +111,7 @@ class EqualSteps(ClientModule):
     def check_fit(self) -> None:
         """Raise an error if the number of effective steps cannot be computed for the settings of the fit."""
         check_equal_steps(self, "FedNova")
+        check_one_rate(self, "FedNova")
         if len({(group["lr"], group["momentum"]) for group in sgd_groups(self, "FedNova")}) > 1:
             raise ConfigError("optimizer: FedNova needs one learning rate and one momentum for all parameters.")
 

@@ -91,7 +91,7 @@ class SiameseAlignment(LossTerm):
                 "model.head.prediction: the siamese loss needs a predictor. Set its hidden width, such as 256."
             )
         self._copy = [backbone]
-        self._optimizer = module.optimizer_for(backbone.parameters()) if self.stop_gradient else None
+        self._optimizer = module.optimizer_for(backbone.parameters(), backbone) if self.stop_gradient else None
 
     def forward(self, step: Step) -> Tensor:
         """Return `μ` times the siamese loss of the client's model on a batch; zero outside of a client's training."""

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.sgd import check_step_per_batch
+from fl_lightning.client.sgd import check_one_rate, check_step_per_batch
 from fl_lightning.client.weights import buffer_names, kept_model, load_weights, to_cpu, trainable_parameters
 from fl_lightning.core.arguments import number
 from fl_lightning.core.fixed_tensors import copy_network
@@ -48,19 +48,22 @@ class MixedModels(ClientModule):
         self.alpha: Tensor
 
     def check_fit(self) -> None:
-        """Raise an error if gradients are accumulated, because the client's own model takes a step on each batch."""
+        """Raise an error if gradients are accumulated, or if `lr_factors` leaves no learning rate for an adaptive α."""
         check_step_per_batch(self, "APFL")
+        if self.adaptive:  # α takes a step with the learning rate
+            check_one_rate(self, "APFL with adaptive alpha")
 
     def on_fit_start(self) -> None:
         """Build the optimizer of the client's own model."""
         super().on_fit_start()
-        self.own_optimizer = self.optimizer_for(self.own.parameters())
-        self.own_schedule = self.scheduler_factory(self.own_optimizer) if self.scheduler_factory else None
+        self.own_optimizer = self.optimizer_for(self.own.parameters(), self.own)
+        self.own_schedule = self.schedule_for(self.own_optimizer)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Train the client's own model for one step, then return the shared model's loss."""
         draws = RandomStates(self.device)
         self._train_own(*batch)
+        self.step_schedule(self.own_schedule, "step")
         with draws.drawing():
             return super().training_step(batch, batch_idx)
 
@@ -101,8 +104,7 @@ class MixedModels(ClientModule):
     def on_train_epoch_end(self) -> None:
         """Step the learning-rate schedulers of both models."""
         super().on_train_epoch_end()
-        if self.own_schedule:
-            self.own_schedule.step()
+        self.step_schedule(self.own_schedule, "epoch")
 
 
 def mixed_models(module: ClientModule) -> MixedModels:

@@ -51,13 +51,14 @@ class TwoModels(ClientModule):
         """Keep the received weights, and build the optimizer of the personalised model."""
         super().on_fit_start()
         self.received = [p.detach().clone() for p in unfixed_parameters(self.backbone).values()]
-        self.own_optimizer = self.optimizer_for(self.own.parameters())
-        self.own_schedule = self.scheduler_factory(self.own_optimizer) if self.scheduler_factory else None
+        self.own_optimizer = self.optimizer_for(self.own.parameters(), self.own)
+        self.own_schedule = self.schedule_for(self.own_optimizer)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Train the personalised model for one step, then return the shared model's loss."""
         draws = RandomStates(self.device)
         descend(self.own_optimizer, self.own_loss(*batch), self.clip_gradients)
+        self.step_schedule(self.own_schedule, "step")
         with draws.drawing():
             return super().training_step(batch, batch_idx)
 
@@ -72,8 +73,7 @@ class TwoModels(ClientModule):
     def on_train_epoch_end(self) -> None:
         """Step the learning-rate schedulers of the shared and the personalised model."""
         super().on_train_epoch_end()
-        if self.own_schedule:
-            self.own_schedule.step()
+        self.step_schedule(self.own_schedule, "epoch")
 
 
 def own_model(module: ClientModule) -> nn.Module:
