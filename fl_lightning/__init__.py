@@ -62,9 +62,10 @@ _NAMES = {
     "client.schedules": "WarmupCosine",
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses EMNIST
-        FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB Inputs LoadedData
-        MaskFolder MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew RemoteClients Scenario Sent140
-        Shakespeare Shard Shards SVHN Table TableSchema TextTable TinyImageNet TorchDataset
+        FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB Inputs
+        InstructionFile LoadedData MaskFolder MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew
+        RemoteClients Scenario Sent140 Shakespeare Shard Shards SVHN Table TableSchema TextFile TextTable TinyImageNet
+        TorchDataset
     """,
     "data.transforms": "CropFlip Normalize",
     "engines": """
@@ -79,11 +80,11 @@ _NAMES = {
     "core.message": "Message Upload",
     "core.round": "Round",
     "models": """
-        Backbone BiLSTM classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder Head LeNet Mixed
-        MLP MobileNetV2 ModelFactory NetworkFactory ResizedFeatures ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN UNet
-        VGG11 with_encoder
+        Backbone BiLSTM CausalTransformer classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder
+        Head LeNet Mixed MLP MobileNetV2 ModelFactory NetworkFactory ResizedFeatures ResNet18 ResNet50 ResNet8
+        ShuffleNetV2 TextCNN UNet VGG11 with_encoder
     """,
-    "core.objectives": "Classification MultiLabel Objective Regression Segmentation",
+    "core.objectives": "CausalLM Classification MultiLabel Objective Regression Segmentation TokenClassification",
     "orchestrator": "FederatedOrchestrator",
     "runs": "Run",
     "core.state_dicts": "weighted_mean",

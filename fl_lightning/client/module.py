@@ -454,10 +454,26 @@ class ClientModule(L.LightningModule):
         if (trainer := trainer_of(self)) and trainer.world_size > 1:
             devices = trainer.world_size
             y = y[: count_unrepeated(getattr(trainer, f"{stage}_dataloaders"), batch_idx, len(y))]
-        sums = self.objective.sums(outputs[: len(y)], y)
-        means = {f"{stage}_{name}": value / max(1, len(y)) for name, value in sums.items()}
+        sums, units = self.objective.sums(outputs[: len(y)], y), int(self.objective.units(y))
+        means = {f"{stage}_{name}": value / max(1, units) for name, value in sums.items()}
         # Lightning divides the sum of batch sizes by the number of devices, and rounds it down
-        self.log_dict(means, batch_size=len(y) * devices, sync_dist=True)
+        self.log_dict(means, batch_size=units * devices, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log metrics of the whole validation set that are no means, such as `val_perplexity`."""
+        self._log_derived_metrics("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log metrics of the whole test set that are no means, such as `test_perplexity`."""
+        self._log_derived_metrics("test")
+
+    def _log_derived_metrics(self, stage: str) -> None:
+        if type(self.objective).metrics is Objective.metrics:
+            return
+        logged, start = self.trainer.callback_metrics, f"{stage}_"
+        means = {name.removeprefix(start): float(value) for name, value in logged.items() if name.startswith(start)}
+        derived = {name: value for name, value in self.objective.metrics(means).items() if name not in means}
+        self.log_dict({f"{start}{name}": value for name, value in derived.items()})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the constructor arguments to a checkpoint of a plain `Trainer.fit`, for `load_from_checkpoint(path)`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ Batch = tuple[Any, Tensor]
 
 Shapes = dict[str, tuple[int, ...]] | tuple[tuple[int, ...], ...]
 """The shape of each input of one sample."""
+
+MASK = "attention_mask"
+"""Name of the input that is 1 at the tokens of a text and 0 at padding, `(n, length)`."""
+
+TOKEN_INPUTS = ("input_ids", MASK, "token_type_ids", "position_ids")
+"""Names of inputs with one number per token, as Hugging Face's models call them."""
+
+MASKED = 1 << 12
+"""Rows of a mask from which lengths are computed at a time, which bounds the memory for copies."""
 
 
 @dataclass(eq=False)  # Lightning converts the tensors in a dataclass
@@ -61,6 +71,29 @@ class Inputs:
     def nbytes(self) -> int:
         """Number of bytes of all tensors."""
         return sum(value.nbytes for _, value in self.items())
+
+    @cached_property
+    def lengths(self) -> Tensor | None:
+        """Length of each text up to its last token, at least 1, `(n,)` on the CPU; None if the inputs are no texts.
+
+        Inputs are texts if they have the names `input_ids` and `attention_mask`.
+        """
+        named = self.tensors if isinstance(self.tensors, dict) else {}
+        if not {"input_ids", MASK} <= named.keys() or named[MASK].ndim != 2:
+            return None
+        place = torch.arange(1, named[MASK].shape[1] + 1, device=self.device)
+        ends = [((part != 0) * place).amax(dim=1) for part in named[MASK].split(MASKED)]
+        return torch.cat(ends).clamp(min=1).cpu()
+
+    def trimmed(self, length: int) -> Inputs:
+        """Return the inputs with only the first `length` tokens of each text. Other inputs do not change."""
+        assert isinstance(self.tensors, dict)
+        return Inputs(
+            {
+                name: value[:, :length].contiguous() if name in TOKEN_INPUTS and value.ndim == 2 else value
+                for name, value in self.tensors.items()
+            }
+        )
 
     def __len__(self) -> int:
         """Return the number of samples."""

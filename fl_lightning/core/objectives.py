@@ -1,4 +1,4 @@
-"""Losses and metrics for each type of labels: one class, several 0/1 labels, numbers, or a mask of classes."""
+"""Losses and metrics for each type of labels: one class, several 0/1 labels, numbers, a mask, or a class per token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.precision import at_least_float32
 
-__all__ = ["Classification", "MultiLabel", "Objective", "Regression", "Segmentation"]
+__all__ = [
+    "CausalLM",
+    "Classification",
+    "MultiLabel",
+    "Objective",
+    "Regression",
+    "Segmentation",
+    "TokenClassification",
+]
 
 ClassWeights = Literal["balanced"] | list[float]
 Reduction = Literal["mean", "sum"]
@@ -25,6 +33,8 @@ DICE_EPSILON = 1e-6
 """Added to both sides of the Dice loss's fraction, so that a class that is neither predicted nor present has loss 0."""
 IGNORED = 255
 """Label of pixels that are not used, by default."""
+IGNORED_TOKEN = -100
+"""Label of tokens that are not used, as in Hugging Face's models."""
 AnyObjective = TypeVar("AnyObjective", bound="Objective")
 
 
@@ -41,12 +51,14 @@ class Objective(Capable, ABC):
         classes: Whether each label is one class, which partitions by class and methods that compare classes require.
         weights: Weights of the classes in `loss`, `(C,)`, if `weighted` has set them. Evaluation does not use them.
         weighs_classes: Whether `loss` uses `weights`, so that `class_weights` can be set.
+        token_labels: Whether labels have one entry per token, `(n, length)`, so that batches trim them with the inputs.
         bounds: Lowest and highest possible value of metrics in `sums`, by name. Metrics that a client's own machine
             sends are checked against them.
     """
 
     capabilities: ClassVar = {"weighs_classes": ("loss",)}
     weighs_classes: bool = False
+    token_labels: bool = False
     weights: Tensor | None = None
 
     term: str = "objective"
@@ -83,8 +95,19 @@ class Objective(Capable, ABC):
         Args:
             outputs: Outputs of the network, `(B, *output_shape)`.
             targets: Labels, `(B, ...)`.
-            reduction: Return the `mean` or the `sum` over the samples.
+            reduction: Return the `mean` or the `sum` over the batch's `units`.
         """
+
+    def units(self, targets: Tensor) -> Tensor:
+        """Return the number of units over which losses and metrics of a batch are averaged, a scalar.
+
+        By default these are the samples. The evaluation of a model divides the sums over all batches by the number of
+        units in all batches, so the result does not depend on how the samples are put into batches.
+
+        Args:
+            targets: Labels, `(B, ...)`.
+        """
+        return torch.tensor(len(targets))
 
     @abstractmethod
     def check(self, labels: Tensor, outputs: int) -> None:
@@ -99,13 +122,20 @@ class Objective(Capable, ABC):
         """
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return `loss` and the objective's metrics by name, each summed over the samples of a batch.
+        """Return `loss` and the objective's metrics by name, each summed over the `units` of a batch.
 
         Args:
             outputs: Outputs of the network in float32, `(B, *output_shape)`.
             targets: Labels, `(B, ...)`.
         """
         return {"loss": self.loss(outputs, targets, "sum")}
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a set of samples by name, given the means of `sums` over all units of the set.
+
+        By default these are the means. Override it for metrics that are functions of means, such as the perplexity.
+        """
+        return means
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the predictions and targets of a batch in the form that torchmetrics expects."""
@@ -376,6 +406,79 @@ class Segmentation(Objective):
         """Return the mean of each image's values over its used pixels, `(B,)`; 0 if it has none."""
         used = targets != self.ignore_index
         return (values * used).sum(dim=(1, 2)) / used.sum(dim=(1, 2)).clamp(min=1)
+
+
+class TokenClassification(Objective):
+    """One of `C` classes for each token of a text, with cross-entropy and token accuracy (`acc`).
+
+    The label -100 marks tokens that are not used, such as padding. The loss and the accuracy are means over the used
+    tokens of all texts together, so a long text counts more than a short one, and padding does not count.
+    """
+
+    term, kind, count, fewest, token_labels = "ce", "Multiclass", "num_classes", 2, True
+    bounds: ClassVar = {"acc": (0.0, 1.0)}
+
+    def output_shape(self, labels: Tensor, outputs: int) -> tuple[int, ...]:
+        """Return `(length, C)`: one logit for each token and class."""
+        return (*labels.shape[1:], outputs)
+
+    def expected(self, targets: Tensor) -> Tensor:
+        """Return the class that the outputs at each position are compared with, `(B, length)`: the labels."""
+        return targets
+
+    def units(self, targets: Tensor) -> Tensor:
+        """Return the number of used tokens in a batch."""
+        return (self.expected(targets) != IGNORED_TOKEN).sum()
+
+    def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Return the cross-entropy of logits `(B, length, C)` and labels `(B, length)`; 0 if no token is used."""
+        logits, classes = at_least_float32(outputs).flatten(0, 1), self.expected(targets).flatten()
+        loss = F.cross_entropy(logits, classes, ignore_index=IGNORED_TOKEN, reduction="sum")
+        return loss if reduction == "sum" else loss / self.units(targets).clamp(min=1)
+
+    def check(self, labels: Tensor, outputs: int) -> None:
+        """Check that labels are class indices or -100, int64, `(n, length)`, and that each text has a used token."""
+        if labels.dtype != torch.int64 or labels.ndim != 2:
+            raise ValueError(f"needs one class per token, int64 (n, length), got {describe_tensor(labels)}")
+        expected = self.expected(labels)
+        used = expected != IGNORED_TOKEN
+        if not bool(used.any(dim=1).all()):
+            raise ValueError(f"has no label in sample {int(used.any(dim=1).int().argmin())}. Remove the sample")
+        low, high = map(int, expected[used].aminmax()) if len(labels) else (0, -1)
+        if low < 0 or high >= outputs:
+            wrong = low if low < 0 else high
+            raise ValueError(f"holds label {wrong}, which is out of range for num_classes {outputs}")
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return the number of correct tokens (`acc`) and the summed cross-entropy (`loss`) of a batch."""
+        correct = (outputs.argmax(dim=2) == self.expected(targets)).sum()
+        return {"acc": correct.float(), "loss": self.loss(outputs, targets, "sum")}
+
+    def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the softmax probabilities `(N, C)` and the classes `(N,)` of the N used tokens."""
+        expected = self.expected(targets)
+        used = expected != IGNORED_TOKEN
+        return outputs[used].softmax(dim=1), expected[used]
+
+
+class CausalLM(TokenClassification):
+    """Causal language modelling: each token is predicted from those before it. The metric `perplexity` is `exp(loss)`.
+
+    Labels are token ids, aligned with the inputs as in Hugging Face's models: the output at a position is compared with
+    the label of the next position, so the first token has no loss. The label -100 marks tokens that are not used, such
+    as padding, or the prompt of an instruction. The perplexity is that of a whole set: the exponential of the mean loss
+    over its used tokens, not a mean of perplexities.
+    """
+
+    bounds: ClassVar = {"acc": (0.0, 1.0), "perplexity": (1.0, float("inf"))}
+
+    def expected(self, targets: Tensor) -> Tensor:
+        """Return the label of the next position, `(B, length)`; -100 at the last position, which has none."""
+        return F.pad(targets[:, 1:], (0, 1), value=IGNORED_TOKEN)
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Add the perplexity to the means of a set; infinite if it is too large for a float64."""
+        return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
 
 
 def dice_loss(outputs: Tensor, targets: Tensor, used: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fl_lightning.data.images import (
     PathMNIST,
     TinyImageNet,
 )
+from fl_lightning.data.instructions import InstructionFile
 from fl_lightning.data.leaf import FEMNIST, Sent140, Shakespeare
 from fl_lightning.data.mask_folder import MaskFolder
 from fl_lightning.data.natural_partitions import ByClient, PredefinedSplit
@@ -36,6 +37,7 @@ from fl_lightning.data.scenario import Scenario
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.tables import ImageTable, Table, TextTable
 from fl_lightning.data.text import IMDB, AGNews
+from fl_lightning.data.token_texts import TextFile
 from fl_lightning.data.torch_dataset import TorchDataset
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "ImageFolder",
     "ImageTable",
     "Inputs",
+    "InstructionFile",
     "LoadedData",
     "MaskFolder",
     "Partition",
@@ -78,6 +81,7 @@ __all__ = [
     "Shards",
     "Table",
     "TableSchema",
+    "TextFile",
     "TextTable",
     "TinyImageNet",
     "TorchDataset",

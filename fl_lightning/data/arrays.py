@@ -28,8 +28,9 @@ class Arrays(Dataset):
     token ids, for networks with an embedding such as `TextCNN`; 0 is padding. Images may be `(n, height, width)`,
     `(n, height, width, channels)` with 1 or 3 channels, or `(n, channels, height, width)`. Labels are integers from 0,
     one per sample; `(n, L)` of 0 and 1 for a multi-label target; masks `(n, height, width)` of classes from 0, in which
-    255 marks pixels that are not used; or floating-point numbers to predict, `(n,)` or `(n, T)`. Optional arrays
-    `client_train` and `client_test` hold the client id of each sample.
+    255 marks pixels that are not used; or floating-point numbers to predict, `(n,)` or `(n, T)`. With `num_classes` and
+    `scenario.objective`, `(n, length)` can also be a class per token, or -100. Optional arrays `client_train` and
+    `client_test` hold the client id of each sample.
 
     For several inputs per sample, the arrays are `x_train_<name>` and `x_test_<name>`, and `name` is a parameter of the
     network's `forward`. They can have any shape `(n, ...)`, and can also hold booleans.
@@ -38,7 +39,7 @@ class Arrays(Dataset):
 
     Args:
         path: The file, or the folder.
-        num_classes: Number of classes; by default one more than the largest label.
+        num_classes: Number of classes; by default one more than the largest label. Needed for a class per token.
 
     Raises:
         ConfigError: `num_classes` is below 2.
@@ -109,10 +110,10 @@ class Arrays(Dataset):
 
     def _outputs(self, *labels: Tensor) -> int:
         outputs, samples = count_outputs(*labels), sum(map(len, labels))
-        if labels[0].is_floating_point() or labels[0].ndim == 2:
+        if labels[0].is_floating_point():
             if self.num_classes is not None:
                 raise ConfigError("scenario.dataset.num_classes: the labels are not classes. Leave it out")
-        elif self.num_classes is None and outputs > samples:
+        elif labels[0].ndim != 2 and self.num_classes is None and outputs > samples:
             fix = "Number classes from 0, or set scenario.dataset.num_classes"
             raise self._error(f"label {outputs - 1} in {samples} samples is too large. {fix}")
         return self.num_classes or outputs

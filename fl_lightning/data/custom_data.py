@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import join_names
 from fl_lightning.core.objectives import Regression, objective_of
 from fl_lightning.data.datasets import Dataset, LoadedData
@@ -29,6 +30,7 @@ from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.schema import TableSchema, finite_in_float32, is_numeric
 from fl_lightning.data.subsampling import stratified_sample
 from fl_lightning.data.text import PADDING, UNKNOWN, encode_texts
+from fl_lightning.data.tokenizers import encode_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -320,16 +322,21 @@ def client_ids(column: pd.Series) -> np.ndarray:
     return values.astype(np.str_)
 
 
-def token_ids(column: pd.Series, fitted: np.ndarray, length: int, vocab_size: int) -> Tensor:
-    """Convert a table column of texts to token ids. A text without words, such as an emoji, is one unknown token.
+def token_ids(
+    column: pd.Series, fitted: np.ndarray, length: int, vocab_size: int, tokenizer: str | None = None
+) -> Tensor | Inputs:
+    """Convert a table column of texts to token ids: with a tokenizer, also to a mask of the tokens.
 
-    The vocabulary is that of the `fitted` rows.
+    Without a tokenizer, words are lower-case, and a text without words, such as an emoji, is one unknown token. The
+    vocabulary is that of the `fitted` rows.
     """
     refuse_missing(column, "text")
     texts = column.to_numpy(object)
     for row, text in enumerate(texts):
         if not isinstance(text, str):
             raise column_error(column, "text", ", which is not text", row)
+    if tokenizer is not None:
+        return encode_whole(list(texts), fitted, length, vocab_size, tokenizer)
     ids = encode_texts(list(texts), fitted, length, vocab_size)
     ids[ids[:, 0] == PADDING, 0] = UNKNOWN
     return ids
@@ -395,10 +402,11 @@ class CustomDataset(Dataset):
         """Read the labels, clients and test mask of all samples, but not yet their inputs."""
 
     @abstractmethod
-    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
+    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor | Inputs, dict[str, Any]]:
         """Return the samples' inputs in the given order, and a dict of other arguments for `LoadedData`.
 
-        Statistics are those of the rows `fitted`, in this order.
+        Statistics are those of the rows `fitted`, in this order. If labels depend on them, the dict also has the
+        `labels` in the given order, and the `outputs` of a network, in place of those of `_samples`.
         """
 
     def load(self) -> LoadedData:
@@ -414,11 +422,11 @@ class CustomDataset(Dataset):
         if client is not None:
             warn_of_similar_names(np.unique(client).tolist(), self.client_key, "clients")
         x, fields = self._inputs(samples.source, order, self.fitted_rows(train))
-        y = y[order]
+        y, outputs = fields.pop("labels", y[order]), fields.pop("outputs", outputs)
         if client is not None:
             fields |= {"client_train": client[order[:train]], "client_test": client[order[train:]]}
-        if classes is None:
-            self.objective = Regression()  # decided by the labels' reader
-        else:
+        if classes is not None:
             fields["class_names"] = [str(name) for name in classes]
+        elif type(self).objective is None:
+            self.objective = Regression()  # decided by the labels' reader
         return LoadedData(x[:train], y[:train], x[train:], y[train:], outputs, **fields)

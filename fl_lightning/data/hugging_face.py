@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import join_names
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.custom_data import (
@@ -67,6 +68,7 @@ class HuggingFace(CustomDataset):
         vocab_size: Number of token ids, including padding and unknown.
         subset: Name of the subset (configuration) of a Hub dataset that has several.
         download: Fetch the dataset from the Hub, or use the library's own cache.
+        tokenizer: Of texts: `words`, `bytes`, or the folder of a Hugging Face tokenizer, as of `TextTable`.
 
     Raises:
         ConfigError: An option is out of range, or two options exclude each other.
@@ -92,6 +94,7 @@ class HuggingFace(CustomDataset):
         vocab_size: int = 10_000,
         subset: str | None = None,
         download: bool = False,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__(test_share)
         check_lengths(length, vocab_size)
@@ -103,7 +106,7 @@ class HuggingFace(CustomDataset):
         self.image, self.text, self.client = image, text, client
         self.label = [label] if isinstance(label, str) else label
         self.train, self.test = train, test
-        self.regression, self.length, self.vocab_size = regression, length, vocab_size
+        self.regression, self.length, self.vocab_size, self.tokenizer = regression, length, vocab_size, tokenizer
         self.options = ImageOptions(size, channels, mean, std, augment)
 
     def _samples(self) -> Samples:
@@ -123,9 +126,10 @@ class HuggingFace(CustomDataset):
             refuse_untrained_classes(column, labels, mask)
         return Samples(frame[text] if image is None else (splits, image), labels, client, mask)
 
-    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
+    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor | Inputs, dict[str, Any]]:
         if not isinstance(source, tuple):  # a column of texts
-            return token_ids(source.iloc[order], fitted, self.length, self.vocab_size), {"prepare": Normalize()}
+            ids = token_ids(source.iloc[order], fitted, self.length, self.vocab_size, self.tokenizer)
+            return ids, {"prepare": Normalize()}
         try:
             x = self.options.read(_EncodedImages(source[0], source[1], order))
         except BadFile as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning.core.inputs import Batch
+from fl_lightning.core.inputs import Batch, Inputs
 from fl_lightning.core.seeding import sample_seed
 from fl_lightning.data.lazy import LazySamples, Samples
 from fl_lightning.data.transforms import BatchTransform
@@ -42,6 +43,11 @@ class Batches:
         min_batch: A smaller last batch is dropped: BatchNorm cannot train on one sample.
         frequencies: Relative frequencies with which the samples of `index` are drawn, with replacement. By default,
             each sample is drawn once in a pass over the data.
+        token_labels: Whether labels have one entry per token, as the inputs do.
+        one_width: Whether all batches of texts have the width of the longest text of `index`, not each its own.
+
+    Batches of texts (`Inputs.lengths`) have no padding beyond their longest text. The lengths are on the CPU, so that
+    no batch waits for the device.
     """
 
     def __init__(
@@ -53,8 +59,11 @@ class Batches:
         seed: int | None = None,
         min_batch: int = 1,
         frequencies: Tensor | None = None,
+        token_labels: bool = False,
+        one_width: bool = False,
     ) -> None:
         self.x, self.y, self.frequencies = x, y, frequencies
+        self.token_labels, self.one_width = token_labels, one_width
         self.index = torch.arange(len(y)) if index is None else index
         self.batch_size = batch_size
         self.seed, self.passes = seed, 0
@@ -67,33 +76,48 @@ class Batches:
 
     def indices(self) -> Iterable[Tensor]:
         """Yield the sample indices `(B,)` of each batch in one pass over the data, reshuffled if a seed is given."""
-        yield from self._order().split(self.batch_size) if self.length else ()
+        yield from send(self._order(), self.x.device).split(self.batch_size) if self.length else ()
 
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self.x, LazySamples):
             yield from self._read(self.x) if self.length else ()
             return
         at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
-        for chosen in self._order().split(at_a_time * self.batch_size) if self.length else ():
+        order = self._order()
+        widths = self._widths(order)
+        for chosen in send(order, self.x.device).split(at_a_time * self.batch_size) if self.length else ():
             x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
-            yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+            batches = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+            yield from batches if widths is None else (self._trim(*batch, next(widths)) for batch in batches)
+
+    def _widths(self, order: Tensor) -> Iterator[int] | None:
+        """Return the length of the longest text of each batch; None if the inputs are no texts."""
+        lengths = self.x.lengths if isinstance(self.x, Inputs) else None
+        if lengths is None:
+            return None
+        if self.one_width:
+            return repeat(int(lengths[self.index].max()))
+        return (int(part.max()) for part in lengths[order].split(self.batch_size))
+
+    def _trim(self, x: Inputs, y: Tensor, width: int) -> Batch:
+        return x.trimmed(width), y[:, :width].contiguous() if self.token_labels else y
 
     def _read(self, x: LazySamples) -> Iterator[Batch]:
         """Yield the batches of one pass over samples that are read on demand."""
         order, epoch = self._order(), self.passes
         self.passes += 1
         seed = None if self.seed is None else partial(sample_seed, self.seed, epoch)
-        labels = self.y.index_select(0, order).split(self.batch_size)
+        labels = self.y.index_select(0, send(order, self.y.device)).split(self.batch_size)
         yield from zip(x.batches(order, self.batch_size, seed), labels, strict=True)
 
     def _order(self) -> Tensor:
-        """Return the sample indices of one pass over the batches, in the order of use, on the device of the inputs."""
+        """Return the sample indices of one pass over the batches, in the order of use, on the CPU."""
         order = self.index
         if self.frequencies is not None:
             order = order[torch.multinomial(self.frequencies, len(order), True, generator=self.generator)]
         elif self.generator is not None:
             order = order.index_select(0, torch.randperm(len(order), generator=self.generator))
-        return send(order, self.x.device)[: self.length * self.batch_size]
+        return order[: self.length * self.batch_size]
 
 
 class ReadyBatches:

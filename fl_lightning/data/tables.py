@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import join_names
 from fl_lightning.data.custom_data import (
     FEW,
@@ -222,14 +223,15 @@ class Table(FileTable):
 class TextTable(FileTable):
     """Custom texts in a CSV or Parquet file, with a text column and one or more label columns.
 
-    The most frequent words of the training texts get token ids. A text without a word is one unknown token.
+    The most frequent words of the training texts get token ids. A text without a word is one unknown token. With a
+    `tokenizer`, the inputs are `input_ids` and `attention_mask`, for networks that take these.
 
     Args:
         path: The file, with a header. `.parquet` files are read as Parquet, all others as text with `separator`.
         text: The text column.
         label: The label column, or a list of several.
         length: Tokens per text; longer texts are truncated, shorter ones padded.
-        vocab_size: Number of token ids, including padding and unknown.
+        vocab_size: Number of token ids, including padding and unknown. A Hugging Face tokenizer has its own.
         regression: Whether labels are numbers to predict; by default floating-point labels are.
         client: Column of the client that each row belongs to, for the partition `ByClient`.
         split: Column that holds `train` or `test`.
@@ -238,6 +240,8 @@ class TextTable(FileTable):
         separator: Character between the columns of a text file.
         decimal: Character before the fraction of a number, `.` or `,`.
         thousands: Character between the groups of digits of a number, such as `,` in `1,234`; by default none.
+        tokenizer: `words`, `bytes`, or the folder of a Hugging Face tokenizer. By default, lower-case words without
+            signs.
 
     Raises:
         ConfigError: An option is out of range, or two options exclude each other.
@@ -258,17 +262,18 @@ class TextTable(FileTable):
         separator: str = ",",
         decimal: Literal[".", ","] = ".",
         thousands: str | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__(path, label, regression, client, split, test_path, test_share, separator, decimal, thousands)
         check_lengths(length, vocab_size)
-        self.text, self.length, self.vocab_size = text, length, vocab_size
+        self.text, self.length, self.vocab_size, self.tokenizer = text, length, vocab_size, tokenizer
 
     def _columns(self) -> dict[str, Sequence[str]]:
         return {"text": [self.text], **super()._columns()}
 
-    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
-        ids = token_ids(source[0][self.text].iloc[order], fitted, self.length, self.vocab_size)
-        return ids, {"prepare": Normalize()}
+    def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor | Inputs, dict[str, Any]]:
+        column = source[0][self.text].iloc[order]
+        return token_ids(column, fitted, self.length, self.vocab_size, self.tokenizer), {"prepare": Normalize()}
 
 
 class ImageTable(FileTable):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -41,17 +41,21 @@ def split_words(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """Vocabulary of the most frequent words, with token ids from 2 in descending order of frequency.
+    """Vocabulary of the most frequent words, with token ids in descending order of frequency.
 
     Args:
         texts: Texts to count words in.
-        size: Number of ids, including padding (0) and unknown (1).
+        size: Number of ids, including padding (0), unknown (1) and others below `first`.
+        split: Returns the words of a text.
+        first: Id of the most frequent word.
     """
 
-    def __init__(self, texts: Iterable[str], size: int) -> None:
-        counts = Counter(word for text in texts for word in split_words(text))
+    def __init__(
+        self, texts: Iterable[Any], size: int, split: Callable[[Any], Iterable[str]] = split_words, first: int = 2
+    ) -> None:
+        counts = Counter(word for text in texts for word in split(text))
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        self.ids = {word: rank for rank, word in enumerate(ranked[: size - 2], start=2)}
+        self.ids = {word: rank for rank, word in enumerate(ranked[: size - first], start=first)}
 
     def encode(self, texts: Iterable[str], length: int) -> Tensor:
         """Return the token ids of the first `length` words of each text, padded with 0: `(n, length)`, `int64`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,9 @@ from fl_lightning.data.lazy import Samples
 from fl_lightning.data.loaders import Batches, ReadyBatches, send
 from fl_lightning.engines.device import channels_last, resident
 from fl_lightning.models.layers import BATCH_NORMS
+
+MOST_OUTPUTS = 1 << 28
+"""Largest number of outputs of a batch outside of training: 1 GiB in float32."""
 
 
 @dataclass
@@ -70,8 +74,13 @@ class ClientData:
 
     @cached_property
     def eval_batch_size(self) -> int:
-        """Number of samples per batch outside of training: fewer on a CPU, so that activations fit into its cache."""
-        return 128 if self.device.type == "cpu" else 512
+        """Number of samples per batch outside of training: fewer on a CPU, so that activations fit into its cache.
+
+        Fewer samples, too, if their outputs are large, such as logits of each token for each word of a vocabulary.
+        """
+        data = self.data.data
+        outputs = math.prod(self.data.objective.output_shape(data.y_train[:1], data.num_classes))
+        return max(1, min(128 if self.device.type == "cpu" else 512, MOST_OUTPUTS // outputs))
 
     def split(self, client: int) -> tuple[Tensor, Tensor]:
         """Return the indices of a client's training samples, and of those held out for validation, both ascending.
@@ -134,7 +143,9 @@ class ClientData:
         """
         data, index = self._stored, self.split(task.client)[0]
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
-        options = {"frequencies": self._frequencies(index)} if self.training.batch_sampler == "balanced" else {}
+        options: dict[str, Any] = {"token_labels": True} if self.data.objective.token_labels else {}
+        if self.training.batch_sampler == "balanced":
+            options["frequencies"] = self._frequencies(index)
         batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch, **options)
         if not len(batches):
             of, fix = "a model with BatchNorm", "a model without it"
@@ -147,8 +158,11 @@ class ClientData:
         return batches
 
     def training_batches(self, client: int) -> ReadyBatches:
-        """Return a client's training data in fixed order, prepared but not augmented, on the training device."""
-        return self._prepared(self._stored.x_train, self._stored.y_train, lambda: self.split(client)[0])
+        """Return a client's training data in fixed order, prepared but not augmented, on the training device.
+
+        All batches of texts have one width, because some methods concatenate them.
+        """
+        return self._prepared(self._stored.x_train, self._stored.y_train, lambda: self.split(client)[0], True)
 
     def own_test_batches(self, client: int) -> ReadyBatches:
         """Return a client's own test split as prepared batches on the training device."""
@@ -159,13 +173,14 @@ class ClientData:
         """Return the global test set as prepared batches on the training device."""
         return self._prepared(self._stored.x_test, self._stored.y_test, lambda: None)
 
-    def ordered_batches(self, index: Tensor | None) -> ReadyBatches:
+    def ordered_batches(self, index: Tensor | None, one_width: bool = True) -> ReadyBatches:
         """Return training samples, in the order of `index`, as prepared batches on the training device.
 
         Args:
             index: Indices of the training samples, in the order of the batches; None selects all training samples.
+            one_width: Whether all batches of texts have one width, so that they can be concatenated.
         """
-        return self._prepared(self._stored.x_train, self._stored.y_train, lambda: index)
+        return self._prepared(self._stored.x_train, self._stored.y_train, lambda: index, one_width)
 
     def prepare(self, x: Tensor | Inputs) -> Any:
         """Convert a stored batch to the network's input."""
@@ -187,9 +202,12 @@ class ClientData:
         """The dataset from which batches are taken, on the training device if it fits there."""
         return self.other._stored if self.other else resident(self.data.data, self.device)
 
-    def _prepared(self, x: Samples, y: Tensor, index: Callable[[], Tensor | None]) -> ReadyBatches:
+    def _prepared(
+        self, x: Samples, y: Tensor, index: Callable[[], Tensor | None], one_width: bool = False
+    ) -> ReadyBatches:
         def ready(x: Any, y: Tensor) -> tuple[Any, Tensor]:
             convert = self.trainer.precision_plugin.convert_input
             return convert(self.prepare(send(x, self.device))), send(y, self.device)
 
-        return ReadyBatches(lambda: Batches(x, y, index(), self.eval_batch_size), ready)
+        options: dict[str, Any] = {"token_labels": self.data.objective.token_labels, "one_width": one_width}
+        return ReadyBatches(lambda: Batches(x, y, index(), self.eval_batch_size, **options), ready)

@@ -40,7 +40,7 @@ class Scorer:
         y = self.data.y_train[:1]
         outputs = torch.zeros(1, *self.objective.output_shape(y, self.data.num_classes))
         sums = self.objective.sums(outputs, y)
-        return [*sums, *(measure.name for measure in self.measures)]
+        return [*self.objective.metrics(dict.fromkeys(sums, 0.0)), *(measure.name for measure in self.measures)]
 
     def score(self, module: ClientModule) -> Score:
         """Return the metrics of a module on the global test set."""
@@ -50,5 +50,5 @@ class Scorer:
     def local_scores(self, module: ClientModule, clients: Sequence[int]) -> list[Score | None]:
         """Return one module's metrics on the test split of each of these clients; None for an empty split."""
         tests = [self.clients.data.shard(client).test for client in clients]
-        batches, sizes = self.clients.ordered_batches(torch.cat(tests)), [len(test) for test in tests]
+        batches, sizes = self.clients.ordered_batches(torch.cat(tests), one_width=False), [len(test) for test in tests]
         return evaluate_each(module, batches, sizes, self.objective, self.measures)

@@ -165,6 +165,7 @@ class ScoreAccumulator:
         self.objective, self.n = objective, 0
         self._accumulators = [measure.start() for measure in measures]
         self._sums: list[dict[str, Tensor]] = []  # kept on the device, since each copy to the CPU would wait
+        self._units: list[Tensor] = []
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch: the model's outputs `(B, *output_shape)` in float32, and the labels.
@@ -173,6 +174,7 @@ class ScoreAccumulator:
             ConfigError: A metric fails.
         """
         self._sums.append(self.objective.sums(outputs, targets))
+        self._units.append(self.objective.units(targets))
         for each in self._accumulators:
             each.update(*self.objective.predictions(outputs, targets))
         self.n += len(targets)
@@ -186,10 +188,11 @@ class ScoreAccumulator:
         if not self.n:
             raise ValueError("nothing to evaluate on: no batch")
         parts = torch.stack([torch.stack(list(sums.values())) for sums in self._sums])
-        means = parts.cpu().double().sum(dim=0) / self.n
+        means = parts.cpu().double().sum(dim=0) / int(torch.stack(self._units).sum())
         extra = {each.name: each.value() for each in self._accumulators}
         defined = {name: value for name, value in extra.items() if math.isfinite(value)}
-        return Score(self.n, dict(zip(self._sums[-1], means.tolist(), strict=True)) | defined)
+        named = dict(zip(self._sums[-1], means.tolist(), strict=True))
+        return Score(self.n, self.objective.metrics(named) | defined)
 
 
 def measured(

@@ -32,7 +32,7 @@ TASKS = ("Multiclass", "Multilabel", "Binary")
 ALIASES = {"sensitivity": "Recall"}
 """Common names of metrics, and their names in torchmetrics."""
 
-RESERVED_NAMES = {"acc", "loss", "mae"}
+RESERVED_NAMES = {"acc", "loss", "mae", "perplexity"}
 """Names of the built-in metrics. A metric in `evaluation.metrics` cannot have one of these names."""
 
 COMMON_OPTIONS = {"sync_on_compute", "compute_on_cpu", "compute_with_cache"}

@@ -37,7 +37,7 @@ LOSSES = ("global/loss", "client/loss_mean", "trained_client/loss_mean", "new_cl
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
 # refused when a run begins, so reading a run folder needs no torch.
 LOWER_BETTER = (
-    r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence"
+    r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|perplexity|distance|divergence"
     r"|deviance_score|ranked_probability_score)"
 )
 

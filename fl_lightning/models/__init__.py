@@ -10,6 +10,7 @@ from fl_lightning.models.base import (
 )
 from fl_lightning.models.cnn import CNN, CNN4, LeNet
 from fl_lightning.models.heads import CosineLinear, Head
+from fl_lightning.models.language import CausalTransformer
 from fl_lightning.models.mixed import Mixed, ResizedFeatures
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
@@ -26,6 +27,7 @@ __all__ = [
     "VGG11",
     "Backbone",
     "BiLSTM",
+    "CausalTransformer",
     "CosineLinear",
     "FastText",
     "FromModule",

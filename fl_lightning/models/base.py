@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -26,7 +26,12 @@ class Backbone(ArgumentsMixin, nn.Module):
         head: Maps features to logits `(B, C)`.
         feature_dim: Size `d` of a feature.
         predictor: Maps features to predictions of the same size, for siamese losses. The logits do not depend on it.
+
+    Attributes:
+        takes_texts: Whether the encoder also takes the inputs of tokenized texts, `input_ids` and `attention_mask`.
     """
+
+    takes_texts: ClassVar[bool] = False
 
     def __init__(
         self, encoder: nn.Module, head: nn.Module, feature_dim: int, predictor: nn.Module | None = None

@@ -254,7 +254,8 @@ def build_network(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes:
         raise ConfigError(f"model: got an object of type {type(factory).__name__}, which cannot be called. {fix}.")
     called = constructor_of(factory)
     called = called.func if isinstance(called, partial) else called
-    if has_several_inputs(in_shape) and called is not FromModule and called.__module__.startswith(OURS):
+    takes_them = called is FromModule or getattr(called, "takes_texts", False)
+    if has_several_inputs(in_shape) and not takes_them and called.__module__.startswith(OURS):
         what = f"{called.__name__} takes one tensor, and a sample of this dataset has {len(in_shape)} inputs"
         raise ConfigError(f"model: {what}. Name a network of your own whose forward takes them.")
     if is_hugging_face(called):

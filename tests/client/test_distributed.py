@@ -6,10 +6,11 @@ import pytest
 import torch
 from test_client import loader, model, plain_lightning, quiet_trainer
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fl_lightning.client.distributed import count_unrepeated
 from fl_lightning.client.module import ClientModule
+from fl_lightning.core.objectives import IGNORED_TOKEN, CausalLM
 
 N = 21
 
@@ -59,3 +60,18 @@ def test_two_processes_log_the_metrics_of_all_samples():
     batches = [own[start : start + 4] for own in (order[::2], order[1::2]) for start in range(0, len(own), 4)]
     losses = [float(F.cross_entropy(logits[batch], y[batch])) for batch in batches]
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+@plain_lightning
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_two_processes_log_the_perplexity_of_all_tokens():
+    module = ClientModule(torch.nn.Embedding(5, 5), objective=CausalLM())
+    ids = torch.randint(0, 5, (N, 6))
+    lengths = torch.arange(N) % 5 + 2
+    targets = ids.where(torch.arange(6) < lengths[:, None], IGNORED_TOKEN)
+    logits = module(ids).detach()
+    losses = [F.cross_entropy(logits[i, : n - 1], ids[i, 1:n], reduction="sum") for i, n in enumerate(lengths)]
+    perplexity = float((torch.stack(losses).sum() / (lengths - 1).sum()).exp())
+    (tested,) = two_processes().test(module, DataLoader(TensorDataset(ids, targets), 4), verbose=False)
+    assert tested["test_perplexity"] == pytest.approx(perplexity, rel=1e-5)

@@ -16,7 +16,16 @@ from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSKC, FedU
 from fl_lightning.callbacks import ClassRelations, EarlyStopping
 from fl_lightning.cli.catalogue import classes
 from fl_lightning.core.errors import ClientFailure, ConfigError
-from fl_lightning.core.objectives import Classification, MultiLabel, Objective, Regression, Segmentation, objective_of
+from fl_lightning.core.objectives import (
+    CausalLM,
+    Classification,
+    MultiLabel,
+    Objective,
+    Regression,
+    Segmentation,
+    TokenClassification,
+    objective_of,
+)
 from fl_lightning.data import IID, Dataset, Dirichlet, LoadedData, QuantitySkew, Scenario
 from fl_lightning.data.partitions import Pathological, Shards
 from fl_lightning.data.transforms import Normalize
@@ -269,7 +278,8 @@ def test_objectives_are_equal_if_their_options_are():
 
 
 def test_all_objectives_are_listed():
-    assert {Classification, MultiLabel, Regression, Segmentation} == set(classes("objectives"))
+    known = {CausalLM, Classification, MultiLabel, Regression, Segmentation, TokenClassification}
+    assert known == set(classes("objectives"))
 
 
 # --- Refusals ---

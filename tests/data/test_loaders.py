@@ -1,8 +1,10 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fl_lightning.core.inputs import Inputs
 from fl_lightning.data.loaders import Batches, ClientDataModule
 
 X = torch.arange(100.0).view(50, 2)
@@ -102,3 +104,65 @@ def test_a_batch_is_prepared_after_its_transfer() -> None:
     assert torch.equal(x, torch.full((2, 3), 6.0))
     assert labels is y
     assert data.train_dataloader() is batches
+
+
+# --- Texts ---
+
+WIDTH = 9
+LENGTHS = torch.tensor([3, 9, 1, 4, 4, 2, 7, 5])
+
+
+def texts(mask_dtype: torch.dtype = torch.int64) -> tuple[Inputs, Tensor]:
+    """Texts of these lengths with their position as token ids, another input of the same width, and token labels."""
+    mask = torch.arange(WIDTH) < LENGTHS[:, None]
+    ids = torch.arange(len(LENGTHS) * WIDTH).view(-1, WIDTH) * mask
+    x = Inputs({"input_ids": ids, "attention_mask": mask.to(mask_dtype), "image": torch.rand(len(ids), WIDTH)})
+    return x, ids.where(mask, -100)
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool, torch.float32])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_batches_of_texts_are_trimmed_to_their_longest(mask_dtype: torch.dtype, size: int) -> None:
+    x, y = texts(mask_dtype)
+    for seed in (None, 5):
+        batches = Batches(x, y, None, size, seed, token_labels=True)
+        for (own, labels), rows in zip(batches, Batches(x, y, None, size, seed).indices(), strict=True):
+            width = int(LENGTHS[rows].max())
+            assert torch.equal(own.tensors["input_ids"], x.tensors["input_ids"][rows, :width])
+            assert torch.equal(own.tensors["attention_mask"], x.tensors["attention_mask"][rows, :width])
+            assert torch.equal(own.tensors["image"], x.tensors["image"][rows])
+            assert torch.equal(labels, y[rows, :width])
+            assert labels.is_contiguous()
+            assert own.tensors["input_ids"].is_contiguous()
+
+
+def test_labels_that_are_not_of_tokens_keep_their_width() -> None:
+    x, _ = texts()
+    flags = torch.ones(len(LENGTHS), WIDTH)
+    assert all(y.shape[1] == WIDTH for _, y in Batches(x, flags, None, 2))
+
+
+def test_batches_of_one_width_can_be_concatenated() -> None:
+    x, y = texts()
+    index = torch.tensor([0, 3, 5, 2])  # without the longest text
+    batches = Batches(x, y, index, 2, token_labels=True, one_width=True)
+    inputs, labels = (torch.cat(part) for part in zip(*batches, strict=True))
+    assert inputs.shapes["input_ids"] == (4,)
+    assert torch.equal(labels, y[index, :4])
+
+
+def test_a_gap_in_the_mask_is_kept_and_an_empty_text_has_one_token() -> None:
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]])
+    x = Inputs({"input_ids": torch.ones_like(mask), "attention_mask": mask})
+    assert x.lengths is not None
+    assert x.lengths.tolist() == [3, 1, 4]
+
+
+@pytest.mark.parametrize("names", [("input_ids", "mask"), ("ids", "attention_mask")])
+def test_other_inputs_are_not_trimmed(names: tuple[str, str]) -> None:
+    x, y = texts()
+    ids, mask, _ = x.tensors.values()
+    other = Inputs(dict(zip(names, (ids, mask), strict=True)))
+    assert other.lengths is None
+    assert Inputs((ids, mask)).lengths is None
+    assert all(batch.shapes[names[0]] == (WIDTH,) for batch, _ in Batches(other, y, None, 2))

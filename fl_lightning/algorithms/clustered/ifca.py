@@ -29,10 +29,14 @@ CHOICE = "choice"
 
 
 def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
-    """Return `F_i(θ)`, a model's mean loss over all samples of client i, as a scalar tensor."""
-    sums = [(module.objective.loss(module(x).float(), y, "sum"), len(y)) for x, y in batches]
-    losses, counts = zip(*sums, strict=True)
-    return torch.stack(losses).double().sum() / sum(counts)
+    """Return `F_i(θ)`, a model's mean loss over all samples of client i, as a scalar tensor.
+
+    If the objective averages over other units than samples, such as tokens, it is the mean over these.
+    """
+    objective = module.objective
+    sums = [(objective.loss(module(x).float(), y, "sum"), objective.units(y)) for x, y in batches]
+    losses, units = (torch.stack(part).double().sum() for part in zip(*sums, strict=True))
+    return losses / units
 
 
 def best_cluster(losses: Tensor) -> int:

@@ -117,14 +117,14 @@ class MetaStep(ClientModule):
 
 def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
     """Take one gradient step `w - α ∇f(w)` in place, on the mean loss over all of a client's training data."""
-    optimizer, n = torch.optim.SGD(module.backbone.parameters(), lr=alpha), 0
+    optimizer, units = torch.optim.SGD(module.backbone.parameters(), lr=alpha), []
     optimizer.zero_grad()
     with torch.enable_grad():
         for x, y in batches:
             module.objective.loss(module(x), y, "sum").backward()
-            n += len(y)
+            units.append(module.objective.units(y))
     for group in optimizer.param_groups:
-        group["lr"] /= n
+        group["lr"] /= int(torch.stack(units).sum())
     optimizer.step()
     optimizer.zero_grad()
     torch.clear_autocast_cache()
