@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_lightning.algorithms.protocols import SlicesModel
 from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
 from fl_lightning.callbacks.plots import bars, panels
 from fl_lightning.core.errors import ConfigError
@@ -52,6 +53,10 @@ class ClientDrift(RoundFigure):
         if not run.state["model"]:
             method = type(run.algorithm).__name__
             raise ConfigError(f"callbacks: ClientDrift: clients of {method} share no model. Leave it out.")
+        if isinstance(run.algorithm, SlicesModel) and len(run.worker.groups) > 1:
+            raise ConfigError(
+                "callbacks: ClientDrift: clients share slices of the model of different sizes. Leave it out."
+            )
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Return the names of the logged drift metrics: the means over clients, and the values of each client."""

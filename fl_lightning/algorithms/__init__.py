@@ -98,6 +98,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         FedUV as FedUV,
         HypersphericalUniformity as HypersphericalUniformity,
     )
+    from fl_lightning.algorithms.global_model.heterofl import HeteroFL as HeteroFL, SliceMean as SliceMean
     from fl_lightning.algorithms.global_model.moon import MOON as MOON, ModelContrast as ModelContrast
     from fl_lightning.algorithms.global_model.protonet import Prototypical as Prototypical
     from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD as SCAFFOLD, ControlVariates as ControlVariates

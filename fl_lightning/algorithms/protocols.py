@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.message import Tensors
@@ -35,6 +35,23 @@ class Calibrates(Protocol):
         Args:
             module: The global model, in eval mode, without gradients.
             statistics: The statistics of every client, in ascending client id. They arrive one at a time.
+        """
+        ...
+
+
+@runtime_checkable
+class SlicesModel(Protocol):
+    """A method whose clients can exchange weights of other shapes than the global model's, such as slices of them."""
+
+    def start_slices(self, shapes: Sequence[Mapping[str, Size]], groups: Sequence[int]) -> None:
+        """Store the shapes of the clients' weights before round 1. Called only if clients have different networks.
+
+        Args:
+            shapes: The shapes of the weights that are sent, by name, of each network. The first is the global model's.
+            groups: The number of each client's network, those of held-out clients last.
+
+        Raises:
+            ConfigError: The method cannot exchange weights of these shapes.
         """
         ...
 

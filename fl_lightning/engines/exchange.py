@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fl_lightning.algorithms
 from fl_lightning.algorithms import Algorithm
+from fl_lightning.algorithms.protocols import SlicesModel
 from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.fixed_tensors import copy_network
@@ -47,8 +48,14 @@ def first_difference(worker: Worker, algorithm: Algorithm | None = None) -> str 
         algorithm: A method in place of the run's.
     """
     assert isinstance(worker.model, Mixed)
-    names = worker.model.names
-    first, *others = (exchanged(group, algorithm or group.algorithm) for group in worker.groups)
+    names, method = worker.model.names, algorithm or worker.algorithm
+    exchanges = [exchanged(group, algorithm or group.algorithm) for group in worker.groups]
+    if isinstance(method, SlicesModel):
+        shapes = [{name: value.shape for name, value in weights.items()} for weights, _ in exchanges]
+        clients = range(len(worker.data.shards) + len(worker.data.held_out))
+        method.start_slices(shapes, [worker.model.group_of(client, worker.seed) for client in clients])
+        exchanges = [({}, knowledge) for _, knowledge in exchanges]
+    first, *others = (weights | knowledge for weights, knowledge in exchanges)
     for number, other in enumerate(others, 1):
         for name in {**first, **other}:
             forms = describe_form(first.get(name)), describe_form(other.get(name))
@@ -57,8 +64,8 @@ def first_difference(worker: Worker, algorithm: Algorithm | None = None) -> str 
     return None
 
 
-def exchanged(worker: Worker, algorithm: Algorithm) -> Tensors:
-    """Return the tensors that the clients of a group exchange with the server: shared weights and shared knowledge.
+def exchanged(worker: Worker, algorithm: Algorithm) -> tuple[Tensors, Tensors]:
+    """Return the shared weights and the shared knowledge that the clients of a group exchange with the server.
 
     Knowledge is computed on one batch, with the initial weights.
 
@@ -70,7 +77,7 @@ def exchanged(worker: Worker, algorithm: Algorithm) -> Tensors:
     module = worker.modules.build() if own else algorithm.client_module(copy_network(worker.template.backbone))
     entries = module.backbone.state_dict()
     found = {name: entries[name] for name in algorithm.shared_names(module.backbone) if name not in worker.fixed}
-    return found | knowledge_of(module, worker)
+    return found, knowledge_of(module, worker)
 
 
 def knowledge_of(module: ClientModule, worker: Worker) -> Tensors:
@@ -93,5 +100,6 @@ def methods_that_work(worker: Worker) -> Iterator[str]:
     for name in public_classes("Algorithm"):
         with suppress(Exception):  # it needs options, or does not take these networks
             algorithm = getattr(fl_lightning.algorithms, name)()
+            algorithm.start(worker.algorithm.samples, worker.frozen)
             if algorithm.server and first_difference(worker, algorithm) is None:
                 yield name

@@ -65,7 +65,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
 def test_methods_with_options_of_their_own_have_a_search_space():
     without = {name for name in NAMES if not getattr(algorithms, name).search_space}
     peers = {"DFedAvgM", "PeerAlgorithm", "PeerFedPer"}
-    assert without == peers | {"FedAvg", "FedBN", "FedPer", "FedROD", "FedRep", "LGFedAvg", "Local"}
+    assert without == peers | {"FedAvg", "FedBN", "FedPer", "FedROD", "FedRep", "HeteroFL", "LGFedAvg", "Local"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if getattr(algorithms, name).search_space])
