@@ -100,6 +100,6 @@ def methods_that_work(worker: Worker) -> Iterator[str]:
     for name in public_classes("Algorithm"):
         with suppress(Exception):  # it needs options, or does not take these networks
             algorithm = getattr(fl_lightning.algorithms, name)()
-            algorithm.start(worker.algorithm.samples, worker.frozen)
+            algorithm.start(worker.algorithm.samples, frozenset(worker.fixed))
             if algorithm.server and first_difference(worker, algorithm) is None:
                 yield name
