@@ -91,8 +91,8 @@ class Worker:
         training: The options of local training.
         metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
         positive_class: Of two classes, the one that binary metrics count as positive.
-        group: The number of the network in a `Mixed` that is this worker's; the first worker has further ones for the
-            others. Otherwise 0.
+        group: With a `Mixed`, the number of this worker's network. The run's worker has the first one, and builds a
+            further worker for each of the others.
 
     Attributes:
         has_fitted: Whether a client has trained in this process.

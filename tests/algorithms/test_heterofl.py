@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import ONE_EPOCH, UNEQUAL, NormMLP, descend, digits, experiment, finished, in_float64
+from experiments import ONE_EPOCH, UNEQUAL, NormMLP, descend, digits, experiment, finished, in_float64, same_bytes
+from flower_grid import flower, remote_experiment  # noqa: F401
 from loops import assert_equals_loop, steps_of
 from methods import assert_same_run
 from torch.nn import functional as F
@@ -117,6 +118,14 @@ def test_a_run_resumes_byte_for_byte_and_evaluates_each_width(tmp_path):
     resumed.fit(resume=True)
     assert_same_run(whole, resumed)
     assert {"global/acc", *(f"architecture/MLP_{k}/acc_mean" for k in range(3))} <= whole.csv.rows[-1].keys()
+
+
+@pytest.mark.usefixtures("flower")
+def test_clients_on_their_own_machines_give_the_same_bytes(tmp_path):
+    alone = finished(tmp_path / "alone", HeteroFL(), **QUICK)
+    remote, _ = remote_experiment(tmp_path / "remote", alone, HeteroFL, folder=tmp_path, **QUICK)
+    remote.fit()
+    assert same_bytes(alone.state["model"], remote.state["model"])
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from fl_lightning.algorithms import (
     FedProx,
     FedSKC,
     GlobalPeriodReview,
+    HeteroFL,
+    LGFedAvg,
     WeightedMean,
 )
 from fl_lightning.algorithms.base import Aggregation
@@ -35,7 +37,7 @@ from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.serialization import SerializedValue, deserialize
 from fl_lightning.engines.task_server import Request, run_task
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.models import MLP
+from fl_lightning.models import MLP, Mixed
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +135,15 @@ OPTIONS = {
 def test_options_give_the_same_bytes(tmp_path: Path, name: str) -> None:
     near, far, _ = both(tmp_path, FedDW if "stacked" in name else FedSKC, **OPTIONS[name])
     assert_same_run(near, far)
+
+
+@pytest.mark.parametrize("method", [LGFedAvg, HeteroFL])
+def test_different_networks_give_the_same_bytes_and_share_the_data(tmp_path: Path, method: Any) -> None:
+    widths = Mixed([partial(MLP, hidden=(12, 8)), partial(MLP, hidden=(6, 8))], feature_dim=8)
+    near, far, _ = both(tmp_path, method, model=widths)
+    assert_same_run(near, far)
+    first, second = (group.client_data._stored.x_train for group in far.worker.groups)
+    assert first is second
 
 
 @pytest.mark.thorough

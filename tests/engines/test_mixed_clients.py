@@ -307,6 +307,16 @@ def test_each_client_is_evaluated_with_its_own_network(tmp_path, client_model):
     assert {name for name in row if name.startswith("architecture/")} <= {*round_metrics(run)}
 
 
+@pytest.mark.filterwarnings("ignore:.*contain initial weights")
+def test_untrained_clients_of_different_networks_are_not_evaluated_together(tmp_path):
+    evaluation = Evaluation(client_model="received")
+    run = finished(tmp_path, LGFedAvg(), evaluation=evaluation, **QUICK | {"rounds": 1, "clients_per_round": 1})
+    own = client_series(tmp_path, 1)
+    for client in range(run.clients):
+        module, (x, y) = run.client_module(client).eval(), samples_of(run, client, "test")
+        assert own[f"client_{client}/acc"] == pytest.approx(float((module(x).argmax(1) == y).double().mean()))
+
+
 @pytest.mark.parametrize("method", [FedProto, LGFedAvg])
 def test_held_out_clients_have_the_networks_that_follow(tmp_path, method):
     scenario = replace(digits(), held_out_clients=2)
