@@ -38,11 +38,11 @@ COLORS, MARKS = ("cyan", "yellow", "magenta", "green"), "*o+x"
 """Colours and characters of the curves in a plot; the characters serve terminals without colours."""
 
 LINES_OF_ASCII = str.maketrans("┌┐└┘│─", "++++|-")
-BESIDE, NARROWEST = 72, 24
+MIN_WIDTH_BESIDE, MIN_WIDTH = 72, 24
 """The minimum number of columns for two plots side by side, and for a plot at all."""
-FEWEST, USUAL, MOST = 3, 10, 12
+MIN_ROWS, USUAL_ROWS, MAX_ROWS = 3, 10, 12
 """Number of rows of a plot: minimum, default and maximum."""
-FRAME = 3
+FRAME_ROWS = 3
 """Number of lines of a plot besides its rows: two of the frame, one of the axis."""
 LARGEST = 1e6
 """Largest absolute value that is drawn. A larger value would make all others appear as zero."""
@@ -185,9 +185,9 @@ def plots(rounds: Sequence[Row], terminal: Terminal, lines: int | None) -> list[
     """
     recorded = [{name: label for name, label in names.items() if points(rounds, name)} for names in PLOTS]
     recorded = [names for names in recorded if names]
-    beside = len(recorded) > 1 and terminal.width >= BESIDE
+    beside = len(recorded) > 1 and terminal.width >= MIN_WIDTH_BESIDE
     area = replace(terminal, width=(terminal.width - 2) // 2) if beside else terminal
-    rows = rows_of_plots(lines, [len(names) for names in recorded], beside) if area.width >= NARROWEST else []
+    rows = rows_of_plots(lines, [len(names) for names in recorded], beside) if area.width >= MIN_WIDTH else []
     panels = [Group(*legend(rounds, names, area)) for names in recorded]
     for panel, names, number in zip(panels, recorded, rows, strict=False):
         panel.renderables.extend([curves(rounds, list(names), area, number)] if number else [])
@@ -201,7 +201,10 @@ def plots(rounds: Sequence[Row], terminal: Terminal, lines: int | None) -> list[
 
 
 def rows_of_plots(lines: int | None, legends: Sequence[int], beside: bool) -> list[int]:
-    """Return the height of each plot in lines; 0 for the last plots if there is not enough space.
+    """Return the number of rows of each plot; 0 if there is only enough space for its legend.
+
+    The legends of all plots are shown. Side by side, all plots are drawn or none. Otherwise the first plots are drawn,
+    as many as have enough space.
 
     Args:
         lines: Number of lines for plots and legends; None for no limit.
@@ -209,14 +212,14 @@ def rows_of_plots(lines: int | None, legends: Sequence[int], beside: bool) -> li
         beside: Whether the plots are side by side.
     """
     if lines is None:
-        return [USUAL] * len(legends)
+        return [USUAL_ROWS] * len(legends)
     if beside:
-        rows = lines - max(legends) - FRAME
-        return [min(rows, MOST) if rows >= FEWEST else 0] * len(legends)
-    for drawn in range(len(legends), 0, -1):
-        rows = (lines - sum(legends)) // drawn - FRAME
-        if rows >= FEWEST:
-            return [min(rows, MOST)] * drawn + [0] * (len(legends) - drawn)
+        rows = lines - max(legends) - FRAME_ROWS
+        return [min(rows, MAX_ROWS) if rows >= MIN_ROWS else 0] * len(legends)
+    for count in range(len(legends), 0, -1):
+        rows = (lines - sum(legends)) // count - FRAME_ROWS
+        if rows >= MIN_ROWS:
+            return [min(rows, MAX_ROWS)] * count + [0] * (len(legends) - count)
     return [0] * len(legends)
 
 

@@ -68,22 +68,29 @@ def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: Clie
     known = logs_only_losses and all(type(one) in (EarlyStopping, Timer) for one in given)
     metrics = [f"train_{name}" for name in losses if known]  # other modules and callbacks may log more
     for callback in copy.deepcopy(list(given)):
-        name = f"client_callbacks: {type(callback).__name__}"
+        key = f"client_callbacks: {type(callback).__name__}"
         if isinstance(callback, EarlyStopping):
-            _check_early_stopping(name, callback, metrics)
-        with blame(name):
+            _check_early_stopping(key, callback, metrics)
+        with blame(key):
             callback.setup(trainer, module, "fit")
 
 
-def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[str]) -> None:
+def _check_early_stopping(key: str, callback: EarlyStopping, metrics: Sequence[str]) -> None:
+    """Raise an error if an `EarlyStopping` needs validation, or monitors a metric that a client's fit does not log.
+
+    Args:
+        key: The start of the message.
+        callback: The callback.
+        metrics: Names of all metrics that the fit logs; empty if they are not known.
+    """
     unmeasured = "a client's fit has no validation"
     if callback.monitor.startswith(("val_", "test_")):
         fix = "monitor train_loss, or stop the run by EarlyStopping under callbacks"
-        raise ConfigError(f"{name}.monitor: {callback.monitor}: {unmeasured}; {fix}")
+        raise ConfigError(f"{key}.monitor: {callback.monitor}: {unmeasured}; {fix}")
     if metrics and callback.monitor not in metrics:
-        raise ConfigError(f"{name}.monitor: metric {callback.monitor!r} not found. {suggest(None, metrics)}")
+        raise ConfigError(f"{key}.monitor: metric {callback.monitor!r} not found. {suggest(None, metrics)}")
     if callback._check_on_train_epoch_end is False:
-        raise ConfigError(f"{name}.check_on_train_epoch_end: {unmeasured}, after which it would look; leave it out")
+        raise ConfigError(f"{key}.check_on_train_epoch_end: {unmeasured}, after which it would look; leave it out")
 
 
 def callback_options(given: Sequence[Callback]) -> dict[str, Any]:

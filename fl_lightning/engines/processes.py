@@ -105,7 +105,7 @@ class ProcessesEngine(PoolEngine):
         return self.devices or here
 
     def _start_worker(self) -> Process:
-        held = [pool_worker.device for pool_worker in self._pool_workers if isinstance(pool_worker, Process)]
+        held = [process.device for process in self._processes]
         device = min(self._places, key=held.count) if self._places else None
         with temporary_files():  # those of multiprocessing
             return Process(self._context, self.threads, device, self.timeout)
@@ -114,13 +114,19 @@ class ProcessesEngine(PoolEngine):
         return MemoryFile().append  # one file for all blocks of a round: a process may have few open files
 
     def _wait(self, seconds: float) -> Sequence[PoolWorker]:
-        by_connection = {one.connection: one for one in self._pool_workers if isinstance(one, Process)}
-        left = min(process.deadline for process in by_connection.values()) - time.monotonic()
+        """Wait for answers. If none arrives, kill overdue processes; the next call returns them."""
+        by_connection = {process.connection: process for process in self._processes}
+        left = min(process.deadline for process in self._processes) - time.monotonic()
         ready = connection.wait(list(by_connection), max(0.0, min(seconds, left)))
         if not ready:
-            for process in by_connection.values():
+            for process in self._processes:
                 process.kill_if_overdue()
-        return [by_connection[one] for one in ready]
+        return [by_connection[each] for each in ready]
+
+    @property
+    def _processes(self) -> list[Process]:
+        """The worker processes. This engine has no other workers."""
+        return [pool_worker for pool_worker in self._pool_workers if isinstance(pool_worker, Process)]
 
 
 class Process(PoolWorker):

@@ -26,7 +26,7 @@ class StackedSlots:
         self.modules, self.count = modules, count
         self._step: StackedStep | None = None
         self._slots: list[ClientSlot] = []
-        self._unsent: list[list[tuple[Tensor, int]]] = []  # tensors that are not in the flat tensor, and their places
+        self._addresses: list[list[tuple[Tensor, int]]] = []  # of each slot's tensors that are not in the flat tensor
         self._flat = first.weights.flat.new_zeros(count, len(first.weights.flat))
         parts = self._flat.split_with_sizes(first.layout.sizes, dim=1)[::2]
         sent = {name: part.view(count, *shape) for (name, shape), part in zip(first.layout.shapes, parts, strict=True)}
@@ -37,12 +37,13 @@ class StackedSlots:
     def slot(self, row: int) -> ClientSlot:
         """Return the reusable client module (slot) of a row, or a new one if the module is no longer intact.
 
-        It is intact unless a submodule or tensor was replaced or moved, or a gradient hook was added.
+        It is intact unless a submodule or tensor was replaced or moved, or a gradient hook was added. Ask for row 0
+        first, then for row 1, and so on.
         """
         if row >= len(self._slots) or not self._is_intact(row):
-            del self._slots[row:], self._unsent[row:]
+            del self._slots[row:], self._addresses[row:]  # later rows are rebuilt when asked for: `_add` only appends
             slot = self.modules.new_slot()
-            assert slot is not None
+            assert slot is not None  # the model has slots: the first one exists
             self._add(slot)
         return self._slots[row]
 
@@ -63,7 +64,9 @@ class StackedSlots:
         return self._step
 
     def _is_intact(self, row: int) -> bool:
-        return self._slots[row].is_intact and all(value.data_ptr() == place for value, place in self._unsent[row])
+        return self._slots[row].is_intact and all(
+            value.data_ptr() == address for value, address in self._addresses[row]
+        )
 
     def _add(self, slot: ClientSlot) -> None:
         """Add a slot (a reusable client module), and move its tensors to the next row of the stacked tensors."""
@@ -74,5 +77,5 @@ class StackedSlots:
         for name, value in unsent.items():
             value.data = self.stacks[name][row].copy_(value.detach())
         self._slots.append(slot)
-        self._unsent.append([(value, value.data_ptr()) for value in unsent.values()])
+        self._addresses.append([(value, value.data_ptr()) for value in unsent.values()])
         self._step = None

@@ -401,7 +401,7 @@ class ClientFunctions(TorchFunctionMode):
         if func is F.dropout:
             return self.dropout(*args, **(kwargs or {}))
         if func in (torch.rand, torch.randn) and not (kwargs or {}).get("generator"):
-            return self.draw(functools.partial(func, *args, **(kwargs or {})))
+            return self.draw_by_client(functools.partial(func, *args, **(kwargs or {})))
         if func is F.embedding:
             return self.embedding(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -411,22 +411,22 @@ class ClientFunctions(TorchFunctionMode):
         if not training or p in (0.0, 1.0):
             return F.dropout(input, p, training, inplace)
 
-        def mask() -> Tensor:
+        def draw_mask() -> Tensor:  # inside `torch.vmap`, `input.shape` is that of one client's input
             return torch.empty(input.shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p).div_(1 - p)
 
-        own = self.draw(mask)
-        return input.mul_(own) if inplace else input * own
+        mask = self.draw_by_client(draw_mask)
+        return input.mul_(mask) if inplace else input * mask
 
-    def draw(self, one: Callable[[], Tensor]) -> Tensor:
-        """Return the random numbers that the function `one` draws from the current client's own random state.
+    def draw_by_client(self, draw: Callable[[], Tensor]) -> Tensor:
+        """Return the random numbers that the function `draw` draws from the current client's own random state.
 
-        Inside `torch.vmap`, `one` is called for every client, and the draw of the current client is selected.
+        Inside `torch.vmap`, `draw` is called for every client, and the result of the current client is selected.
         """
         self.used = True
         outside, drawn = RandomStates(self.place.device), []
         for random_states in self.random_states:
             with random_states.drawing_torch():
-                drawn.append(one())
+                drawn.append(draw())
         with outside.drawing_torch():
             return torch.stack(drawn).index_select(0, self.place.reshape(1).to(drawn[0].device)).squeeze(0)
 

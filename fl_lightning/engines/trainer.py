@@ -106,22 +106,22 @@ def quiet_lightning(shown: set[str] | None = None) -> Iterator[None]:
     """Context that suppresses Lightning's messages about short fits. Other warnings are shown once each.
 
     Args:
-        shown: Texts of warnings that are not shown again. New ones are added. By default those of this context.
+        shown: Texts of warnings that are not shown again. New ones are added. By default, none was shown before.
     """
     shown = set() if shown is None else shown
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     for logger in loggers:  # setLevel would empty the caches of all loggers
-        logger.handlers, logger.propagate = [_WARN], False
+        logger.handlers, logger.propagate = [_LOG_AS_WARNINGS], False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CHATTER)
-            show = warnings.showwarning
+            show_outside = warnings.showwarning
 
             def show_once(message: Warning | str, *args: Any, **options: Any) -> None:
                 if (text := str(message)) not in shown:
-                    show(message, *args, **options)  # first: it is this function again if fits are nested
-                    shown.add(text)
+                    show_outside(message, *args, **options)
+                    shown.add(text)  # after: an outer context with the same `shown` would suppress the warning
 
             warnings.showwarning = show_once
             yield
@@ -137,4 +137,4 @@ class _Warn(logging.Handler):
         warnings.warn(record.getMessage(), stacklevel=2)
 
 
-_WARN = _Warn(logging.WARNING)
+_LOG_AS_WARNINGS = _Warn(logging.WARNING)

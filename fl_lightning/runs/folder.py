@@ -127,32 +127,43 @@ def _has_ended(owner: str) -> bool:
 
 
 def refuse_special_files(folder: Path, others: Collection[str] = ()) -> None:
-    """Raise an error if files that a run reads or writes in its folder are links, pipes or devices.
+    """Raise an error if what a run reads or writes in its folder are links, pipes or devices.
+
+    A folder in the place of a file is refused, too, and a file in the place of a folder.
 
     Args:
         folder: The folder of a run, or of many runs.
         others: Names of further files that are read or written in the folder.
 
     Raises:
-        ConfigError: The folder contains such a file; the message names it.
+        ConfigError: The folder contains such a file or folder; the message names it.
     """
-    places = [folder, *(folder / name for name in WRITTEN_NAMES if name != "wandb")]  # W&B makes links of its own
-    for place in filter(Path.is_dir, places):
-        with os.scandir(place) as entries:
+    subfolders = [folder / name for name in WRITTEN_NAMES if name != "wandb"]  # W&B makes links of its own
+    for parent in filter(Path.is_dir, [folder, *subfolders]):
+        with os.scandir(parent) as entries:
             for entry in entries:
-                if place == folder and entry.name not in WRITTEN_NAMES and entry.name not in others:
-                    continue
-                if entry.is_symlink():
-                    fix = "a run's folder holds none. Move the whole folder and link to that instead."
-                    raise ConfigError(f"{entry.path} is a link: {fix}")
-                if not (entry.is_file() or entry.is_dir()):
-                    raise ConfigError(f"{entry.path} is neither file nor folder. Remove it.")
-                # All files have a suffix or begin with a dot. In these two folders, folders may have one too.
-                is_file = bool(Path(entry.name).suffix) or entry.name.startswith(".")
-                if entry.is_dir() and is_file and place.name not in ("checkpoints", "figures"):
-                    raise ConfigError(f"{entry.path} is a folder, but a run has a file of this name. Remove it.")
-                if entry.is_file() and not is_file and place == folder:
-                    raise ConfigError(f"{entry.path} is a file, but a run has a folder of this name. Remove it.")
+                at_top = parent == folder
+                if not at_top or entry.name in WRITTEN_NAMES or entry.name in others:
+                    _refuse_special_file(entry)
+                    _refuse_swapped_kind(entry, parent, at_top)
+
+
+def _refuse_special_file(entry: os.DirEntry[str]) -> None:
+    if entry.is_symlink():
+        fix = "a run's folder holds none. Move the whole folder and link to that instead."
+        raise ConfigError(f"{entry.path} is a link: {fix}")
+    if not (entry.is_file() or entry.is_dir()):
+        raise ConfigError(f"{entry.path} is neither file nor folder. Remove it.")
+
+
+def _refuse_swapped_kind(entry: os.DirEntry[str], parent: Path, at_top: bool) -> None:
+    """Raise an error for a folder with a file's name, or for a file with the name of a run's subfolder."""
+    # All files have a suffix or begin with a dot. In these two folders, folders may have one too.
+    named_as_file = bool(Path(entry.name).suffix) or entry.name.startswith(".")
+    if entry.is_dir() and named_as_file and parent.name not in ("checkpoints", "figures"):
+        raise ConfigError(f"{entry.path} is a folder, but a run has a file of this name. Remove it.")
+    if entry.is_file() and not named_as_file and at_top:
+        raise ConfigError(f"{entry.path} is a file, but a run has a folder of this name. Remove it.")
 
 
 def subfolder(folder: Path, name: str | Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,12 @@ def conditions(where: Where) -> dict[str, Any]:
 def _parse_value(text: str) -> Any:
     try:
         value = load_yaml(text)
-        return float(value) if isinstance(value, str) else value  # YAML does not parse 1e-3 as a number
-    except ValueError:
-        return value
-    except yaml.YAMLError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"where: {text!r} is not valid YAML: {one_line(error)}") from error
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)  # YAML does not parse 1e-3 as a number
+    return value
 
 
 def has_value(setting: Any, wanted: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import DisPFL, PeerAlgorithm, Ring
 from fl_lightning.algorithms.decentralized.dispfl import (
     erk_densities,
-    intersection_mean,
+    mean_inside_masks,
     next_mask,
     random_mask,
     scatter_values,
@@ -85,11 +85,11 @@ def test_the_next_mask_drops_the_smallest_weights_and_adds_the_highest_scores():
 def test_entries_are_averaged_over_the_masks_that_contain_them():
     w = torch.randn(3, 4, 5)
     m = torch.rand(3, 4, 5) < 0.4
-    mean = intersection_mean([a * b for a, b in zip(w, m, strict=True)], list(m))
+    mean = mean_inside_masks([a * b for a, b in zip(w, m, strict=True)], list(m))
     for i, j in np.ndindex(4, 5):
         held = [w[k, i, j].item() for k in range(3) if m[k, i, j]]
         assert mean[i, j].item() == pytest.approx(sum(held) / len(held) if held else 0.0, rel=1e-6)
-    assert torch.equal(intersection_mean([w[0] * m[0]], [m[0]]), w[0] * m[0])
+    assert torch.equal(mean_inside_masks([w[0] * m[0]], [m[0]]), w[0] * m[0])
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 8)])

@@ -260,8 +260,8 @@ def test_reference_divides_mu_by_ten_in_every_ninth_round():
     for round, mu in expected.items():
         module.context = FitContext(round=round)
         term.begin(module)
-        assert term.scale == pytest.approx(mu), round
+        assert term.round_mu == pytest.approx(mu), round
     paper = FedDW(mu=3.0).client_module(MLP(in_shape=(4,), num_classes=3))
     (term,), paper.round = paper.terms(), 27
     term.begin(paper)
-    assert term.scale == 3.0
+    assert term.round_mu == 3.0

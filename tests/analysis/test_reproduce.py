@@ -21,7 +21,14 @@ from run_folders import write_run
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.analysis.statistics import paired_difference
 from fl_lightning.analysis.study.executor import Job, is_finished
-from fl_lightning.analysis.study.paper_table import PaperValue, Scale, read_table, scaling, settings_of, table_jobs
+from fl_lightning.analysis.study.paper_table import (
+    PaperValue,
+    Scale,
+    read_table,
+    scaled_options,
+    settings_of,
+    table_jobs,
+)
 from fl_lightning.analysis.study.reproduction import (
     Cell,
     Reproduction,
@@ -238,9 +245,9 @@ def test_the_scale_is_exact(rounds, epochs, thousandths):
     scale = thousandths / 1000
     settings = {"rounds": rounds, "trainer.max_epochs": epochs}
     fewer, smaller = f"--rounds={scaled(rounds, scale)}", f"--scenario.train_samples={scale}"
-    assert scaling(settings, Scale(scale)) == [fewer, smaller]
+    assert scaled_options(settings, Scale(scale)) == [fewer, smaller]
     shorter = f"--trainer.max_epochs={scaled(epochs, scale)}"
-    assert scaling(settings, Scale(scale, epochs=True)) == [fewer, shorter, smaller]
+    assert scaled_options(settings, Scale(scale, epochs=True)) == [fewer, shorter, smaller]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +255,7 @@ def test_the_scale_is_exact(rounds, epochs, thousandths):
     [
         ({"rounds": 10}, {"rounds": 3, "scenario.train_samples": 0.25}),
         ({"rounds": 8, "trainer.max_epochs": -1}, {"rounds": 2, "scenario.train_samples": 0.25}),
+        ({"rounds": 8, "trainer.max_epochs": None}, {"rounds": 2, "scenario.train_samples": 0.25}),
         ({"rounds": 8, "scenario.train_samples": 1001}, {"rounds": 2, "scenario.train_samples": 251}),
         ({"rounds": 8, "scenario.train_samples": 0.5}, {"rounds": 2, "scenario.train_samples": 0.125}),
         ({"rounds": 8, "scenario.train_samples": None}, {"rounds": 2, "scenario.train_samples": 0.25}),
@@ -255,8 +263,8 @@ def test_the_scale_is_exact(rounds, epochs, thousandths):
 )
 def test_scaled_settings(settings, expected):
     options = [f"--{key}={value}" for key, value in expected.items()]
-    assert scaling(settings, Scale(0.25)) == scaling(settings, Scale(0.25, epochs=True)) == options
-    assert scaling(settings, Scale(1.0, epochs=True)) == []
+    assert scaled_options(settings, Scale(0.25)) == scaled_options(settings, Scale(0.25, epochs=True)) == options
+    assert scaled_options(settings, Scale(1.0, epochs=True)) == []
 
 
 @pytest.mark.fast_cases(1)

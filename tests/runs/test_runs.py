@@ -296,6 +296,8 @@ def test_where_accepts_keys_ends_of_keys_and_lists(tmp_path):
         (["=1"], "where: '=1' .* KEY=VALUE"),
         (["seed=1", "seed=2"], r"where: seed .* seed=\[1,2\]"),
         (["seed=["], r"where: '\[' .* YAML"),
+        (["seed=0b_"], "where: '0b_' .* YAML"),  # PyYAML raises a ValueError
+        (["seed=\udc80"], "where: .* YAML"),
     ],
 )
 def test_invalid_where_is_refused(where, why, tmp_path):

@@ -89,7 +89,7 @@ def scatter_values(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter_(mask, values)
 
 
-def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+def mean_inside_masks(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
     """Return the mean of each weight over the clients whose mask contains it (Eq. 4); 0 if no mask contains it.
 
     Args:
@@ -205,11 +205,11 @@ class DisPFL(PeerAlgorithm):
         values = [message.section("values") for message in messages]
         mixed: Tensors = {}
         for name in masks[0]:
-            theirs = [unpack_mask(mask[name], shapes[name]) for mask in masks]
-            mixed[name] = intersection_mean(
-                [scatter_values(v[name], m) for v, m in zip(values, theirs, strict=True)], theirs
-            )
+            unpacked = [unpack_mask(mask[name], shapes[name]) for mask in masks]
+            weights = [scatter_values(v[name], mask) for v, mask in zip(values, unpacked, strict=True)]
+            mixed[name] = mean_inside_masks(weights, unpacked)
         statistics = [message.section("model") for message in messages]
+        # the client's own message also has its masked weights there, see `receive`
         statistics[0] = {name: value for name, value in statistics[0].items() if name not in mixed}
         return mixed | weighted_mean(statistics, [1.0] * len(messages))
 

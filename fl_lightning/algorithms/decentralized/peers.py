@@ -158,15 +158,18 @@ class LatestModels(Aggregation):
     algorithm: PeerAlgorithm
 
     def __init__(self, algorithm: PeerAlgorithm, round: Round) -> None:
+        """Begin with the mean over the clients' previous models, or without models before round 1."""
         super().__init__(algorithm, round)
         state = round.before
-        self.first, self.model = "sums" not in state, state["model"]
-        self.mean = ExchangedMean() if self.first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
+        self.before_round_1 = "sums" not in state  # `finish` adds them
+        self.model = state["model"]
+        total = 0.0 if self.before_round_1 else float(state["samples"]["total"])
+        self.mean = ExchangedMean() if self.before_round_1 else ExchangedMean(state["sums"], total)
 
     def add(self, upload: Upload) -> None:
         """Replace a client's model in the mean. Before round 1, add the first one."""
         weight = self.algorithm.weight
-        if not self.first:
+        if not self.before_round_1:
             old = publication(self.round.before, upload.client)
             self.mean.remove(old.section("model"), weight(old))
         self.model = upload.message.section("model")
@@ -175,7 +178,7 @@ class LatestModels(Aggregation):
     def finish(self) -> State:
         """Return the state with the mean model."""
         samples = {"total": torch.tensor(self.mean.weight, dtype=torch.float64)}
-        untrained = {"untrained": self.model} if self.first else {}  # the same from every client
+        untrained = {"untrained": self.model} if self.before_round_1 else {}  # the same from every client
         return self.round.before | untrained | {"model": self.mean.value(), "sums": self.mean.sums, "samples": samples}
 
 

@@ -38,9 +38,9 @@ class DriftPenalty(LossTerm):
         super().__init__()
         check_number("algorithm.alpha", alpha, "[0, inf)", "the paper uses 0.005 to 0.1")
         self.alpha, self.active = alpha, alpha > 0
-        self._drift: Tensors = {}
-        self._start: Tensors = {}
-        self._corrected: list[Tensor] = []
+        self._drift: Tensors = {}  # h_k
+        self._received: Tensors = {}  # w; empty before the first fit
+        self._target: list[Tensor] = []  # w - h_k
 
     def recall(self, kept: Tensors) -> None:
         """Restore the client's drift `h_k`."""
@@ -48,22 +48,22 @@ class DriftPenalty(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Keep the received weights `w`, and the weights minus the client's drift, `w - h_k`."""
-        self._start = {name: p.detach().clone() for name, p in unfixed_parameters(module.backbone).items()}
-        zero = {name: torch.zeros_like(p) for name, p in self._start.items()}
+        self._received = {name: p.detach().clone() for name, p in unfixed_parameters(module.backbone).items()}
+        zero = {name: torch.zeros_like(p) for name, p in self._received.items()}
         self._drift = zero | {name: value.to(zero[name]) for name, value in self._drift.items()}
-        self._corrected = [start - self._drift[name] for name, start in self._start.items()]
+        self._target = [w - self._drift[name] for name, w in self._received.items()]
 
     def forward(self, step: Step) -> Tensor:
         """Return the penalty `α/2 ||θ - (w - h_k)||²` at the current weights `θ`, or zero outside a fit."""
-        if not self._corrected or step.backbone is None:
+        if not self._target or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
         parameters = list(unfixed_parameters(step.backbone).values())
-        return self.alpha / 2 * proximal_distance(parameters, self._corrected)
+        return self.alpha / 2 * proximal_distance(parameters, self._target)
 
     def remember(self, module: ClientModule) -> Tensors:
         """Return the client's next drift, `h_k + θ_k - w` (Eq. 6)."""
         now = module.backbone.named_parameters()
-        return {name: self._drift[name] + p.detach() - self._start[name] for name, p in now}
+        return {name: self._drift[name] + p.detach() - self._received[name] for name, p in now}
 
 
 class FedDC(SCAFFOLD):

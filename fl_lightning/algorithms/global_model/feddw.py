@@ -176,11 +176,11 @@ class DistillingWeights(LossTerm):
         check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.01 to 100")
         check_number("algorithm.linearize_every", linearize_every, "[1, inf)")
         self.mu, self.linearize_every, self.active = mu, linearize_every, mu > 0
-        self.reference, self.allow_bias = reference, allow_bias
+        self.divides_mu, self.allow_bias = reference, allow_bias
         self.soft_labels = SoftLabels(reference)
-        self.scale = mu
+        self.round_mu = mu  # `begin` divides it in late rounds
         self._anchor: Tensor | None = None
-        self._steps = 0
+        self._steps_of_fit = 0
 
     def load(self, values: Tensor) -> None:
         """Store the received soft-label matrix, `(C, C)`."""
@@ -193,8 +193,8 @@ class DistillingWeights(LossTerm):
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
                 "or allow_bias true for the term"
             )
-        self.scale = self.mu * 0.1 ** (module.context.round // 9) if self.reference else self.mu
-        self._steps = 0
+        self.round_mu = self.mu * 0.1 ** (module.context.round // 9) if self.divides_mu else self.mu
+        self._steps_of_fit = 0
 
     def forward(self, step: Step) -> Tensor:
         """Return the loss that keeps class similarities near the soft labels, times its weight μ.
@@ -210,13 +210,13 @@ class DistillingWeights(LossTerm):
         with without_autocast(weight.device):
             weight = at_least_float32(weight)
             if self.linearize_every is None:
-                return self.scale * consistency_loss(soft_labels, weight)
-            return self.scale * linearized_consistency_loss(soft_labels, weight, self._current_anchor(weight))
+                return self.round_mu * consistency_loss(soft_labels, weight)
+            return self.round_mu * linearized_consistency_loss(soft_labels, weight, self._current_anchor(weight))
 
     def _current_anchor(self, weight: Tensor) -> Tensor:
-        if self._anchor is None or self._steps % (self.linearize_every or 1) == 0:
+        if self._anchor is None or self._steps_of_fit % (self.linearize_every or 1) == 0:
             self._anchor = weight.detach().clone()
-        self._steps += 1
+        self._steps_of_fit += 1
         return self._anchor
 
 

@@ -72,16 +72,21 @@ class MixedModels(ClientModule):
         return {name: value.to(own[name].dtype) for name, value in mixed.items()}  # α promotes a 0-dim parameter
 
     def _train_own(self, x: Tensor, y: Tensor) -> None:
+        """Take a gradient step on the own model `v`. On the round's first batch, also take the step on α.
+
+        By the chain rule, the gradient for `v` is that of the mixture times α: `∇_v f(v̄) = α ∇f(v̄)`.
+        """
         mixed, own = self.mixture(), dict(self.own.named_parameters())
         loss = self.objective.loss(functional_call(self.own, mixed, (x,)), y)
         found = torch.autograd.grad(loss, list(mixed.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(mixed, found, strict=True) if g is not None}
-        share = self.alpha.clone()  # before it changes
-        if self.adaptive and not self.steps:
+        mixture_alpha = self.alpha.clone()  # before `_adapt` changes it
+        is_first_batch = not self.steps
+        if self.adaptive and is_first_batch:
             self._adapt(gradients)
         self.own_optimizer.zero_grad()
         for name, gradient in gradients.items():
-            own[name].grad = (share * gradient).to(gradient.dtype)
+            own[name].grad = (mixture_alpha * gradient).to(gradient.dtype)
         self.clip_gradients(self.own_optimizer)
         self.own_optimizer.step()
         torch.clear_autocast_cache()  # it may contain weights from before the step

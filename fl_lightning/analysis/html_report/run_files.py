@@ -25,6 +25,8 @@ IMAGE_BYTES, IMAGES_BYTES = 150_000, 2_000_000
 """Maximum size of one image and of all images. Larger images are reduced."""
 SIDES = (1400, 1000, 700)
 """Lengths in pixels of the longer side, tried in turn to reduce a large image."""
+IMAGE_NAME = re.compile(r"round-([0-9]{1,9})\.png")
+"""Matches the file name of a round's image."""
 
 
 def read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *arguments: Any) -> Any:
@@ -44,19 +46,25 @@ def read_or_skip(left_out: list[str], name: str, read: Callable[..., Any], *argu
 # --- images ---
 
 
-def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Return the latest image in each subfolder of the runs' `figures/` as JSON data, up to the page's size limit."""
-    found, size = [], 0
-    for i, run in enumerate(runs):
-        for name, file in read_or_skip(left_out, f"{names[i]}/figures", image_files, run.run_dir) or []:
-            path = f"{names[i]}/figures/{name}/{file}"
-            image = read_or_skip(left_out, path, embed_image, run, name, file)
+def last_images(runs: Sequence[Run], run_names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
+    """Return the latest image in each subfolder of the runs' `figures/` as JSON data, up to the page's size limit.
+
+    Args:
+        runs: The runs.
+        run_names: Their names in messages.
+        left_out: Messages about images that are not shown are appended to it.
+    """
+    shown, size = [], 0
+    for i, (run, run_name) in enumerate(zip(runs, run_names, strict=True)):
+        for figure, file in read_or_skip(left_out, f"{run_name}/figures", image_files, run.run_dir) or []:
+            path = f"{run_name}/figures/{figure}/{file}"
+            image = read_or_skip(left_out, path, embed_image, run, figure, file)
             if image and size + len(image["source"]) > IMAGES_BYTES:
                 left_out.append(f"{path}: earlier images fill the page")
             elif image:
                 size += len(image["source"])
-                found.append({"run": i, "name": name, "round": int(file[6:-4]), **image})
-    return found
+                shown.append({"run": i, "name": figure, "round": round_of(file), **image})
+    return shown
 
 
 def image_files(folder: Path) -> list[tuple[str, str]]:
@@ -64,13 +72,25 @@ def image_files(folder: Path) -> list[tuple[str, str]]:
     found = []
     for kind in sorted((folder / "figures").iterdir()):
         names = [path.name for path in kind.iterdir()] if kind.is_dir() else []
-        if images := [name for name in names if re.fullmatch(r"round-[0-9]{1,9}\.png", name)]:
-            found.append((kind.name, max(images, key=lambda name: int(name[6:-4]))))
+        if images := [name for name in names if IMAGE_NAME.fullmatch(name)]:
+            found.append((kind.name, max(images, key=round_of)))
     return found
+
+
+def round_of(file: str) -> int:
+    """Return the round of an image, such as 7 for `round-7.png`."""
+    match = IMAGE_NAME.fullmatch(file)
+    assert match
+    return int(match[1])
 
 
 def embed_image(run: Run, name: str, file: str) -> dict[str, Any]:
     """Return an image of a run as a data URL (`source`), and whether the image had to be made smaller (`reduced`).
+
+    Args:
+        run: The run.
+        name: The image's subfolder in `figures/`.
+        file: The image's file name.
 
     Raises:
         OSError: The file cannot be read, or is too large.

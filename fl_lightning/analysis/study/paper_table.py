@@ -279,7 +279,7 @@ def table_jobs(
     for column, row in product(table.columns, table.rows):
         words = table.words(column, row)
         settings = settings_of(words)
-        extra = [*scaling(settings, scale), *override_words]
+        extra = [*scaled_options(settings, scale), *override_words]
         settings |= settings_of(extra)
         parent = Path(_column_folder(table.columns[column]), folder_name(row))
         for seed in table.seeds:
@@ -288,12 +288,13 @@ def table_jobs(
     return jobs
 
 
-def scaling(settings: Settings, scale: Scale) -> list[str]:
-    """Return the `fit` options that make an experiment smaller.
+def scaled_options(settings: Settings, scale: Scale) -> list[str]:
+    """Return the `fit` options that make an experiment smaller: fewer rounds and training samples.
 
     Args:
         settings: The experiment's settings, by dotted key.
-        scale: How much smaller. A factor of 1 adds no options.
+        scale: How much smaller, and whether local epochs are multiplied by the factor, too. A factor of 1 adds no
+            options.
 
     Raises:
         ConfigError: The scale is out of range, or the settings lack the number of rounds.
@@ -302,13 +303,15 @@ def scaling(settings: Settings, scale: Scale) -> list[str]:
     require(0 < factor <= 1, f"--scale: {factor:g} is not above 0 and at most 1")
     if factor == 1:
         return []
-    require("rounds" in settings, "--scale: a config of this table does not set rounds. Add rounds to it")
+    require("rounds" in settings, "--scale: an experiment of this table does not set rounds. Add rounds to its config")
     keys = ("rounds", "trainer.max_epochs") if scale.epochs else ("rounds",)
-    numbers = {key: settings[key] for key in keys if settings.get(key, 0) > 0}  # -1 epochs: steps alone decide
+    numbers = {key: settings[key] for key in keys if (settings.get(key) or 0) > 0}  # epochs None or -1: no limit
     smaller: dict[str, Any] = {key: _scale_number(number, factor) for key, number in numbers.items()}
     samples = settings.get("scenario.train_samples")
-    share = (samples or 1) * factor
-    smaller["scenario.train_samples"] = _scale_number(samples, factor) if isinstance(samples, int) else share
+    if isinstance(samples, int):
+        smaller["scenario.train_samples"] = _scale_number(samples, factor)
+    else:  # a share of all samples; without one, all samples
+        smaller["scenario.train_samples"] = (samples or 1) * factor
     return setting_words(smaller)
 
 

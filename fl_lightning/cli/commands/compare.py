@@ -18,7 +18,7 @@ from fl_lightning.runs.search import conditions, open_runs
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Compare groups of runs, and print the comparison as a table."""
-    found = compare(
+    comparison = compare(
         comparable_runs(open_runs(given.runs, given.where), given.unfinished),
         by=[key for key in given.by.split(",") if key],
         metric=given.metric,
@@ -27,7 +27,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         targets=given.target,
         across=given.across,
     )
-    print_comparison(found, given.format, given.percent)
+    print_comparison(comparison, given.format, given.percent)
     return 0
 
 
@@ -36,73 +36,75 @@ def reference_settings(words: Sequence[str] | None) -> dict[str, Any] | None:
     return conditions([word if "=" in word else f"algorithm={word}" for word in words]) if words else None
 
 
-def print_comparison(found: Comparison, form: str, percent: bool = False) -> None:
+def print_comparison(comparison: Comparison, form: str, percent: bool = False) -> None:
     """Print a comparison as a table.
 
     Args:
-        found: The comparison.
+        comparison: The comparison.
         form: The format: `table`, `csv`, `latex` or `markdown`.
         percent: Show the metric in percent.
     """
-    found = found.in_percent() if percent else found
+    comparison = comparison.in_percent() if percent else comparison
     csv = form == "csv"
-    result = pivot_table(found) if found.across else data_table(found) if csv else group_table(found)
+    build = pivot_table if comparison.across else data_table if csv else group_table
+    result = build(comparison)
     writers = {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}
     echo(writers[form]())
     if csv:
         echo("".join(f"{note}\n" for note in result.notes), end="", to_stderr=True)
 
 
-def group_table(found: Comparison) -> ResultTable:
+def group_table(comparison: Comparison) -> ResultTable:
     """Return a comparison as a table for human readers: one row per group of runs, with rounded values."""
-    heads = shorten_keys(found.columns) or ["group"]
-    header = [*heads, "seeds", "last", "best", *([f"to {found.reference}"] if found.reference else []), "bytes"]
-    for target in found.targets:
+    heads = shorten_keys(comparison.columns) or ["group"]
+    difference = [f"to {comparison.reference}"] if comparison.reference else []
+    header = [*heads, "seeds", "last", "best", *difference, "bytes"]
+    for target in comparison.targets:
         header += [f"R_{target:g}", f"bytes to {target:g}", f"s to {target:g}"]
     rows = []
-    for group in found.groups:
-        names = [group.names[key] for key in found.columns] or ["all runs"]
-        spreads = [format_spread(spread, found.digits) for spread in (group.last, group.best)]
-        row = [*names, format_seeds(group, found), *spreads]
-        row += [format_difference(group, found.digits)] if found.reference else []
+    for group in comparison.groups:
+        names = [group.names[key] for key in comparison.columns] or ["all runs"]
+        spreads = [format_spread(spread, comparison.digits) for spread in (group.last, group.best)]
+        row = [*names, format_seeds(group, comparison), *spreads]
+        row += [format_difference(group, comparison.digits)] if comparison.reference else []
         row.append(human_bytes(group.bytes.mean) if group.bytes else "-")
-        rows.append(row + [cell for target in found.targets for cell in format_reach(group.reach[target])])
-    last, best = ([getattr(group, name) for group in found.groups] for name in ("last", "best"))
-    bold = {(i, len(heads) + 1) for i in best_rows(last, found)} | {(i, len(heads) + 2) for i in best_rows(best, found)}
-    return ResultTable(
-        header, rows, len(heads), bold, notes(found, "in the last evaluated and in the best round", found.targets)
-    )
+        rows.append(row + [cell for target in comparison.targets for cell in format_reach(group.reach[target])])
+    last, best = ([getattr(group, name) for group in comparison.groups] for name in ("last", "best"))
+    bold = {(i, len(heads) + 1) for i in best_rows(last, comparison)}
+    bold |= {(i, len(heads) + 2) for i in best_rows(best, comparison)}
+    lines = notes(comparison, "in the last evaluated and in the best round", comparison.targets)
+    return ResultTable(header, rows, len(heads), bold, lines)
 
 
-def pivot_table(found: Comparison) -> ResultTable:
+def pivot_table(comparison: Comparison) -> ResultTable:
     """Return a comparison as a pivot table of the metric, with one column for each value of a chosen setting.
 
-    The setting is `found.across`, and the metric is that of the last evaluated round.
+    The setting is `comparison.across`, and the metric is that of the last evaluated round.
     """
-    key, columns = found.across, across_values(found)
-    others = [other for other in found.columns if other != key]
-    cells = {(tuple(group.names[other] for other in others), group.names[key]): group for group in found.groups}
+    key, columns = comparison.across, across_values(comparison)
+    others = [other for other in comparison.columns if other != key]
+    cells = {(tuple(group.names[other] for other in others), group.names[key]): group for group in comparison.groups}
     lines = list(dict.fromkeys(line for line, _ in cells))
     width = max(len(others), 1)
     table = [[cells.get((line, column)) for column in columns] for line in lines]
     last = [[group and group.last for group in row] for row in table]
-    bold = {(i, width + j) for j, column in enumerate(zip(*last, strict=True)) for i in best_rows(column, found)}
+    bold = {(i, width + j) for j, column in enumerate(zip(*last, strict=True)) for i in best_rows(column, comparison)}
     rows = [
-        [*(line or ["all runs"]), *(format_cell(group, found) for group in row)]
+        [*(line or ["all runs"]), *(format_cell(group, comparison) for group in row)]
         for line, row in zip(lines, table, strict=True)
     ]
     head = shorten_keys([key])[0]
     titles = [f"{head}={column}" if column else f"no {head}" for column in columns]
     header = [*(shorten_keys(others) or ["group"]), *titles]
-    return ResultTable(header, rows, width, bold, notes(found, "in the last evaluated round", []))
+    return ResultTable(header, rows, width, bold, notes(comparison, "in the last evaluated round", []))
 
 
-def data_table(found: Comparison) -> ResultTable:
+def data_table(comparison: Comparison) -> ResultTable:
     """Return a comparison as a table for CSV: one row per group of runs, with full keys and unrounded values."""
     rows = []
-    for group in found.groups:
-        missing = [seed for seed in found.seeds if seed not in group.seeds]
-        row: dict[str, Any] = {key: group.values.get(key, "") for key in found.keys}
+    for group in comparison.groups:
+        missing = [seed for seed in comparison.seeds if seed not in group.seeds]
+        row: dict[str, Any] = {key: group.values.get(key, "") for key in comparison.keys}
         row |= {
             "runs": len(group.runs),
             "unfinished": sum(not run.finished for run in group.runs),
@@ -117,13 +119,13 @@ def data_table(found: Comparison) -> ResultTable:
             row |= spread_columns(f"R_{target:g}", reach.rounds)
             row[f"bytes_to_{target:g}"] = reach.bytes and reach.bytes.mean
             row[f"seconds_to_{target:g}"] = reach.seconds and reach.seconds.mean
-        if found.reference:
+        if comparison.reference:
             row["reference"] = group.reference
             values = group.difference._asdict() if group.difference else dict.fromkeys(Difference._fields)
             row |= {name if name in ("pairs", "p", "p_holm") else f"difference_{name}": values[name] for name in values}
         rows.append(row)
     cells = [["" if value is None else str(value) for value in row.values()] for row in rows]
-    return ResultTable(list(rows[0]), cells, notes=found.remarks)
+    return ResultTable(list(rows[0]), cells, notes=comparison.remarks)
 
 
 def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
@@ -147,10 +149,16 @@ def format_spread(figures: Spread | Difference | None, digits: int = 4, sign: st
     return mean_and_std(figures.mean, figures.std, sign + (".4g" if abs(figures.mean) >= 1000 else f".{digits}f"))
 
 
-def format_seeds(group: Group, found: Comparison) -> str:
+def is_complete(group: Group, comparison: Comparison) -> bool:
+    """Return whether a group has one run for each of the comparison's seeds, and all its runs are finished."""
+    return len(group.runs) == len(group.seeds) == len(comparison.seeds) and all(run.finished for run in group.runs)
+
+
+def format_seeds(group: Group, comparison: Comparison) -> str:
     """Format the number of seeds of a group of runs, and how many runs are missing, repeated or unfinished."""
-    cell = f"{len(group.seeds)} of {len(found.seeds)}" if len(group.seeds) < len(found.seeds) else str(len(group.seeds))
-    cell += f", {len(group.runs)} runs" if len(group.runs) > len(group.seeds) else ""
+    seeds, all_seeds = len(group.seeds), len(comparison.seeds)
+    cell = f"{seeds} of {all_seeds}" if seeds < all_seeds else str(seeds)
+    cell += f", {len(group.runs)} runs" if len(group.runs) > seeds else ""
     unfinished = sum(not run.finished for run in group.runs)
     return cell + (f", {unfinished} unfinished" if unfinished else "")
 
@@ -175,24 +183,24 @@ def format_reach(reach: Reach) -> list[str]:
     return [f"{reach.rounds.mean:.1f}{some}", crossed, f"{reach.seconds.mean:.1f}" if reach.seconds else "-"]
 
 
-def format_cell(group: Group | None, found: Comparison) -> str:
+def format_cell(group: Group | None, comparison: Comparison) -> str:
     """Format a group of runs as a pivot table cell: metric, significance stars, and `(2 of 3)` if seeds are missing.
 
-    The metric is that of the last evaluated round.
+    The metric is that of the last evaluated round. Repeated and unfinished runs are in the parentheses, too.
     """
     if group is None:
         return "missing"
-    seeds, stars = format_seeds(group, found), group.difference.stars if group.difference else ""
-    seeds = "" if seeds == str(len(found.seeds)) else f"({seeds})"
-    return " ".join(filter(None, [format_spread(group.last, found.digits), stars, seeds]))
+    stars = group.difference.stars if group.difference else ""
+    seeds = "" if is_complete(group, comparison) else f"({format_seeds(group, comparison)})"
+    return " ".join(filter(None, [format_spread(group.last, comparison.digits), stars, seeds]))
 
 
-def best_rows(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
+def best_rows(figures: Sequence[Spread | None], comparison: Comparison) -> list[int]:
     """Return the indices of the groups with the best mean: the highest, or the lowest for a metric such as a loss."""
     means = [spread.mean for spread in figures if spread and spread.mean == spread.mean]
     if not means:
         return []
-    best = min(means) if found.lower else max(means)
+    best = min(means) if comparison.lower else max(means)
     return [i for i, spread in enumerate(figures) if spread and spread.mean == best]
 
 
@@ -202,14 +210,14 @@ def shorten_keys(keys: list[str]) -> list[str]:
     return [next(end for end in ends[i] if sum(end in other for other in ends) == 1) for i in range(len(keys))]
 
 
-def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
+def notes(comparison: Comparison, when: str, targets: list[float]) -> list[str]:
     """Return the lines below a comparison table that explain its values, significance stars and targets."""
-    metric = f"{found.metric} in percent," if found.percent else found.metric
-    lines = [f"{metric} {when}: mean ± standard deviation over seeds (n - 1).", *found.missing_seeds]
-    if found.reference:
+    metric = f"{comparison.metric} in percent," if comparison.percent else comparison.metric
+    lines = [f"{metric} {when}: mean ± standard deviation over seeds (n - 1).", *comparison.missing_seeds]
+    if comparison.reference:
         levels = ", ".join(f"{'*' * i} p < {level:g}" for i, level in enumerate(LEVELS, 1))
         lines.append(
-            f"to {found.reference}: difference in the last round to its run with the same seed; {levels}: "
+            f"to {comparison.reference}: difference in the last round to its run with the same seed; {levels}: "
             f"paired t-test, two-sided, with Holm's correction over all groups that were tested."
         )
     if targets:
@@ -217,4 +225,4 @@ def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
             "R_x: the first evaluated round in which a run reached x. R_x, bytes and seconds are means over the runs "
             "that reached x; (2 of 3) means that one of three runs did not."
         )
-    return [*lines, *(f"{remark}." for remark in found.remarks)]
+    return [*lines, *(f"{remark}." for remark in comparison.remarks)]

@@ -12,9 +12,9 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.baselines import class_name, option_values
-from fl_lightning.cli import help
 from fl_lightning.cli.catalogue import KINDS, class_options, classes_of, descriptions, kind_of, names
 from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.help import add_option, shorten
 from fl_lightning.cli.options import options_of
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import config_path
@@ -62,16 +62,16 @@ def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fl-lightning")
     parser.add_argument("-V", "--version", action="store_true", help="Print the version.")
     commands = parser.add_subparsers(dest="command")
-    for name, line in COMMANDS.items():
-        subparser = argparse.ArgumentParser(add_help=False)
+    for name, summary in COMMANDS.items():
+        # "resolve": a command has its own -h
+        subparser = commands.add_parser(name, conflict_handler="resolve", help=summary)
         for key, option in options_of(name).items():
-            action = help.add_option(subparser, key, help.shorten(option))
+            action = add_option(subparser, key, shorten(option))
             action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
-        if name in words[:1]:
+        if words and words[0] == name:
             for key, option in options_of_classes(name, words):
-                text = option["help"].replace("%", "%%")
+                text = option["help"].replace("%", "%%")  # argparse formats it
                 subparser.add_argument(f"--{key}", choices=option.get("choices"), help=text)
-        commands.add_parser(name, parents=[subparser], conflict_handler="resolve", help=line)
     return parser
 
 
