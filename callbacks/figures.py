@@ -97,7 +97,7 @@ class RoundFigure(RoundCallback):
         for place in (folder, folder / self._place(run)):
             if place.is_symlink() or (place.exists() and not place.is_dir()):
                 raise ConfigError(f"run_dir: {place} is not a folder. Move it; figures are written there.")
-        self._verify(run)
+        self._warn_of_changes(run)
 
     def is_due(self, run: FederatedRun, round: int) -> bool:
         """Whether the figure is measured and drawn in a round."""
@@ -166,7 +166,8 @@ class RoundFigure(RoundCallback):
         write_atomically(path, content)
         self._written += f"{checksum(content)} {path.name}\n"  # one string, which is cheap to copy for a checkpoint
 
-    def _verify(self, run: FederatedRun) -> None:
+    def _warn_of_changes(self, run: FederatedRun) -> None:
+        """Warn about the files that this callback wrote before a resume and that were changed or removed since."""
         folder = run.run_dir / "figures" / self._place(run)
         lines = self._written.splitlines()
         if lines and not folder.exists():

@@ -127,14 +127,17 @@ class WeightedSampling(ClientSampler):
     def sample(self, round: int, size: int) -> list[int]:
         """Draw distinct clients by systematic sampling (Madow 1949). Clients with larger weights are drawn more often.
 
-        Each client is drawn with its probability from `inclusion_probabilities`.
+        In a random order, the clients take intervals of the line from 0 to `size`, as long as their probabilities. One
+        random point in [0, 1) and all points at whole distances from it draw the clients in whose intervals they are.
         """
         rng = self.rng(round)
         order = rng.permutation(self.clients)
         weights = self.samples if self.weights == "samples" else self.weights
         ends = np.cumsum(inclusion_probabilities(np.array(weights, dtype=np.float64), size)[order])
-        places = np.searchsorted(ends, rng.random() + np.arange(size), side="right")
-        return sorted({int(order[min(place, self.clients - 1)]) for place in places})
+        points = rng.random() + np.arange(size)
+        positions = np.searchsorted(ends, points, side="right")
+        last = self.clients - 1  # by rounding, the last interval may end below the last point
+        return sorted({int(order[min(position, last)]) for position in positions})
 
 
 class RoundRobin(ClientSampler):
@@ -231,18 +234,21 @@ class MarkovAvailability(ClientSampler):
         if (mean := float(self._shares.sum())) < min_clients:
             what = f"{mean:g} clients are available on average, fewer than min_clients ({min_clients})"
             raise ConfigError(f"client_sampler.available: {what}. Increase it.")
-        self._states, self._round = self._rounds(), 0
+        self._masks, self._round = self._masks_by_round(), 0
 
     def sample(self, round: int, size: int) -> list[int]:
-        """Draw participants uniformly from the clients that are available in the round."""
+        """Draw participants uniformly from the clients that are available in the round.
+
+        The chains take one round after another. For an earlier round they start again.
+        """
         if round < self._round:
-            self._states, self._round = self._rounds(), 0
+            self._masks, self._round = self._masks_by_round(), 0
         while self._round < round:
-            self._state, self._round = next(self._states), self._round + 1
-        available = np.flatnonzero(self._state)
+            self._mask, self._round = next(self._masks), self._round + 1
+        available = np.flatnonzero(self._mask)
         return choose(self.rng(round), available, min(size, len(available)))
 
-    def _rounds(self) -> Iterator[np.ndarray]:
+    def _masks_by_round(self) -> Iterator[np.ndarray]:
         """Yield a mask of the available clients, `(K,)` bool, for each round from round 1."""
         rng, chance = generator(self.seed, Stream.AVAILABILITY), self._shares
         while True:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 """Packages that are needed to write and check an `.onnx` file."""
 
-SAMPLES, SHOWN = 5, 2
+SAMPLES, TRACED_SAMPLES = 5, 2
 """Number of samples on which outputs are compared, and number of samples for tracing."""
 
 NEAR = 1e-3
@@ -67,10 +67,11 @@ class Network:
     outputs: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        """Copy the network, repeat its example inputs up to `SAMPLES`, and compute its outputs for them."""
         self.backbone = copy.deepcopy(self.backbone).cpu().float().eval()
         samples = map_inputs(Tensor.contiguous, self.samples[torch.arange(SAMPLES) % len(self.samples)].to("cpu"))
-        as_stored = isinstance(self.backbone, NetworkWithPreparation)
-        self.samples = samples if as_stored else map_inputs(as_float32, samples)
+        prepares = isinstance(self.backbone, NetworkWithPreparation)
+        self.samples = samples if prepares else map_inputs(as_float32, samples)  # it takes them as they are stored
         with torch.no_grad():
             self.outputs = self.backbone(self.samples)
 
@@ -227,7 +228,7 @@ def _from_checkpoint(content: bytes, network: Network) -> Call:
 
 
 def _torchscript(network: Network) -> bytes:
-    args, options = network.arguments(network.samples[:SHOWN])
+    args, options = network.arguments(network.samples[:TRACED_SAMPLES])
     examples = {"example_kwarg_inputs": options} if options else {"example_inputs": args}
     traced = torch.jit.trace(network.backbone, **examples, check_trace=False)
     extra = {"schema.json": network.schema.to_json()} if network.schema else {}
@@ -242,14 +243,14 @@ def _from_torchscript(content: bytes, network: Network) -> Call:
 
 
 def _onnx(network: Network) -> bytes:
-    args, options = network.arguments(network.samples[:SHOWN])
-    batch = {0: torch.export.Dim("batch")}
+    args, options = network.arguments(network.samples[:TRACED_SAMPLES])
+    any_batch_size = {0: torch.export.Dim("batch")}
     program = torch.onnx.export(
         network.backbone,
         args,
         kwargs=options,
         dynamo=True,
-        dynamic_shapes=apply_to_collection((*args, *options.values()), Tensor, lambda _: batch),
+        dynamic_shapes=apply_to_collection((*args, *options.values()), Tensor, lambda _: any_batch_size),
         input_names=[*network.named_inputs],
         output_names=["output"],
         verbose=False,

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from argparse import Action, ArgumentParser, HelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -96,16 +96,23 @@ def class_help(key: str, path: str) -> str | None:
     module, _, name = path.rpartition(".")
     kind = kind_of(key) or ""
     known = classes_of(kind) if kind else {}
-    if key == "engine" and not module and f"{name.capitalize()}Engine" in known:  # a short name, such as `ray`
-        name = f"{name.capitalize()}Engine"
-    name = name if module else match_case(name, known)
-    if name not in known or module not in ("", known[name].module.name, f"fl_lightning.{BASES[kind][1]}"):
+    name = name if module else full_name(key, name, known)
+    if name not in known:
         return None
-    found = class_options(kind, name)
-    options = {f"{key}.{argument}": one | {"flags": [f"--{key}.{argument}"]} for argument, one in found.items()}
+    _, exporting_module, _ = BASES[kind]
+    if module not in ("", known[name].module.name, f"fl_lightning.{exporting_module}"):
+        return None
+    arguments = class_options(kind, name).items()
+    options = {f"{key}.{argument}": option | {"flags": [f"--{key}.{argument}"]} for argument, option in arguments}
     parser = help_parser({"options": options})
     parser.description, parser.epilog = f"{name}: {known[name].summary}", None if options else "It has no options."
     return parser.format_help()
+
+
+def full_name(key: str, name: str, known: Collection[str]) -> str:
+    """Return the name of a known class that a user gives in any case or, for an engine, without `Engine`."""
+    engine = f"{name.capitalize()}Engine"
+    return engine if key == "engine" and engine in known else match_case(name, known)
 
 
 # --- Formatting with argparse ---

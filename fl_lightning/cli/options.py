@@ -300,8 +300,12 @@ def options_of(command: str) -> dict[str, Option]:
 
 
 def _experiment_options() -> dict[str, Option]:
-    homes = ("orchestrator.FederatedOrchestrator", "client.local_training.LocalTraining")
-    keys = {one.name: one.option for home in homes for one in parameters(find_class(f"fl_lightning.{home}"))}
+    """Return the help-text options of an experiment's keys, which are read from the sources of two classes.
+
+    The argument `training` is no key: those of `LocalTraining` are keys instead. `trainer` has a table of its own.
+    """
+    classes = ("orchestrator.FederatedOrchestrator", "client.local_training.LocalTraining")
+    keys = {one.name: one.option for path in classes for one in parameters(find_class(f"fl_lightning.{path}"))}
     keys = {name: option for name, option in keys.items() if name.partition(".")[0] not in ("training", "trainer")}
     keys["logger"]["default"] = EXPERIMENT_DEFAULTS["logger"]["class_path"].rpartition(".")[2]
     keys["baselines"] = {"metavar": "VALUE", "help": BASELINES}

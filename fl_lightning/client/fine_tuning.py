@@ -47,14 +47,15 @@ def fine_tune(
         learns: Returns whether the parameter or layer of this name is trained. The rest is frozen and in eval mode.
     """
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
-    among = trainable_names(module.backbone)
-    learn_only(module, learns, among)
-    normed = any(isinstance(layer, BATCH_NORMS) and layer.training for layer in module.backbone.modules())
+    trainable = trainable_names(module.backbone)
+    learn_only(module, learns, trainable)
+    has_batch_norm = any(isinstance(layer, BATCH_NORMS) and layer.training for layer in module.backbone.modules())
+    min_samples = 2 if has_batch_norm else 1  # BatchNorm cannot train on one sample
     optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)
     with torch.enable_grad():
         for _ in range(epochs):
             for chosen in torch.randperm(len(y)).split(module.context.batch_size):
-                if len(chosen) > normed:  # BatchNorm cannot train on one sample
+                if len(chosen) >= min_samples:
                     descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
-    learn_only(module, lambda name: True, among)
+    learn_only(module, lambda name: True, trainable)
     module.eval()

@@ -83,7 +83,7 @@ class SharedKnowledge(ArgumentsMixin, nn.Module):
 def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return the sums of values `(B, d)` over the samples of each class, `(C, d)`, and the sample counts, `(C,)`."""
     values = at_least_float32(values)
-    members = F.one_hot(targets, num_classes).to(values.dtype)  # not index_add: deterministic on CUDA
+    members = F.one_hot(targets, num_classes).to(values.dtype)  # index_add is not deterministic on CUDA
     with without_autocast(values.device):
         return members.T @ values, members.sum(dim=0)
 

@@ -132,9 +132,9 @@ def unbundle(message: Message) -> list[Upload]:
 
     This is the inverse of `bundle`. Every message must contain at least one number, such as `n_samples`.
     """
-    peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
+    peers = {int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers}
     uploads = []
-    for peer in dict.fromkeys(peers):
+    for peer in sorted(peers):
         prefix = f"{peer_section(peer)}/"
         numbers = {k.removeprefix(prefix): v for k, v in message.numbers.items() if k.startswith(prefix)}
         uploads.append(Upload(peer, Message(message.section(peer_section(peer)), numbers)))

@@ -44,13 +44,14 @@ def write_client_folders(folder: Path, data: FederatedData) -> None:
 
 
 def write_client(folder: Path, client: int, data: LoadedData, shard: Shard, has_classes: bool) -> None:
-    """Write a client's arrays and its `client.yaml`."""
-    test = shard.test if len(shard.test) else shard.train[:1]  # a dataset needs a test sample
-    parts = [values[index] for index in (shard.train, test) for values in (data.x_train, data.y_train)]
-    _write_arrays(folder, data, *parts)
+    """Write a client's arrays and its `client.yaml`. A client without test samples is not tested (`local_test` 0)."""
+    has_test = len(shard.test) > 0
+    test = shard.test if has_test else shard.train[:1]  # a dataset needs a test sample, even if it is not used
+    x, y = data.x_train, data.y_train
+    _write_arrays(folder, data, x[shard.train], y[shard.train], x[test], y[test])
     arguments = {"path": ".", **({"num_classes": int(data.num_classes)} if has_classes else {})}
     site = {"client": client, "dataset": {"class_path": "Arrays", "init_args": arguments}}
-    site |= {} if len(shard.test) else {"local_test": 0}
+    site |= {} if has_test else {"local_test": 0}
     (folder / "client.yaml").write_text(yaml.safe_dump(site, sort_keys=False), encoding="utf-8")
 
 

@@ -187,12 +187,9 @@ def refuse_unknown_classes(names: Iterable[str], classes: Sequence[str]) -> None
 
 def as_client_ids(ids: Any) -> np.ndarray:
     """Convert client ids to an array. The dtype `object`, as pandas has it, is replaced by text or integers."""
-    ids = (
-        ids
-        if isinstance(ids, np.ndarray)
-        else np.array(ids.tolist() if hasattr(ids, "tolist") else list(ids), dtype=object)
-    )
-    if ids.dtype == object or ids.dtype.kind == "T":
+    if not isinstance(ids, np.ndarray):
+        ids = np.array(ids.tolist() if hasattr(ids, "tolist") else list(ids), dtype=object)
+    if ids.dtype == object or ids.dtype.kind == "T":  # numpy's StringDType
         for kind, dtype in ((str, np.str_), (int | np.integer, np.int64)):
             if len(ids) and all(isinstance(each, kind) for each in ids.flat):
                 return ids.astype(dtype)
@@ -413,7 +410,7 @@ class FileDataset(Dataset):
         try:
             missing, failed = self._missing(), ""
             if missing and self.download:
-                failed = self._failed_download()
+                failed = self._try_download()
                 missing = self._missing()
             if missing:
                 raise ConfigError(self._files_not_found(missing, failed))
@@ -429,7 +426,11 @@ class FileDataset(Dataset):
             raise ConfigError(f"scenario.dataset.data_dir: {error}") from error
         return [name for name in self._paths() if not check_exists(self._path(name), folder=name.endswith("/"))]
 
-    def _failed_download(self) -> str:
+    def _try_download(self) -> str:
+        """Download missing files. If this fails, return the reason in parentheses, otherwise an empty text.
+
+        Folders that were created for files and are empty are removed.
+        """
         require_trust("scenario.dataset.download", self.download)
         paths = {path for file in map(self._path, self._paths()) for path in (file, *file.parents)}
         absent = sorted((path for path in paths if not os.path.lexists(path)), reverse=True)  # innermost first

@@ -122,7 +122,8 @@ class AutoEngine(Engine):
         """
         if tasks > 1:
             yield "stacked"
-        if self.fits * seconds * (1 - 1 / usable_cores()) > GAIN * START_SECONDS:
+        saved_at_most = self.fits * seconds * (1 - 1 / usable_cores())
+        if saved_at_most > GAIN * START_SECONDS:
             yield "processes"
 
 

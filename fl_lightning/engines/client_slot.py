@@ -100,15 +100,18 @@ class ClientSlot:
 
     @property
     def is_intact(self) -> bool:
-        """Return whether the module still has its original submodules and weight storage, and no gradient hooks."""
+        """Whether the module still has its original submodules, weights and weight memory, and no gradient hooks."""
         same_parts = all(attributes["_modules"] == children for attributes, children in self._children)
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p, _ in self._flags)
-        return (same_parts and not hooked) and all(
-            attributes[kind].get(name) is weight and weight.data_ptr() == self._placed[entry].data_ptr()
-            for (entry, _), weight, (attributes, kind, name) in zip(
-                self.layout.shapes, self._weights, self._owners, strict=True
-            )
-        )
+        return same_parts and not hooked and self._has_original_weights()
+
+    def _has_original_weights(self) -> bool:
+        """Return whether no weight was replaced by another tensor, or moved out of the memory that `place` set."""
+        for (entry, _), weight, owner in zip(self.layout.shapes, self._weights, self._owners, strict=True):
+            attributes, kind, name = owner  # see the function `owner`
+            if attributes[kind].get(name) is not weight or weight.data_ptr() != self._placed[entry].data_ptr():
+                return False
+        return True
 
     def _new_flat(self) -> Tensor:
         return self.layout.empty(self._weights[0].dtype, self._weights[0].device)

@@ -263,12 +263,12 @@ class ClientLink:
         self.grid, self.expected = grid, expected
         self.machines: dict[int, int] = {}
         self.found: dict[int, DataDescription] = {}
-        self._questions: dict[str, int] = {}
+        self._questions: dict[str, int] = {}  # messages of `ask` without an answer: the machine, by the message's id
         self._asked: dict[int, float] = {}
         self.idle: set[int] = set()
         self.check_interrupt: Callable[[], None] = lambda: None
         self._threads = ThreadPoolExecutor(THREADS)
-        self._pulls: dict[str, Future[Iterable[Message]]] = {}
+        self._pulls: dict[str, Future[Iterable[Message]]] = {}  # requests for answers, by the id of the message
 
     def find(self, clients: int, timeout: float, report: Callable[[str], object]) -> list[DataDescription]:
         """Wait until the machines of all clients have described their data, and return the descriptions.
@@ -325,19 +325,19 @@ class ClientLink:
         Descriptions that `ask` has asked for are received and recorded as well.
 
         Args:
-            ids: Ids of the messages.
+            ids: Ids of the messages that were sent and are not answered yet.
 
         Returns:
-            The answers that have arrived, by the ids of their messages.
+            The answers that have arrived, by the ids of the messages that they answer.
         """
         for name in {*ids, *self._questions} - self._pulls.keys():
             self._pulls[name] = self._threads.submit(self.grid.pull_messages, [name])
-        wait(self._pulls.values(), timeout=PATIENCE)  # an answer whose machine was killed while sending takes minutes
-        done = [name for name, pull in self._pulls.items() if pull.done()]
-        messages = [message for name in done for message in self._pulls.pop(name).result()]
+        wait(self._pulls.values(), timeout=PATIENCE)  # if a machine was killed while sending, its pull takes minutes
+        ended = [name for name, pull in self._pulls.items() if pull.done()]
+        messages = [message for name in ended for message in self._pulls.pop(name).result()]
         arrived = {message.metadata.reply_to_message_id: message for message in messages}
         for question in arrived.keys() & self._questions.keys():
-            self._learn(self._questions.pop(question), arrived[question])
+            self._record_client(self._questions.pop(question), arrived[question])
         return arrived
 
     def _push(self, message: Message) -> str:
@@ -354,7 +354,7 @@ class ClientLink:
             self.check_interrupt()
         return future.result()
 
-    def _learn(self, machine: int, answer: Message) -> None:
+    def _record_client(self, machine: int, answer: Message) -> None:
         """Record which client a machine belongs to, from the answer in which the machine describes its data."""
         if answer.has_error():
             return

@@ -162,6 +162,10 @@ class RoundEngine(Engine):
         return result
 
     def _fit_round(self, worker: Worker, module: RoundFit) -> None:
+        """Train a round's clients in one `Trainer.fit`. A `KeyboardInterrupt` is raised as such.
+
+        Lightning replaces it by an exception that ends the process.
+        """
         trainer, count = self.trainer_for(worker), len(module.batches)
         trainer.fit_loop.max_epochs = trainer.current_epoch + 1
         interrupt = None
@@ -171,7 +175,7 @@ class RoundEngine(Engine):
         except BaseException as error:
             if not isinstance(error.__context__, KeyboardInterrupt):
                 raise
-            interrupt = error.__context__  # which Lightning turns into the end of the process
+            interrupt = error.__context__
         if interrupt:
             raise interrupt
         if module.finished < count:

@@ -60,7 +60,11 @@ def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: b
         copy: Copy the tensors, so that the value does not use the memory of the parts.
     """
     pickled, *tensors = parts
-    buffers = (as_tensor(part, torch.uint8).clone().numpy() if copy and len(part) else part for part in tensors)
+
+    def buffer(part: np.ndarray) -> np.ndarray:
+        is_empty = not len(part)  # `as_tensor` needs elements
+        return part if is_empty or not copy else as_tensor(part, torch.uint8).clone().numpy()
+
     blocks: dict[int, list[Tensor]] = {}
 
     def shared_tensor(position: SharedPosition) -> Tensor:
@@ -69,7 +73,7 @@ def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: b
             blocks[position.block] = block(position.block)
         return blocks[position.block][position.item]
 
-    return KeyUnpickler(io.BytesIO(pickled.tobytes()), shared_tensor, buffers=buffers).load()
+    return KeyUnpickler(io.BytesIO(pickled.tobytes()), shared_tensor, buffers=map(buffer, tensors)).load()
 
 
 class _Pickler(pickle.Pickler):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, describe_error
@@ -129,24 +129,31 @@ class Node:
             return pack_failure(describe_error(error))
 
     def _run_task(self, contents: Contents) -> RecordDict:
-        values, client = contents.values, self.site.client
-        if values.get("client") != client:
-            raise BadMessage(f"the task is for client {quote(values.get('client'))}, not for client {client}")
-        kinds = {"experiment": str, "run": str, "state_round": int}
-        if wrong := [name for name, kind in kinds.items() if type(values.get(name)) is not kind]:
-            raise BadMessage(f"the task has no valid {wrong[0]}")
+        """Run a task of the server, such as a fit, and return its result. Store the new client state after a fit.
+
+        If the task says `keep_model`, only write the client's model to the site's file.
+        """
+        values = contents.values
+        self._check_task(values)
         worker, states = self._open(values["experiment"], values["run"])
         task = unpack_task(contents, states.read(values["state_round"]))
         if task.keep_model:
             uncompiled = replace(worker, training=replace(worker.training, compile=False))
             self._write(self._context.run(uncompiled.modules.personalize, task), self.data, values["experiment"])
-            return pack_result(Result(client, task.download.nbytes), worker.algorithm.public)
+            return pack_result(Result(self.site.client, task.download.nbytes), worker.algorithm.public)
         result = self._context.run(worker.run, task)
         self._check_sent(worker, sent_kinds(result, worker.algorithm.public))
         if task.upload and not result.failure:
             states.write(task.round, result.memory)
         gc.collect()  # a used Trainer is part of a reference cycle with its model
         return pack_result(result, worker.algorithm.public)
+
+    def _check_task(self, values: Mapping[str, Any]) -> None:
+        if values.get("client") != self.site.client:
+            raise BadMessage(f"the task is for client {quote(values.get('client'))}, not for client {self.site.client}")
+        kinds = {"experiment": str, "run": str, "state_round": int}
+        if wrong := [name for name, kind in kinds.items() if type(values.get(name)) is not kind]:
+            raise BadMessage(f"the task has no valid {wrong[0]}")
 
     def _open(self, experiment: str, run: str) -> tuple[Worker, ClientStates]:
         """Load an experiment and open the client's stored states of a run. What is loaded already is reused.

@@ -70,7 +70,7 @@ UNITS: dict[str, tuple[str, dict[str, float]]] = {
     "bytes": ("communication", {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}),
     "seconds": ("time", {"h": 3600, "min": 60, "s": 1}),
 }
-"""Label and units of an x axis."""
+"""Label of an x axis, and its units with their sizes, the largest first."""
 
 
 class PaperFigure(Figure):

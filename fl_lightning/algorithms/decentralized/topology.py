@@ -66,7 +66,11 @@ class Torus(Graph):
         self.rows = rows
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the adjacency matrix with links to the clients above, below, left and right on the grid."""
+        """Return the adjacency matrix with links to the clients above, below, left and right on the grid.
+
+        The grid wraps around: the first and the last client of a row or column are neighbours, too. By default it is as
+        square as possible.
+        """
         rows = self.rows or max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
         if clients % rows:
             raise ConfigError(
@@ -76,8 +80,9 @@ class Torus(Graph):
         links = np.zeros((clients, clients), dtype=bool)
         for axis in (0, 1):
             for step in (-1, 1):
-                links[grid.ravel(), np.roll(grid, step, axis).ravel()] = True
-        return links & Complete().links(clients, rng)
+                neighbours = np.roll(grid, step, axis)
+                links[grid.ravel(), neighbours.ravel()] = True
+        return links & Complete().links(clients, rng)  # a single row or column links clients to themselves
 
 
 class ErdosRenyi(Graph):

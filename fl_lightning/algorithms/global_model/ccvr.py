@@ -120,7 +120,10 @@ class CCVR(FedAvg):
         return super().initial_state(backbone, num_classes, clients, rng)
 
     def statistics(self, module: ClientModule, batches: Batches, num_classes: int) -> Tensors:
-        """Return, for each class, the client's number of samples, and the mean and covariance of their features."""
+        """Return, for each class, the client's number of samples, and the mean and covariance of their features.
+
+        The result is empty if the head is not calibrated (`epochs` 0).
+        """
         if not self.epochs:
             return {}
         parts = [(at_least_float32(module.encoder(x)), y) for x, y in batches]

@@ -58,14 +58,14 @@ class NormalizedMeans:
         others: Mean of all other entries with weights `n_k`.
         samples: `Σ n_k`.
         steps: `Σ n_k ||a_k||₁`.
-        inverse: `Σ n_k / ||a_k||₁`.
+        samples_per_step: `Σ n_k / ||a_k||₁`.
     """
 
     parameters: RunningMean
     others: RunningMean
     samples: float = 0.0
     steps: float = 0.0
-    inverse: float = 0.0
+    samples_per_step: float = 0.0
 
 
 class NormalizedAveraging(Aggregator):
@@ -87,17 +87,17 @@ class NormalizedAveraging(Aggregator):
         The weight of a client's parameters is its number of samples divided by its number of effective steps. The
         weight of its other entries is its number of samples.
         """
-        model, n, length = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]
+        model, n, steps = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]
         names = set(parameter_names(model, self.buffers))
-        weight = n / length if length else 0.0  # a client without steps does not move the model
+        weight = n / steps if steps else 0.0  # a client without steps does not move the model
         folded.parameters.add({name: value for name, value in model.items() if name in names}, weight)
         folded.others.add({name: value for name, value in model.items() if name not in names}, n)
-        folded.samples, folded.steps = folded.samples + n, folded.steps + n * length
-        folded.inverse += weight
+        folded.samples, folded.steps = folded.samples + n, folded.steps + n * steps
+        folded.samples_per_step += weight
 
     def finish(self, folded: NormalizedMeans, round: Round, knowledge: State) -> State:
         """Return the next model, `x - τ_eff Σ p_k d_k` (Eq. 8): a step along the clients' mean normalized change."""
-        scale = folded.steps / folded.samples * folded.inverse / folded.samples
+        scale = folded.steps / folded.samples * folded.samples_per_step / folded.samples
         model, old = folded.others.value(), round.before["model"]
         for name, mean in folded.parameters.value().items():
             start = old[name].double()

@@ -169,14 +169,18 @@ class FedFomo(Algorithm):
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Load the mixture of the client's own and the received models, weighted by their benefit (Eq. 3 and 4)."""
-        previous, models = module.notes.pop(PREVIOUS), [self._copy_model(module), *module.notes.values()]
-        peers = [int(name) for name in module.notes]
+        """Load the mixture of the client's own and the received models, weighted by their benefit (Eq. 3 and 4).
+
+        If no model has a benefit, the client keeps its own.
+        """
+        previous = module.notes.pop(PREVIOUS)
+        received = {int(peer): model for peer, model in module.notes.items()}
+        models = [self._copy_model(module), *received.values()]
         benefits = self._benefits(module, previous, models, list(validation) or list(batches))
         mixture = weighted_mean(models, mixing_shares(benefits).tolist()) if (benefits > 0).any() else models[0]
         load_weights(module.backbone, mixture)
-        of_peers = {"peer": torch.tensor(peers, dtype=torch.int64), "worth": benefits[1:]}
-        module.notes = {AFFINITY: of_peers, PREVIOUS: self._copy_model(module)}
+        of_peers = {"peer": torch.tensor([*received], dtype=torch.int64), "worth": benefits[1:]}
+        module.notes = {AFFINITY: of_peers, PREVIOUS: self._copy_model(module)}  # for `upload` and `remember`
 
     def is_untrained(self, module: ClientModule, memory: State) -> bool:
         """Return whether the model is the initial one: the client has no own model, and no received one was better."""

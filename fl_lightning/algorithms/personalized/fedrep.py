@@ -39,19 +39,22 @@ class HeadThenBody(ClientModule):
     def check_fit(self) -> None:
         """Raise an error if `head_epochs` leaves no epoch or no step of the fit to train the body.
 
-        With a number of batches as `limit_train_batches`, as in a dry run, steps are not checked.
+        Steps are not checked for held-out clients, which train only the head, and with a number of batches as
+        `limit_train_batches`, as in a dry run.
         """
-        last = self.trainer.max_epochs if self.head_epochs else None
-        limit, head_steps = self.trainer.max_steps, self.head_epochs * self.trainer.num_training_batches
-        unchecked = self.context.new_client or isinstance(self.trainer.limit_train_batches, int)
-        if 0 < limit <= head_steps < inf and not unchecked:  # inf: not known when a Trainer.fit starts
+        if not self.head_epochs:
+            return
+        max_epochs, max_steps = self.trainer.max_epochs, self.trainer.max_steps  # -1: no limit
+        head_steps = self.head_epochs * self.trainer.num_training_batches  # inf: not known when a Trainer.fit starts
+        steps_matter = not self.context.new_client and not isinstance(self.trainer.limit_train_batches, int)
+        if steps_matter and 0 < max_steps <= head_steps < inf:
             raise ConfigError(
                 f"algorithm.head_epochs: the head takes {head_steps} steps of the client with most samples, and "
-                f"trainer.max_steps {limit} leaves none for the body. Increase it, or use trainer.max_epochs."
+                f"trainer.max_steps {max_steps} leaves none for the body. Increase it, or use trainer.max_epochs."
             )
-        if last is not None and 0 <= last <= self.head_epochs:
+        if max_epochs is not None and 0 <= max_epochs <= self.head_epochs:
             raise ConfigError(
-                f"algorithm.head_epochs: {self.head_epochs} of {self.trainer.max_epochs} epochs leave none for the "
+                f"algorithm.head_epochs: {self.head_epochs} of {max_epochs} epochs leave none for the "
                 f"body. Increase trainer.max_epochs."
             )
 

@@ -126,21 +126,29 @@ def clients(run: Run, rounds: Sequence[int]) -> dict[str, Any]:
 
 
 def _spread(round: np.ndarray, client: np.ndarray, values: np.ndarray, rounds: Sequence[int]) -> dict[str, Any] | None:
+    """Return a metric's quantiles over clients in each of the rounds, and its values in the last one; None without any.
+
+    Args:
+        round: The round of each value, `(n,)`.
+        client: The client of each value, `(n,)`.
+        values: The metric, `(n,)`.
+        rounds: The rounds to return.
+    """
     kept = np.isfinite(values) & np.isfinite(client) & np.isin(round, rounds)
     if not kept.any():
         return None
     order = np.argsort(round[kept], kind="stable")
     round, client, values = round[kept][order], client[kept][order], values[kept][order]
-    found, starts = np.unique(round, return_index=True)
+    measured_rounds, starts = np.unique(round, return_index=True)
     parts = np.split(values, starts[1:])
     quantiles = np.array([np.quantile(part, QUANTILES) for part in parts]).T
     last = slice(starts[-1], None)
     chosen = np.linspace(0, len(parts[-1]) - 1, min(len(parts[-1]), MOST_POINTS)).astype(int)
     return {
-        "rounds": found.astype(int).tolist(),
+        "rounds": measured_rounds.astype(int).tolist(),
         "quantiles": [[round_number(value) for value in line] for line in quantiles.tolist()],
         "last": {
-            "round": int(found[-1]),
+            "round": int(measured_rounds[-1]),
             "client": client[last][chosen].astype(int).tolist(),
             "value": [round_number(value) for value in values[last][chosen].tolist()],
         },

@@ -128,22 +128,22 @@ def entry_sweep(entry: Entry, ranges: Settings, defaults: Defaults | None = None
 def start_value(parameter: Parameter, default: Any) -> Any:
     """Return an option's value in the first trial: its default, clipped to the search range.
 
-    Without a default it is the middle of the range or, if the option has a list of values, the first value.
+    Without a usable default it is the middle of the range or, if the option has a list of values, the first value.
 
     Args:
         parameter: The range.
         default: The default; None, or a value of another type, if the configs set none.
     """
-    numbers = parameter.distribution
-    if isinstance(numbers, CategoricalDistribution):
-        same = (one for one in numbers.choices if one == default or parameter.words[one] == str(default))
-        return next(same, numbers.choices[0])
-    assert isinstance(numbers, FloatDistribution | IntDistribution)
-    low, high = numbers.low, numbers.high
-    if isinstance(default, bool) or not isinstance(default, int | float):
-        default = math.sqrt(low * high) if numbers.log else (low + high) / 2
-    value = min(max(default, low), high)
-    return round(value) if isinstance(numbers, IntDistribution) else parameter.rounded(float(value))
+    search = parameter.distribution
+    if isinstance(search, CategoricalDistribution):
+        equal = (choice for choice in search.choices if choice == default or parameter.words[choice] == str(default))
+        return next(equal, search.choices[0])
+    assert isinstance(search, FloatDistribution | IntDistribution)
+    low, high = search.low, search.high
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    middle = math.sqrt(low * high) if search.log else (low + high) / 2
+    value = min(max(default if is_number else middle, low), high)
+    return round(value) if isinstance(search, IntDistribution) else parameter.rounded(float(value))
 
 
 def tune(

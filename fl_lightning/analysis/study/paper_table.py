@@ -213,17 +213,21 @@ def _read_mapping(content: dict[str, Any], key: str) -> dict[str, Settings]:
 def _paper_values(
     lines: Any, columns: Mapping[str, Settings], rows: Mapping[str, Settings]
 ) -> dict[tuple[str, str], PaperValue]:
+    """Check the lines `ROW: [number, ...]` of a table file, and return their numbers by column and row.
+
+    A number may be a list `[mean, deviation]`. If it is null, it is left out.
+    """
     require(isinstance(lines, dict), "paper_values: it needs lines `ROW: [number, ...]`")
     lines, found = {str(row): values for row, values in lines.items()}, {}
     check_keys("paper_values", lines, rows, rows)
     for row, values in lines.items():
         form = f"{len(columns)} numbers, one per column. Use null where the paper has none"
-        valid = isinstance(values, list) and len(values) == len(columns)
-        require(valid, f"paper_values: {row} needs {form}")
+        has_form = isinstance(values, list) and len(values) == len(columns)
+        require(has_form, f"paper_values: {row} needs {form}")
         for column, value in zip(columns, values, strict=True):
             numbers = value if isinstance(value, list) else [value]
-            valid = value is None or (len(numbers) in (1, 2) and all(map(is_number, numbers)))
-            require(valid, f"paper_values: {row}: {value!r} is neither a number nor [mean, deviation]")
+            is_value = value is None or (len(numbers) in (1, 2) and all(map(is_number, numbers)))
+            require(is_value, f"paper_values: {row}: {value!r} is neither a number nor [mean, deviation]")
             if value is not None:
                 found[column, row] = PaperValue(*numbers)
     return found

@@ -55,34 +55,36 @@ class Cell:
 
 def read_cell(table: PaperTable, column: str, row: str, runs: SeedRuns) -> Cell:
     """Read the numbers of a cell from its runs, in the unit of the table."""
-    figure, series, unit = table.figure(column, row), table.series(column, row), 100 if table.unit == "percent" else 1
+    metric, series, in_percent = table.figure(column, row), table.series(column, row), table.unit == "percent"
     missing = {
-        seed: f"its run has no {figure}; it has {', '.join(run.summary)}"
+        seed: f"its run has no {metric}; it has {', '.join(run.summary)}"
         for seed, run in runs.runs.items()
-        if figure not in run.summary
+        if metric not in run.summary
     }
     read = SeedRuns({seed: run for seed, run in runs.runs.items() if seed not in missing})
 
     def value(run: Run) -> float:
-        number = run.summary[figure]
-        return float(run.summary["rounds"] or 0) + 1 if number is None else float(unit * number)
+        number = run.summary[metric]
+        if number is None:  # the run did not reach the accuracy, see `Cell.unreached`
+            return float(run.summary["rounds"] or 0) + 1
+        return float(100 * number if in_percent else number)
 
     def last10(run: Run) -> float | None:
-        is_number = table.unit == "percent" and run.summary[figure] is not None
+        is_number = in_percent and run.summary[metric] is not None
         return 100 * best_and_last(run.rounds, series)["last10"] if is_number else None
 
-    def further(metric: str) -> Spread | None:
-        return read.spread(lambda run: None if (number := run.summary.get(metric)) is None else 100 * number)
+    def percent(other_metric: str) -> Spread | None:
+        return read.spread(lambda run: None if (number := run.summary.get(other_metric)) is None else 100 * number)
 
     means = read.spread(last10)
     return Cell(
         len(table.seeds),
-        read.values(value),
-        {seed for seed, run in read.runs.items() if run.summary[figure] is None},
-        {**runs.failures, **missing},
-        means and means.mean,
-        {name: further(metric) for name, metric in table.beside.items()},
-        table.paper_values.get((column, row)),
+        values=read.values(value),
+        unreached={seed for seed, run in read.runs.items() if run.summary[metric] is None},
+        failures={**runs.failures, **missing},
+        last10=means and means.mean,
+        beside={description: percent(other) for description, other in table.beside.items()},
+        paper=table.paper_values.get((column, row)),
     )
 
 

@@ -266,8 +266,8 @@ def _pruner(content: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
         return SuccessiveHalvingPruner(count("min_iter", 1), eta), math.inf
     require({"max_iter", "s"} <= content.keys(), "early_terminate: needs min_iter, or max_iter and s")
     max_iter = count("max_iter", eta)
-    bands = [max_iter // eta**i for i in range(1, count("s", 1) + 1) if max_iter >= eta**i]
-    return SuccessiveHalvingPruner(bands[-1], eta), max_iter
+    pruning_rounds = [max_iter // eta**i for i in range(1, count("s", 1) + 1) if max_iter >= eta**i]
+    return SuccessiveHalvingPruner(pruning_rounds[-1], eta), max_iter  # it begins at the earliest one
 
 
 # --- Parameters --------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def read_site(path: Path) -> Site:
     """
     if not path.is_file():
         raise ConfigError(f"site: {path} not found. Give the file that describes this client, such as client.yaml")
-    read_config(path, f"site: {path}")
+    read_config(path, f"site: {path}")  # for its error messages, which name the line
     parser = use_strict_yaml(ArgumentParser(exit_on_error=False, allow_abbrev=False))
     parser.add_class_arguments(Site)
     with readable_errors(parser):
