@@ -103,12 +103,12 @@ class RunMonitor:
         run, now = Run(self.folder, self._config, rows, read_final(self.folder)), time.time()
         return RunStatus(
             run,
-            self._clients,
-            self._names,
-            last_lines(self.folder / "warnings.txt", 3),
-            self._ended(run, last_round),
-            max(now - self._last_change(), 0.0),
-            max(now - last_round, 0.0),
+            clients=self._clients,
+            names=self._names,
+            warnings=last_lines(self.folder / "warnings.txt", 3),
+            ended=self._ended(run, last_round),
+            silence=max(now - self._last_change(), 0.0),
+            since_round=max(now - last_round, 0.0),
         )
 
     def _ended(self, run: Run, last_round: float) -> bool:

@@ -163,9 +163,9 @@ class RoundEngine(Engine):
         return result
 
     def _fit_round(self, worker: Worker, module: RoundFit) -> None:
-        """Train a round's clients in one `Trainer.fit`. A `KeyboardInterrupt` is raised as such.
+        """Train a round's clients in one epoch of a `Trainer.fit`.
 
-        Lightning replaces it by an exception that ends the process.
+        A `KeyboardInterrupt` is raised as such. Lightning would replace it by an exception that ends the process.
         """
         trainer, count = self.trainer_for(worker), len(module.batches)
         trainer.fit_loop.max_epochs = trainer.current_epoch + 1
@@ -177,7 +177,7 @@ class RoundEngine(Engine):
             if not isinstance(error.__context__, KeyboardInterrupt):
                 raise
             interrupt = error.__context__
-        if interrupt:
+        if interrupt:  # not raised above, where it would get the replacement as its context
             raise interrupt
         if module.finished < count:
             what = f"a callback stopped the round after {module.finished} of {count} batches of clients"
