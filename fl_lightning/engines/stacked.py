@@ -81,6 +81,8 @@ class StackedEngine(RoundEngine):
             raise refusal(*odd)
         if worker.training.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
+        if worker.training.mixing:
+            raise refusal("mixup and cutmix", "each client draws its own mixtures")
         if isinstance(worker.data.data.x_train, Inputs):
             raise refusal("several inputs", "its batches are one tensor")
         if isinstance(inputs := worker.data.data.x_train, LazySamples) and inputs.draws:

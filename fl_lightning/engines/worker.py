@@ -46,6 +46,7 @@ from fl_lightning.engines.checks import (
     check_batch_sampler,
     check_class_weights,
     check_gradients,
+    check_mixing,
     check_optimizer,
     check_options,
     check_outputs,
@@ -120,6 +121,7 @@ class Worker:
         module.objective = self.data.objective
         module.lr_scheduler_interval = self.training.lr_scheduler_interval
         module.lr_factors = dict(self.training.lr_factors or {})
+        module.mixing = self.training.mixing
         # a method may have replaced a frozen parameter by one of its own
         return module, frozenset(name for name, p in module.backbone.named_parameters() if id(p) in frozen)
 
@@ -210,6 +212,8 @@ class Worker:
         warn_of_eval_mode(module)
         if self.training.class_weights is not None:
             check_class_weights(self.training.class_weights, objective, outputs, module)
+        if self.training.mixing:
+            check_mixing(self.training.mixing, self.data, module)
         if self.training.batch_sampler == "balanced":
             check_batch_sampler(self.data)
         scorer = self.scorer
