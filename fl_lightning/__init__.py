@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.data import *
     from fl_lightning.data.transforms import CropFlip as CropFlip
     from fl_lightning.data.transforms import Normalize as Normalize
+    from fl_lightning.data.transforms import PerImage as PerImage
     from fl_lightning.engines import *
     from fl_lightning.evaluation.evaluation import Evaluation as Evaluation
     from fl_lightning.loggers.files import CSVLogger as CSVLogger
@@ -67,7 +68,7 @@ _NAMES = {
         RemoteClients Scenario Sent140 Shakespeare Shard Shards SVHN Table TableSchema TextFile TextTable TinyImageNet
         TorchDataset
     """,
-    "data.transforms": "CropFlip Normalize",
+    "data.transforms": "CropFlip Normalize PerImage",
     "engines": """
         AutoEngine Engine engine_of EngineName FlowerEngine ProcessesEngine RayEngine Result SequentialEngine
         StackedEngine Task Tasks Worker

@@ -22,7 +22,7 @@ HEADINGS = {
     "task and method": ("config", "scenario.", "model", "algorithm", "baselines"),
     "length": ("rounds", "clients_per_round", "client_sampler", "seed", "fast"),
     "training of each client": (
-        *("batch_size", "batch_sampler", "class_weights"),
+        *("batch_size", "batch_sampler", "class_weights", "mixup", "cutmix"),
         *("optimizer", "optimizer_state", "lr_factors"),
         *("lr_scheduler", "lr_scheduler_interval", "round_lr_scheduler"),
     ),

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from fl_lightning.client.local_work import Interval
+from fl_lightning.client.mixing import Mixing
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.data.loaders import BatchSampler
@@ -35,6 +36,10 @@ class LocalTraining:
         lr_factors: Factors on the learning rate by pattern of parameter names, such as
             `{"head.*": 10.0, "encoder.0.*": 0.1}`. The first pattern that matches counts; other parameters have the
             factor 1.
+        mixup: α of MixUp, above 0: each training sample is mixed with another one of its batch, by a share from
+            Beta(α, α), and so are their losses. The paper takes 0.1 to 0.4 for ImageNet.
+        cutmix: α of CutMix, above 0: a rectangle of each training image is that of another one. The paper takes 1. If
+            `mixup` is set, too, each batch draws one of them.
         trainer: Keyword arguments of Lightning's `Trainer` for each client's fit: `accelerator`, `precision`,
             `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
         compile: Compile the network, once for all clients and rounds. This pays off if a step takes long.
@@ -56,10 +61,17 @@ class LocalTraining:
     lr_scheduler: LRSchedulerCallable | None = None
     lr_scheduler_interval: Interval = "epoch"
     lr_factors: dict[str, float] | None = None
+    mixup: float | None = None
+    cutmix: float | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
     channels_last: bool | None = None
     client_callbacks: list[Callback] | None = None
+
+    @property
+    def mixing(self) -> Mixing | None:
+        """How the samples of training batches are mixed, or None."""
+        return None if self.mixup is None and self.cutmix is None else Mixing(self.mixup, self.cutmix)
 
     def __post_init__(self) -> None:
         check_positive(batch_size=self.batch_size)
@@ -70,6 +82,8 @@ class LocalTraining:
         for pattern, factor in (self.lr_factors or {}).items():
             fix = "to freeze parameters, set their requires_grad to False in the model"
             check_number(f"lr_factors.{pattern}", factor, "(0, inf)", fix)
+        for key in ("mixup", "cutmix"):
+            check_number(key, getattr(self, key), "(0, inf)", "leave it out to mix nothing")
         if isinstance(self.class_weights, str):
             if self.class_weights != "balanced":
                 raise ConfigError(f"class_weights: {self.class_weights!r} not found. Use balanced or a list.")

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, cast
 
 import lightning as L
@@ -19,6 +19,7 @@ from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.lightning_model import class_name, has_optimizer, own_optimizer, own_step, trains_itself
 from fl_lightning.client.local_work import Interval, LocalWork
 from fl_lightning.client.losses import LossRecord, total_loss
+from fl_lightning.client.mixing import HiddenTargets, Mixing
 from fl_lightning.client.optimizers import (
     OptimizerFactory,
     SchedulerFactory,
@@ -194,6 +195,7 @@ class ClientModule(L.LightningModule):
         notes: Tensors that a method keeps within the client's round, written in `receive` or `prepare` and read in
             `prepare`, `upload` or `remember`. Training steps do not use them.
         loss_record: The losses of the current fit's training steps.
+        mixing: Mixes the samples of training batches (MixUp, CutMix), or None.
         eval_layers: Names of the backbone's layers that were in eval mode on creation. `train` keeps them in eval mode.
         weight_memory: How the weights are stored, and whether an upload copies them.
 
@@ -234,6 +236,7 @@ class ClientModule(L.LightningModule):
         self.scheduler_factory = lr_scheduler
         self.lr_scheduler_interval: Interval = lr_scheduler_interval
         self.lr_factors = dict(lr_factors or {})
+        self.mixing: Mixing | None = None
         self.context = FitContext()
         self.objective = Classification()
         if isinstance(objective, Mapping):
@@ -392,9 +395,25 @@ class ClientModule(L.LightningModule):
         return losses | {term.name: term(step) for term in terms}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the loss of a batch: the objective's loss plus the active loss terms. Record each of these."""
+        """Compute the loss of a batch: the objective's loss plus the active loss terms. Record each of these.
+
+        With `mixing`, the samples of the batch are mixed first.
+        """
+        if self.mixing:
+            return self._mixed_step(self.mixing, batch, batch_idx)
         step = self.step(batch, batch_idx)
         losses = self.losses(step)
+        self.record_step(step, losses)
+        return total_loss(losses)
+
+    def _mixed_step(self, mixing: Mixing, batch: Batch, batch_idx: int) -> Tensor:
+        """Compute the loss of a batch of mixed samples: `λ loss(y_i) + (1 - λ) loss(y_j)` plus the loss terms."""
+        x, y = batch
+        mixture = mixing(x)
+        step = self.step((mixture.x, y), batch_idx)
+        own, other = (self.objective.loss(step.logits, targets) for targets in (y, mixture.partners(y)))
+        mixed = mixture.share * own + (1 - mixture.share) * other
+        losses = self.losses(replace(step, loss=mixed, targets=cast(Tensor, HiddenTargets())))
         self.record_step(step, losses)
         return total_loss(losses)
 

@@ -26,7 +26,7 @@ from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.lazy import LazySamples, Samples
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.schema import TableSchema
-from fl_lightning.data.transforms import BatchTransform
+from fl_lightning.data.transforms import BatchTransform, PerImage
 
 MOST_CLASSES = 10_000_000
 """Maximum number of classes: with more, a network's last layer would fill the memory."""
@@ -50,7 +50,8 @@ class LoadedData:
         num_classes: Number of classes, `C`, at least 2; without classes the number of the network's outputs, `L` or
             `T`.
         prepare: Converts a stored batch to the network's input, on the batch's device.
-        augment: Random change of a prepared training batch, on its device; None for none.
+        augment: Random change of a prepared training batch, on its device; None for none. A `PerImage` changes the
+            batch before it is prepared.
         cut: Makes a client's training batches; takes the arguments of `Batches`.
         evaluate: Custom scoring of a shared module on the prepared batches of the global test set; None for the
             usual metrics.
@@ -81,6 +82,11 @@ class LoadedData:
         for name in ("client_train", "client_test"):
             if (ids := getattr(self, name)) is not None:
                 setattr(self, name, as_client_ids(ids))
+
+    @property
+    def augments_stored(self) -> bool:
+        """Whether `augment` takes batches as they are stored, and `prepare` what it returns."""
+        return isinstance(self.augment, PerImage)
 
     @property
     def in_shape(self) -> tuple[int, ...] | Shapes:
@@ -310,11 +316,13 @@ def _check_transforms(data: LoadedData) -> None:
     """Check that the data's `prepare` and `augment` take the inputs of a batch and return as many inputs."""
     kind: Any = Inputs if isinstance(data.x_train, Inputs) else Tensor
     batch = first_samples(data.x_train, 2)
-    for name in ("prepare", "augment"):
+    for name in ("augment", "prepare") if data.augments_stored else ("prepare", "augment"):
         if transform := getattr(data, name):
             fix = f"Give a function that takes a batch of inputs ({kind.__name__}) and returns it changed"
             if name == "augment":
-                fix += ". To change the labels too, as MixUp does, use a LightningModule with its own training_step"
+                fix += (
+                    ". To change the labels too, use mixup or cutmix, or a LightningModule with its own training_step"
+                )
             try:
                 with isolate_rng():
                     batch, size = transform(batch), len(batch)

@@ -94,7 +94,8 @@ class FC100(CIFAR100):
     Args:
         data_dir: Folder that contains CIFAR-100's folder.
         download: Download missing files.
-        augment: Random crop and flip of training batches: `none`, `per_sample` or `per_batch`.
+        augment: Random crop and flip of training batches: `none`, `per_sample` or `per_batch`; or a transform of
+            single images, such as `torchvision.transforms.v2.RandAugment`.
         evaluate_on: Split with the classes of the test episodes: `test`, or `val` to choose hyperparameters.
         few_shot: Size and number of episodes.
     """

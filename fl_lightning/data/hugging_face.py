@@ -62,7 +62,8 @@ class HuggingFace(CustomDataset):
         channels: 1 converts images to grey, 3 to colour; by default grey if all of them are grey.
         mean: Mean of each channel, of pixels in [0, 1]; by default that of the training images.
         std: Standard deviation of each channel; by default that of the training images.
-        augment: Random crop and flip of training batches of images: `none`, `per_sample` or `per_batch`.
+        augment: Random crop and flip of training batches of images: `none`, `per_sample` or `per_batch`; or a transform
+            of single images, such as `torchvision.transforms.v2.RandAugment`.
         length: Tokens per text; longer texts are truncated, shorter ones padded. A text without a word is one unknown
             token.
         vocab_size: Number of token ids, including padding and unknown.

@@ -50,7 +50,8 @@ class ImageFolder(CustomDataset):
         mean: Mean of each channel, of pixels in [0, 1]; by default that of the training images.
         std: Standard deviation of each channel; by default that of the training images.
         augment: Random crop (4 pixels of padding) and horizontal flip of training batches: `none`, drawn
-            `per_sample`, or drawn once `per_batch`.
+            `per_sample`, or drawn once `per_batch`; or a transform of single images, such as
+            `torchvision.transforms.v2.RandAugment`.
         pattern: Paths below the folder, with the fields `{class}` and, if there are any, `{client}` (such as a
             hospital, for the partition `ByClient`) and `{split}` (`train`, `test` or `val`), for example
             `{client}/{class}/*` or `{class}/{client}_*.png`. `*` is any text and `?` any character, but no slash. A

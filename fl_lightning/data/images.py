@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torchvision
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.io import ImageReadMode, decode_image
 
@@ -28,13 +28,16 @@ from fl_lightning.data.files import (
     read_text,
     whole_numbers,
 )
-from fl_lightning.data.transforms import CropFlip, Normalize
+from fl_lightning.data.transforms import CropFlip, Normalize, PerImage
 
-Augment = Literal["none", "per_sample", "per_batch"]
+Augment = Literal["none", "per_sample", "per_batch"] | nn.Module
+"""Random changes of training images: none, a crop and flip, or a transform of single images, such as `RandAugment`."""
 
 
-def make_augment(augment: Augment) -> CropFlip | None:
-    """Return the transform that randomly crops and flips training batches, or None if `augment` is `none`."""
+def make_augment(augment: Augment) -> CropFlip | PerImage | None:
+    """Return the transform that randomly changes training batches, or None if `augment` is `none`."""
+    if isinstance(augment, nn.Module):
+        return PerImage(augment)
     return None if augment == "none" else CropFlip(per_sample=augment == "per_sample")
 
 
@@ -71,7 +74,8 @@ class ImageDataset(FileDataset):
         data_dir: Folder that contains the dataset's file or folder.
         download: Download missing files.
         augment: Random crop (4 pixels of padding) and horizontal flip of training batches: `none`, drawn
-            `per_sample`, or drawn once `per_batch`.
+            `per_sample`, or drawn once `per_batch`; or a transform of single images, such as
+            `torchvision.transforms.v2.RandAugment`.
 
     Attributes:
         num_classes: Number of classes, `C`.
@@ -198,7 +202,8 @@ class EMNIST(_IdxDataset):
             (124,800 + 20,800).
         data_dir: Folder that contains the dataset's folder.
         download: Download missing files.
-        augment: Random crop and flip of training batches: `none`, `per_sample` or `per_batch`.
+        augment: Random crop and flip of training batches: `none`, `per_sample` or `per_batch`; or a transform of
+            single images, such as `torchvision.transforms.v2.RandAugment`.
     """
 
     source = torchvision.datasets.EMNIST

@@ -300,7 +300,8 @@ class ImageTable(FileTable):
         mean: Mean of each channel, of pixels in [0, 1]; by default that of the training images.
         std: Standard deviation of each channel; by default that of the training images.
         augment: Random crop (4 pixels of padding) and horizontal flip of training batches: `none`, drawn
-            `per_sample`, or drawn once `per_batch`.
+            `per_sample`, or drawn once `per_batch`; or a transform of single images, such as
+            `torchvision.transforms.v2.RandAugment`.
         decimal: Character before the fraction of a number, `.` or `,`.
         thousands: Character between the groups of digits of a number, such as `,` in `1,234`; by default none.
 

@@ -1,4 +1,4 @@
-"""Transforms of whole batches on the device of the batch: normalization, and random crop and flip of images."""
+"""Transforms of batches on their device: normalization, random crop and flip, and any transform of single images."""
 
 from __future__ import annotations
 
@@ -72,3 +72,28 @@ class CropFlip:
         sample = torch.arange(batch, device=x.device)[:, None, None]
         # Advanced indices around a slice put their axes first: (B, height, width, channels).
         return padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+class PerImage:
+    """Apply a random transform, such as torchvision's `v2.RandAugment`, to each image of a batch.
+
+    It is applied to the images as they are stored, before they are normalized, because such transforms need `uint8`.
+
+    Args:
+        transform: Takes and returns an image `(channels, height, width)`. It draws from the global random generators.
+    """
+
+    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
+        self.transform = transform
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Transform each image of a batch `(B, channels, height, width)`.
+
+        Raises:
+            ValueError: An image changes its shape, for which the network is not made.
+        """
+        images = torch.stack([self.transform(image) for image in x])
+        if images.shape != x.shape:
+            name, shapes = type(self.transform).__name__, f"{tuple(x.shape[1:])} into {tuple(images.shape[1:])}"
+            raise ValueError(f"{name} turns images of shape {shapes}. Set its size to that of the images")
+        return images

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client.lightning_model import class_name, has_optimizer
+from fl_lightning.client.mixing import Mixing
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.core.errors import ConfigError, blame, check_number, one_line
 from fl_lightning.core.fixed_tensors import named_tensors, shared_tensors
 from fl_lightning.core.inputs import Inputs
-from fl_lightning.core.objectives import ClassWeights, Objective
+from fl_lightning.core.objectives import Classification, ClassWeights, MultiLabel, Objective
 from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.federated_data import sha256
@@ -119,6 +120,32 @@ def check_class_weights(weights: ClassWeights, objective: Objective, outputs: in
         raise ConfigError(
             f"class_weights: {len(weights)} weights, but the number of outputs is {outputs}. Give one for each {one}."
         )
+
+
+def check_mixing(mixing: Mixing, data: FederatedData, module: ClientModule) -> None:
+    """Raise an error if mixed samples (MixUp, CutMix) do not fit the data, or the method reads targets of samples."""
+    key = "cutmix" if mixing.mixup is None else "mixup"
+    x, kind = data.data.x_train, type(module)
+    parts: list[Any] = [*module.terms(), *module.pieces()]
+    wrong = None
+    if isinstance(x, Inputs) or x.dtype == torch.int64:
+        wrong = "the inputs are token ids or several tensors, which cannot be mixed"
+    elif mixing.cutmix is not None and x.ndim != 4:
+        key, wrong = "cutmix", "the inputs are not images"
+    elif not isinstance(data.objective, Classification | MultiLabel):
+        wrong = f"the targets of {type(data.objective).__name__} are not classes or labels of whole samples"
+    elif data.data.cut is not LoadedData.cut:
+        wrong = "the dataset has batches of its own, such as few-shot episodes"
+    elif module.trains_itself:
+        wrong = f"{class_name(module.backbone)}.training_step computes the loss. Mix the samples there"
+    elif any(getattr(kind, name) is not getattr(ClientModule, name) for name in ("training_step", "step", "losses")):
+        wrong = "the method has a training step of its own, which takes one target for each sample"
+    elif part := next((part for part in parts if part.needs_classes), None):
+        wrong = f"{type(part).__name__} reads the class of each sample"
+    elif piece := next((piece for piece in module.pieces() if piece.observes), None):
+        wrong = f"{type(piece).__name__} collects the features of each class in training"
+    if wrong:
+        raise ConfigError(f"{key}: {wrong}. Leave mixup and cutmix out, or use another method.")
 
 
 def check_batch_sampler(data: FederatedData) -> None:

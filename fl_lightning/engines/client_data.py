@@ -190,7 +190,10 @@ class ClientData:
     def ready_to_train(self, x: Tensor | Inputs) -> Any:
         """Convert and augment the inputs of a batch for a training step. They are already on the training device."""
         convert = self.trainer.precision_plugin.convert_input
-        x, augment = self.prepare(convert(x)), self.data.data.augment  # `Trainer.fit` also converts a batch first
+        x, augment = convert(x), self.data.data.augment  # `Trainer.fit` also converts a batch first
+        if augment and self.data.data.augments_stored:
+            return convert(self.prepare(augment(x)))
+        x = self.prepare(x)
         return convert(augment(x) if augment else x)
 
     def _refuse_remote(self, client: int) -> None:

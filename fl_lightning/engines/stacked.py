@@ -84,6 +84,8 @@ class StackedEngine(RoundEngine):
             raise refusal("compile", "a step of many clients is not the step that was compiled")
         if len(networks_of(worker.model)) > 1:
             raise refusal("several networks", "all clients of a batched model have the same")
+        if worker.training.mixing:
+            raise refusal("mixup and cutmix", "each client draws its own mixtures")
         if isinstance(worker.data.data.x_train, Inputs):
             raise refusal("several inputs", "its batches are one tensor")
         if isinstance(inputs := worker.data.data.x_train, LazySamples) and inputs.draws:

@@ -344,15 +344,24 @@ class StackedFit:
 
     def _prepared(self, rows: list[int], x: Tensor) -> Tensor:
         """Return the network's inputs for several clients' batches, augmented with each client's own random numbers."""
-        convert = self.alone.precision_plugin.convert_input
-        x = self.data.prepare(convert(x).flatten(0, 1)).unflatten(0, x.shape[:2])
-        if augment := self.data.augment:
-            augmented = []
-            for row, own in zip(rows, x, strict=True):
-                with self.clients[row].drawing():
-                    augmented.append(augment(own))
-            x = torch.stack(augmented)
+        convert, shape = self.alone.precision_plugin.convert_input, x.shape[:2]
+        x = convert(x)
+        if self.data.augments_stored:
+            x = self._augmented(rows, x)
+        x = self.data.prepare(x.flatten(0, 1)).unflatten(0, shape)
+        if not self.data.augments_stored:
+            x = self._augmented(rows, x)
         return convert(x)
+
+    def _augmented(self, rows: list[int], x: Tensor) -> Tensor:
+        """Return several clients' batches with random changes, for which each client has its own random numbers."""
+        if not (augment := self.data.augment):
+            return x
+        augmented = []
+        for row, own in zip(rows, x, strict=True):
+            with self.clients[row].drawing():
+                augmented.append(augment(own))
+        return torch.stack(augmented)
 
     def _forward(self, step_of_all: StackedStep, batch: StackedBatch) -> tuple[list[int], Tensors, Tensor]:
         """Compute the training loss of each client in `batch`.

@@ -52,6 +52,7 @@ from fl_lightning.engines.checks import (
     check_batch_sampler,
     check_class_weights,
     check_gradients,
+    check_mixing,
     check_optimizer,
     check_options,
     check_outputs,
@@ -176,6 +177,7 @@ class Worker:
         module.objective = self.data.objective
         module.lr_scheduler_interval = self.training.lr_scheduler_interval
         module.lr_factors = dict(self.training.lr_factors or {})
+        module.mixing = self.training.mixing
         return module
 
     @property
@@ -280,6 +282,8 @@ class Worker:
         warn_of_eval_mode(module)
         if self.training.class_weights is not None:
             check_class_weights(self.training.class_weights, objective, outputs, module)
+        if self.training.mixing:
+            check_mixing(self.training.mixing, self.data, module)
         scorer = self.scorer
         set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
         sizes = self.data.concatenate()[1]
