@@ -44,7 +44,7 @@ class LoadedData:
             are token ids `(n, length)`, `int64`, padded with 0. For several inputs a sample, `Inputs`. Samples that are
             read when a batch needs them are `LazySamples`.
         y_train: Training labels: classes `(n,)`, `int64` in `[0, num_classes)`; multi-label targets `(n, L)`, integers
-            0 and 1; or numbers to predict, `(n,)` or `(n, T)`, `float32`.
+            0 and 1; classes of tokens `(n, length)`; or numbers to predict, `(n,)` or `(n, T)`, `float32`.
         x_test: Test inputs, of the same shapes and dtypes.
         y_test: Test labels.
         num_classes: Number of classes, `C`, at least 2; without classes the number of the network's outputs, `L` or

@@ -74,7 +74,7 @@ def test_the_configs_of_the_page_load(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_configs_for_your_own_data_train_in_mixed_precision() -> None:
     configs = re.findall(r"^\| .* \| `(\w+_fedavg\.yaml)` \|$", PAGE, re.M)
-    assert len(configs) == 6
+    assert len(configs) == 8
     for config in configs:
         assert yaml.safe_load(shipped_text(config, "configs"))["trainer"]["precision"] == "bf16-mixed"
     assert "`trainer.precision: bf16-mixed`" in PAGE
@@ -82,7 +82,8 @@ def test_the_configs_for_your_own_data_train_in_mixed_precision() -> None:
 
 def test_the_page_lists_the_datasets_and_the_fields_of_loaded_data() -> None:
     own = ["ImageFolder", "ImageTable", "Table", "TextTable", "HuggingFace", "TorchDataset", "Arrays"]
-    assert re.findall(r"\| \[`(\w+)`\]\(#", PAGE) == own
+    own[4:4] = ["TextFile", "InstructionFile"]
+    assert re.findall(r"\| \[`(\w+)`\]\([#l]", PAGE) == own
     assert set(own) <= set(descriptions("datasets"))
     fields = " ".join(re.findall(r"^\| (`[xynpacs][a-z_`, ]+) \|", PAGE.partition("field of `LoadedData`")[2], re.M))
     assert set(re.findall(r"\w+", fields)) == set(LoadedData.__dataclass_fields__) - {"cut", "evaluate"}

@@ -14,11 +14,13 @@ from fl_lightning.cli.main import main
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+OWN_TESTS = ("your-data.md", "segmentation.md", "language-models.md", "clients-that-differ.md")
+
 
 def blocks(language):
     for page in PAGES:
-        # their snippets share files, and have tests of their own
-        if page.name in ("your-data.md", "segmentation.md", "clients-that-differ.md"):
+        # The snippets of these pages share files, and have tests of their own.
+        if page.name in OWN_TESTS:
             continue
         for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S):
             yield page.name, block

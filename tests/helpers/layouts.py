@@ -361,6 +361,19 @@ def write_text_table(path: Path, n: int = 40) -> dict[str, list[Any]]:
     return columns
 
 
+def write_texts(folder: Path, n: int = 20) -> None:
+    """Write n sentences for each of two clients, of different lengths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for site in SITES[:2]:
+        (folder / f"{site}.txt").write_text("\n".join(f"{site} has {'many ' * (i % 4)}texts" for i in range(n)))
+
+
+def write_instructions(path: Path, n: int = 20) -> None:
+    """Write n prompts with responses for each of two clients."""
+    lines = [{"client": site, "prompt": f"Say {i}", "response": f"{i} {site}"} for site in SITES[:2] for i in range(n)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
 def write_hugging_face(path: Path, n: int = 40) -> Split:
     """Save a dataset of images in one split."""
     datasets = pytest.importorskip("datasets")

@@ -15,6 +15,7 @@ from layouts import (
     write_image_folder,
     write_image_table,
     write_imdb_folder,
+    write_instructions,
     write_masks,
     write_mnist,
     write_pathmnist,
@@ -23,6 +24,7 @@ from layouts import (
     write_svhn,
     write_table,
     write_text_table,
+    write_texts,
     write_tiny_imagenet,
 )
 
@@ -52,6 +54,7 @@ WRITERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "HuggingFace": lambda root, patch: write_hugging_face(root / "saved"),
     "IMDB": lambda root, patch: write_imdb_folder(root),
     "ImageFolder": lambda root, patch: write_image_folder(root / "images"),
+    "InstructionFile": lambda root, patch: write_instructions(root / "instructions.jsonl"),
     "ImageTable": lambda root, patch: write_image_table(root / "images.csv"),
     "MNIST": lambda root, patch: write_mnist(root),
     "MaskFolder": lambda root, patch: write_masks(root / "sites"),
@@ -60,6 +63,7 @@ WRITERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "Shakespeare": lambda root, patch: write_shakespeare(root),
     "SVHN": lambda root, patch: write_svhn(root, patch),
     "Table": lambda root, patch: write_table(root / "table.csv"),
+    "TextFile": lambda root, patch: write_texts(root / "texts"),
     "TextTable": lambda root, patch: write_text_table(root / "texts.csv"),
     "TinyImageNet": lambda root, patch: write_tiny_imagenet(root, classes=4, n=(4, 1)),
 }

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 import socket
 from contextlib import suppress
 from functools import partial
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import rows, run
 from experiments import assert_near, experiment
 from layouts import write_text_table
 from refusals import refusal
@@ -217,6 +220,22 @@ def test_trimmed_batches_give_the_results_of_padded_ones(
     padded = language_run(tmp_path, folder, "padded", **options)
     padded.fit()
     assert_near(trimmed.state["model"], padded.state["model"], 1e-4)
+
+
+@pytest.mark.thorough
+def test_gpt2_learns_the_grammar_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "language-models.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    generator, *_ = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(generator, {})
+    for title, block in re.findall(r'```\w+ title="(.+?)"\n(.*?)```', page, re.S):
+        Path(title).write_text(block)
+    (command,) = re.findall("^fl-lightning (fit .* gpt2.GPT2.*)$", page, re.M)
+    code, _, err = run(*shlex.split(command), "--rounds", "6", "--run_dir", "run")
+    assert code == 0, err
+    first, *_, last = (float(row["global/perplexity"]) for row in rows(Path("run")))
+    assert last < 3.5 < first
 
 
 def test_a_network_with_too_few_token_ids_is_refused_before_the_run(tmp_path: Path, folder: Any) -> None:
