@@ -76,8 +76,9 @@ _NAMES = {
     "core.message": "Message Upload",
     "core.round": "Round",
     "models": """
-        Backbone BiLSTM classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder Head LeNet MLP
-        MobileNetV2 ModelFactory NetworkFactory ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN UNet VGG11 with_encoder
+        Adapted Adapter Backbone BiLSTM classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder
+        Head LeNet LoRA MLP MobileNetV2 ModelFactory NetworkFactory Pretrained ResNet18 ResNet50 ResNet8 ShuffleNetV2
+        TextCNN UNet VGG11 with_encoder
     """,
     "core.objectives": "Classification MultiLabel Objective Regression Segmentation",
     "orchestrator": "FederatedOrchestrator",

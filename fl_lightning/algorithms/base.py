@@ -19,7 +19,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weight
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.client.weights import buffer_names, detached, load_weights, require_parts, to_cpu
+from fl_lightning.client.weights import belongs_to, buffer_names, detached, load_weights, require_parts, to_cpu
 from fl_lightning.core.arguments import FieldsMixin, describe
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
@@ -62,7 +62,7 @@ class Algorithm(FieldsMixin, Capable):
         drop_last: Whether clients skip a last training batch with fewer samples than the others.
         one_model: Whether the state's `model` is a model for all clients, which is evaluated as the global model.
         personal: Prefixes of entries of the backbone's state dict that never leave the client, which keeps them from
-            round to round. `("head.",)` is the head, `("",)` the whole model.
+            round to round. `("head.",)` is the head, `("",)` the whole model. An entry with `*` is a pattern.
         personal_section: Section of the client state with weights of the client's own model that the method keeps in
             addition to `personal`, if any. A client without this section has not trained its own model.
         validation: Fraction of a client's training data that is left out of training, as validation data for `prepare`.
@@ -368,7 +368,7 @@ class Algorithm(FieldsMixin, Capable):
         return {
             name: value
             for name, value in entries
-            if (name in own or name.startswith(tuple(self.personal))) and name not in dropped
+            if (name in own or belongs_to(name, self.personal)) and name not in dropped
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
@@ -60,6 +61,11 @@ def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{part}." for part in parts)
 
 
+def belongs_to(name: str, parts: Iterable[str]) -> bool:
+    """Return whether an entry of a state dict belongs to one of some parts: prefixes, or patterns with `*`."""
+    return any(fnmatchcase(name, part) if "*" in part else name.startswith(part) for part in parts)
+
+
 def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
     """Check that a backbone has weights in each of some parts, such as `head`, which an option lists by name.
 
@@ -72,7 +78,7 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
         ConfigError: No entry of the backbone belongs to a part. The message names it.
     """
     for part in parts:
-        if not any(name.startswith(part) for name in backbone.state_dict()):
+        if not any(belongs_to(name, [part]) for name in backbone.state_dict()):
             getattr(backbone, part.partition(".")[0], None)  # `FromModule` raises an error that says why
             there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
             fix = "and their submodules, such as encoder.1"

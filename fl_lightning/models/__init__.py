@@ -1,5 +1,6 @@
 """Backbones: networks with an `encoder` for the features and a `head` for the logits. One file per family."""
 
+from fl_lightning.models.adapted import Adapted, Adapter, LoRA
 from fl_lightning.models.base import (
     Backbone,
     ModelFactory,
@@ -12,6 +13,7 @@ from fl_lightning.models.cnn import CNN, CNN4, LeNet
 from fl_lightning.models.heads import CosineLinear, Head
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
+from fl_lightning.models.pretrained import Pretrained
 from fl_lightning.models.resnet import ResNet8, ResNet18, ResNet50
 from fl_lightning.models.text import BiLSTM, FastText, TextCNN
 from fl_lightning.models.unet import UNet
@@ -23,6 +25,8 @@ __all__ = [
     "CNN4",
     "MLP",
     "VGG11",
+    "Adapted",
+    "Adapter",
     "Backbone",
     "BiLSTM",
     "CosineLinear",
@@ -30,9 +34,11 @@ __all__ = [
     "FromModule",
     "Head",
     "LeNet",
+    "LoRA",
     "MobileNetV2",
     "ModelFactory",
     "NetworkFactory",
+    "Pretrained",
     "ResNet8",
     "ResNet18",
     "ResNet50",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -26,7 +26,14 @@ class Backbone(ArgumentsMixin, nn.Module):
         head: Maps features to logits `(B, C)`.
         feature_dim: Size `d` of a feature.
         predictor: Maps features to predictions of the same size, for siamese losses. The logits do not depend on it.
+
+    Attributes:
+        several_inputs: Whether the class takes samples with several inputs (`Inputs`), and unpacks them itself.
+        new_layers: Names of the layers that are trained whole if the rest is pretrained and frozen, as in `Adapted`.
     """
+
+    several_inputs: ClassVar[bool] = False
+    new_layers: Sequence[str] = ("head",)
 
     def __init__(
         self, encoder: nn.Module, head: nn.Module, feature_dim: int, predictor: nn.Module | None = None
