@@ -44,6 +44,7 @@ PACKAGES = (
     "fl_lightning.algorithms.personalized",
     "fl_lightning.algorithms.clustered",
     "fl_lightning.algorithms.decentralized",
+    "fl_lightning.algorithms.adapters",
     "fl_lightning.data",
     "fl_lightning.models",
     "fl_lightning.engines",

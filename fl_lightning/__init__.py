@@ -81,9 +81,9 @@ _NAMES = {
     "core.message": "Message Upload",
     "core.round": "Round",
     "models": """
-        Backbone BiLSTM CausalTransformer classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder
-        Head LeNet Mixed MLP MobileNetV2 ModelFactory NetworkFactory ResizedFeatures ResNet18 ResNet50 ResNet8
-        ShuffleNetV2 TextCNN UNet VGG11 with_encoder
+        Adapted Adapter Backbone BiLSTM CausalTransformer classification_layer CNN CNN4 CosineLinear FastText FromModule
+        frozen_encoder Head LeNet LoRA Mixed MLP MobileNetV2 ModelFactory NetworkFactory Pretrained ResizedFeatures
+        ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN UNet VGG11 with_encoder
     """,
     "core.objectives": "CausalLM Classification MultiLabel Objective Regression Segmentation TokenClassification",
     "orchestrator": "FederatedOrchestrator",

@@ -11,6 +11,13 @@ from fl_lightning.core.public_names import public_classes
 from fl_lightning.core.state_dicts import State as State
 
 if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not listed here is `Any`
+    from fl_lightning.algorithms.adapters.fedex_lora import FedExLoRA as FedExLoRA, ResidualServer as ResidualServer
+    from fl_lightning.algorithms.adapters.fedit import FedIT as FedIT
+    from fl_lightning.algorithms.adapters.fedsa_lora import FedSALoRA as FedSALoRA
+    from fl_lightning.algorithms.adapters.ffa_lora import FFALoRA as FFALoRA
+    from fl_lightning.algorithms.adapters.flexlora import FlexLoRA as FlexLoRA, SVDServer as SVDServer
+    from fl_lightning.algorithms.adapters.flora import FLoRA as FLoRA, StackingServer as StackingServer
+    from fl_lightning.algorithms.adapters.rolora import AlternatingMean as AlternatingMean, RoLoRA as RoLoRA
     from fl_lightning.algorithms.aggregators import (
         Aggregator as Aggregator,
         DriftCorrection as DriftCorrection,

@@ -19,7 +19,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weight
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.client.weights import buffer_names, detached, is_in, load_weights, require_parts, to_cpu
+from fl_lightning.client.weights import belongs_to, buffer_names, detached, load_weights, require_parts, to_cpu
 from fl_lightning.core.arguments import FieldsMixin, describe
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
@@ -368,7 +368,7 @@ class Algorithm(FieldsMixin, Capable):
         return {
             name: value
             for name, value in entries
-            if (name in own or is_in(self.personal, name)) and name not in dropped
+            if (name in own or belongs_to(name, self.personal)) and name not in dropped
         }
 
 

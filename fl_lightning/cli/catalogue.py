@@ -34,7 +34,7 @@ BASES: dict[str, tuple[str, str, str]] = {
 The first two are relative to this package."""
 FILES = ("configs", "papers")
 KINDS = (*BASES, *FILES)
-FAMILIES = ("global_model", "personalized", "clustered", "decentralized")
+FAMILIES = ("global_model", "personalized", "clustered", "decentralized", "adapters")
 
 _SCHEDULERS = (
     *("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR"),

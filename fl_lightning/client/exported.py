@@ -17,7 +17,7 @@ from fl_lightning.core.arguments import describe
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.objectives import Objective
 from fl_lightning.core.trusted_imports import Untrusted, by_import_path, public_classes, refusal, untrusted
-from fl_lightning.models import Backbone, ModelFactory, NetworkFactory
+from fl_lightning.models import Adapter, Backbone, ModelFactory, NetworkFactory
 from fl_lightning.models.wrapped import build_network, constructor_of, original_of
 
 FIX = "Build it yourself: load_from_checkpoint(..., {key}=...)"
@@ -141,7 +141,7 @@ def allowed_objects() -> dict[str, Any]:
 
     return {
         **public_classes("fl_lightning", (Backbone, Objective, LossTerm, SharedKnowledge, LRScheduler)),
-        **public_classes("fl_lightning.models", (Backbone,)),
+        **public_classes("fl_lightning.models", (Adapter, Backbone)),
         **public_classes("fl_lightning.core.objectives", (Objective,)),
         **public_classes("torch.nn", (nn.Module,)),
         **public_classes("torch.optim", (optim.Optimizer,)),

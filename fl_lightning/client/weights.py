@@ -65,13 +65,8 @@ def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
     return tuple(part if "*" in part else f"{part}." for part in parts)
 
 
-def is_in(parts: Iterable[str], name: str) -> bool:
-    """Return whether a state dict entry belongs to one of some parts of a backbone.
-
-    Args:
-        parts: Prefixes such as `head.`, or patterns such as `*.lora_B.*`.
-        name: The entry's name.
-    """
+def belongs_to(name: str, parts: Iterable[str]) -> bool:
+    """Return whether an entry of a state dict belongs to one of some parts: prefixes, or patterns with `*`."""
     return any(fnmatchcase(name, part) if "*" in part else name.startswith(part) for part in parts)
 
 
@@ -87,7 +82,7 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
         ConfigError: No entry of the backbone belongs to a part. The message names it.
     """
     for part in parts:
-        if not any(is_in([part], name) for name in backbone.state_dict()):
+        if not any(belongs_to(name, [part]) for name in backbone.state_dict()):
             getattr(backbone, part.partition(".")[0], None)  # `FromModule` raises an error that says why
             there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
             fix = "and their submodules, such as encoder.1"

@@ -97,9 +97,16 @@ def copy_network(network: AnyModule) -> AnyModule:
     return copy.deepcopy(network, shared)
 
 
-def copy_shared_tensors(network: nn.Module) -> None:
-    """Give a network memory of its own for the tensors that it shares, so that its user may change them."""
-    for tensor in {id(tensor): tensor for tensor in shared_tensors(network).values()}.values():
+def copy_shared_tensors(network: nn.Module, names: Collection[str] | None = None) -> None:
+    """Give a network memory of its own for tensors that it shares, so that they can be changed.
+
+    Args:
+        network: The network.
+        names: Names of parameters and buffers; all by default.
+    """
+    shared = shared_tensors(network)
+    chosen = [tensor for name, tensor in shared.items() if names is None or name in names]
+    for tensor in {id(tensor): tensor for tensor in chosen}.values():
         tensor.data = tensor.data.clone()
         delattr(tensor, MARK)
 

@@ -1,5 +1,6 @@
 """Backbones: networks with an `encoder` for the features and a `head` for the logits. One file per family."""
 
+from fl_lightning.models.adapted import Adapted, Adapter, LoRA
 from fl_lightning.models.base import (
     Backbone,
     ModelFactory,
@@ -14,6 +15,7 @@ from fl_lightning.models.language import CausalTransformer
 from fl_lightning.models.mixed import Mixed, ResizedFeatures
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
+from fl_lightning.models.pretrained import Pretrained
 from fl_lightning.models.resnet import ResNet8, ResNet18, ResNet50
 from fl_lightning.models.text import BiLSTM, FastText, TextCNN
 from fl_lightning.models.unet import UNet
@@ -25,6 +27,8 @@ __all__ = [
     "CNN4",
     "MLP",
     "VGG11",
+    "Adapted",
+    "Adapter",
     "Backbone",
     "BiLSTM",
     "CausalTransformer",
@@ -33,10 +37,12 @@ __all__ = [
     "FromModule",
     "Head",
     "LeNet",
+    "LoRA",
     "Mixed",
     "MobileNetV2",
     "ModelFactory",
     "NetworkFactory",
+    "Pretrained",
     "ResNet8",
     "ResNet18",
     "ResNet50",

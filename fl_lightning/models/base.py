@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, cast
 
@@ -28,10 +28,12 @@ class Backbone(ArgumentsMixin, nn.Module):
         predictor: Maps features to predictions of the same size, for siamese losses. The logits do not depend on it.
 
     Attributes:
-        takes_texts: Whether the encoder also takes the inputs of tokenized texts, `input_ids` and `attention_mask`.
+        several_inputs: Whether the class takes samples with several inputs (`Inputs`), and unpacks them itself.
+        new_layers: Names of the layers that are trained whole if the rest is pretrained and frozen, as in `Adapted`.
     """
 
-    takes_texts: ClassVar[bool] = False
+    several_inputs: ClassVar[bool] = False
+    new_layers: Sequence[str] = ("head",)
 
     def __init__(
         self, encoder: nn.Module, head: nn.Module, feature_dim: int, predictor: nn.Module | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class CausalTransformer(Backbone):
         ValueError: The input is not a text.
     """
 
-    takes_texts = True
+    several_inputs: ClassVar = True
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ HUGGING_FACE = (
 """Why such a model cannot be used directly, and what to do."""
 
 OURS = "fl_lightning.models."
-"""Package of the networks that take one tensor."""
+"""Package of our networks, most of which take one tensor."""
 
 
 class FromModule(Backbone):
@@ -57,6 +57,8 @@ class FromModule(Backbone):
         ConfigError: `module` cannot be imported or does not build a module, or the module does not accept such inputs
             or does not have or call this layer.
     """
+
+    several_inputs: ClassVar = True
 
     def __init__(
         self,
@@ -254,8 +256,8 @@ def build_network(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes:
         raise ConfigError(f"model: got an object of type {type(factory).__name__}, which cannot be called. {fix}.")
     called = constructor_of(factory)
     called = called.func if isinstance(called, partial) else called
-    takes_them = called is FromModule or getattr(called, "takes_texts", False)
-    if has_several_inputs(in_shape) and not takes_them and called.__module__.startswith(OURS):
+    unpacks = getattr(called, "several_inputs", False)
+    if has_several_inputs(in_shape) and not unpacks and called.__module__.startswith(OURS):
         what = f"{called.__name__} takes one tensor, and a sample of this dataset has {len(in_shape)} inputs"
         raise ConfigError(f"model: {what}. Name a network of your own whose forward takes them.")
     if is_hugging_face(called):
@@ -263,7 +265,7 @@ def build_network(factory: Any, in_shape: tuple[int, ...] | Shapes, num_classes:
     network = factory(**arguments_from_data(factory, in_shape, num_classes))
     if not isinstance(network, nn.Module):
         raise ConfigError(f"model: it builds an object of type {type(network).__name__}. Return an nn.Module.")
-    if not isinstance(network, FromModule):
+    if not unpacks:
         accept_inputs(network.encoder if isinstance(network, Backbone) else network, in_shape)
     return network
 

@@ -29,7 +29,13 @@ def variables(run) -> dict[str, int]:
     """Return the variables of the formulas, in addition to the method's attributes."""
     backbone = run.worker.template.backbone
     entries = {name: value.numel() * value.element_size() for name, value in backbone.state_dict().items()}
+    frozen = {name for name, value in backbone.named_parameters() if not value.requires_grad and "lora" not in name}
     return {
+        "trained": sum(size for name, size in entries.items() if name not in frozen),
+        "base": sum(size for name, size in entries.items() if name.endswith(".base_layer.weight")),
+        "A": sum(size for name, size in entries.items() if ".lora_A." in name),
+        "B": sum(size for name, size in entries.items() if ".lora_B." in name),
+        "round": run.rounds,
         "model": sum(entries.values()),
         "encoder": sum(size for name, size in entries.items() if name.startswith("encoder.")),
         "head": sum(size for name, size in entries.items() if name.startswith("head.")),

@@ -4,8 +4,9 @@ import inspect
 from pathlib import Path
 
 import pytest
+from adapters import LowRankMLP
 from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished
-from methods import CLASSES, METHODS, SIAMESE, assert_same_run
+from methods import ADAPTERS, CLASSES, METHODS, SIAMESE, assert_same_run
 from stacking import compare
 
 from fl_lightning import algorithms
@@ -48,7 +49,7 @@ NOT_STACKED = {
 def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
     """With BatchNorm, missing classes, and clients that take part in one or both rounds."""
     method, options = METHODS[name]
-    model = SIAMESE if name in NEEDS_PREDICTOR else NormMLP
+    model = SIAMESE if name in NEEDS_PREDICTOR else LowRankMLP if name in ADAPTERS else NormMLP
     options = options | {"model": model, "scenario": digits(6, alpha=0.1), "trainer": ONE_EPOCH}
     options |= {"clients_per_round": 3, "seed": 3}
     whole = finished(tmp_path / "whole", method(), rounds=2, **options)
@@ -65,7 +66,8 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
 def test_methods_with_options_of_their_own_have_a_search_space():
     without = {name for name in NAMES if not getattr(algorithms, name).search_space}
     peers = {"DFedAvgM", "PeerAlgorithm", "PeerFedPer"}
-    assert without == peers | {"FedAvg", "FedBN", "FedPer", "FedROD", "FedRep", "HeteroFL", "LGFedAvg", "Local"}
+    others = {"FedAvg", "FedBN", "FedPer", "FedROD", "FedRep", "HeteroFL", "LGFedAvg", "Local"}
+    assert without == peers | {*ADAPTERS} | others
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if getattr(algorithms, name).search_space])

@@ -27,15 +27,14 @@ WARNING = "contain initial weights, because their clients have not trained yet"
 
 OWN_WEIGHTS = {  # methods in which a client has weights of its own
     *("APFL", "APPLE", "DFedAvgM", "DisPFL", "Ditto", "FedALA", "FedAMP", "FedBN", "FedDistill", "FedFomo", "FedPer"),
-    *("FedProto", "FedROD", "FedRep", "HeurFedAMP", "LGFedAvg", "Local", "PeerAlgorithm", "PeerCriticalFL"),
+    *("FedProto", "FedROD", "FedRep", "FedSALoRA", "HeurFedAMP", "LGFedAvg", "Local", "PeerAlgorithm"),
+    "PeerCriticalFL",
     *("PeerFedPer", "UAPDFL", "local buffers", "cwFedAVG's code", "UA-PDFL's code", "gossip on a random graph"),
     "many clients",
 }
-ALWAYS_INITIAL = {
-    "FedBABU",
-    "APPLE",
-    "dropped buffers",
-}  # also trained clients have the initial head, cores or statistics
+ALWAYS_INITIAL = {  # also trained clients have the initial head, cores, factors or statistics
+    *("APPLE", "FFALoRA", "FedBABU", "dropped buffers"),
+}
 FAST = ("Ditto", "FedFomo", "PFedMe", "UAPDFL")
 CASES = [name if name in FAST else pytest.param(name, marks=pytest.mark.thorough) for name in METHODS]
 
@@ -67,8 +66,9 @@ def test_the_count_of_untrained_clients(tmp_path, name):
         def shifted(in_shape, num_classes):
             network = run.worker.model(in_shape, num_classes)
             with torch.no_grad():
-                for entry in network.state_dict().values():
-                    entry += 0.001 * torch.rand_like(entry) if entry.is_floating_point() else 0
+                frozen = {name for name, value in network.named_parameters() if not value.requires_grad}
+                for name, entry in network.state_dict().items():
+                    entry += 0.001 * torch.rand_like(entry) if entry.is_floating_point() and name not in frozen else 0
             return network
 
         models = zip(models_of(run, run.worker), models_of(run, replace(run.worker, model=shifted)), strict=True)

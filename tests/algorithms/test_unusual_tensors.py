@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from adapters import LowRankMLP
 from experiments import assert_near, digits, finished
-from methods import CLASSES, METHODS, SIAMESE
+from methods import ADAPTERS, CLASSES, METHODS, SIAMESE
 from test_methods import NOT_STACKED, tiers
 from torch import nn
 
@@ -38,9 +39,9 @@ class Scaled(nn.Module):
         return self.scale * self.network(x)
 
 
-def network(unusual):
+def network(unusual, name):
     def build(in_shape, num_classes):
-        backbone = SIAMESE(in_shape=in_shape, num_classes=num_classes)
+        backbone = (LowRankMLP if name in ADAPTERS else SIAMESE)(in_shape=in_shape, num_classes=num_classes)
         backbone.encoder = Scaled(backbone.encoder, unusual)
         return backbone
 
@@ -59,8 +60,8 @@ def models_of(run):
 def test_unusual_tensors_change_nothing_else(tmp_path, name):
     method, options = METHODS[name]
     options = options | {"scenario": digits(4, alpha=0.5), "clients_per_round": 3, "trainer": DOUBLE, "rounds": 2}
-    plain = finished(tmp_path / "plain", method(), **options | {"model": network(False)})
-    run = finished(tmp_path / "unusual", method(), **options | {"model": network(True)})
+    plain = finished(tmp_path / "plain", method(), **options | {"model": network(False, name)})
+    run = finished(tmp_path / "unusual", method(), **options | {"model": network(True, name)})
     initial = run.worker.template.backbone.state_dict()
     for model, expected in zip(models_of(run), models_of(plain), strict=True):
         others = {entry: initial[entry].reshape(value.shape) for entry, value in model.items() if entry not in expected}
@@ -72,7 +73,7 @@ def test_unusual_tensors_change_nothing_else(tmp_path, name):
 @pytest.mark.parametrize("name", tiers([name for name in CLASSES if name not in ("Algorithm", *NOT_STACKED)]))
 def test_unusual_tensors_are_stacked(tmp_path, name):
     method, options = METHODS[name]
-    options = options | {"scenario": digits(4, alpha=0.5), "trainer": DOUBLE, "rounds": 1, "model": network(True)}
+    options = options | {"scenario": digits(4, alpha=0.5), "trainer": DOUBLE, "rounds": 1, "model": network(True, name)}
     plain = finished(tmp_path / "plain", method(), engine="sequential", **options)
     stacked = finished(tmp_path / "stacked", method(), engine=StackedEngine(), **options)
     assert_near(stacked.state["model"], plain.state["model"])

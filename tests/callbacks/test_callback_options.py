@@ -161,10 +161,13 @@ WATCHERS = {
 FEW_SHOT = {"ProtoNet", "FedSKC with ProtoNet"}  # whose test samples have other classes
 SKC = {"FedSKC", "received", "FedSKC with ProtoNet"}
 WEIGHING = {*SKC, "FedSiamDA", "CwFedAvg", "class shares", "cwFedAVG's code"}
-HIDDEN = {"APPLE", "CriticalFL", "DisPFL"}  # the server does not receive a client's model as it was trained
+HIDDEN = {  # the server does not receive a client's model as it was trained
+    *("APPLE", "CriticalFL", "DisPFL", "FLoRA", "FLoRA with ranks", "FedExLoRA", "FlexLoRA", "FlexLoRA with ranks"),
+    "RoLoRA",
+}
 UNSHARED = {"FedDistill", "FedProto", "Local"}
 WITHOUT_ONE_MODEL = {*UNSHARED, "APPLE", "CFL", "DisPFL", "FedAMP", "FedFomo", "FedPAC", "FedPer", "FedRep"} | {
-    *("FedBN", "HeurFedAMP", "IFCA", "LGFedAvg", "PeerFedPer"),
+    *("FedBN", "FedSALoRA", "HeurFedAMP", "IFCA", "LGFedAvg", "PeerFedPer"),
 }
 REFUSED = {
     "AggregationWeights": METHODS.keys() - WEIGHING,

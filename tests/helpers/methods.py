@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import LowRankMLP
 from experiments import NormMLP, digits, same_bytes, untimed
 
 from fl_lightning import algorithms
@@ -20,6 +21,8 @@ from fl_lightning.algorithms import (
     FedPAC,
     FedRep,
     FedSKC,
+    FlexLoRA,
+    FLoRA,
     PeerAlgorithm,
     PeerCriticalFL,
     Prototypical,
@@ -48,7 +51,9 @@ CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issub
     "PeerCriticalFL": partial(PeerCriticalFL, n_com=2),
     "UAPDFL": partial(UAPDFL, n_com=2),
 }
+ADAPTERS = ("FFALoRA", "FLoRA", "FedExLoRA", "FedIT", "FedSALoRA", "FlexLoRA", "RoLoRA")
 OPTIONS = {  # required by the method
+    **{name: {"model": LowRankMLP} for name in ADAPTERS},
     "FedBN": {"model": NormMLP},
     **{name: {"optimizer": partial(torch.optim.SGD, lr=0.1)} for name in ("SCAFFOLD", "FedCM", "FedDC", "MoFedSAM")},
 }
@@ -80,6 +85,8 @@ METHODS = {
     "gossip on a random graph": (lambda: PeerAlgorithm(n_com=1, graph=ErdosRenyi(0.7)), {"model": NormMLP}),
     "ProtoNet": (lambda: FedAvg(loss_terms=[Prototypical(2)]), {"scenario": EPISODES, "model": SIAMESE}),
     "FedSKC with ProtoNet": (lambda: FedSKC(loss_terms=[Prototypical(2)]), {"scenario": EPISODES}),
+    "FLoRA with ranks": (partial(FLoRA, ranks=[3, 1]), {"model": LowRankMLP}),
+    "FlexLoRA with ranks": (partial(FlexLoRA, ranks=[3, 1]), {"model": LowRankMLP}),
     "many clients": (partial(PeerAlgorithm, n_com=3), {"scenario": digits(20, alpha=10.0), "clients_per_round": 15}),
 }
 

@@ -15,7 +15,7 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.fine_tuning import fine_tune
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.client.weights import beginnings, is_in, require_parts
+from fl_lightning.client.weights import beginnings, belongs_to, require_parts
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
@@ -69,24 +69,24 @@ class FedBABU(Algorithm):
         """
         require_parts("frozen", self.frozen, backbone)
         for name, parameter in backbone.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and not is_in(self.frozen, name))
+            parameter.requires_grad_(parameter.requires_grad and not belongs_to(name, self.frozen))
         return super().client_module(backbone, optimizer, lr_scheduler)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Fine-tune the client's model on its training data before evaluation."""
         for name, parameter in module.backbone.named_parameters():
-            if is_in(self.frozen, name) and name not in self.fixed:
+            if belongs_to(name, self.frozen) and name not in self.fixed:
                 parameter.requires_grad_(True)
         if self.tune_epochs:
             fine_tune(module, batches, self.tune_epochs, self._is_tuned)
 
     def _is_tuned(self, name: str) -> bool:
-        return self.tune == "full" or is_in(self.frozen, name) == (self.tune == "head")
+        return self.tune == "full" or belongs_to(name, self.frozen) == (self.tune == "head")
 
     def _shared(self, backbone: nn.Module) -> Tensors:
         """Return the state dict entries that clients and server exchange. Frozen parameters are not exchanged.
 
         Buffers of frozen parts, such as BatchNorm's running statistics, are exchanged.
         """
-        frozen = {name for name, _ in backbone.named_parameters() if is_in(self.frozen, name)}
+        frozen = {name for name, _ in backbone.named_parameters() if belongs_to(name, self.frozen)}
         return {name: value for name, value in super()._shared(backbone).items() if name not in frozen}

@@ -14,7 +14,7 @@ from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.personalized.fedper import FedPer
 from fl_lightning.client.fine_tuning import fine_tune, learn_only, trainable_names
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.weights import is_in
+from fl_lightning.client.weights import belongs_to
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError
 
@@ -61,7 +61,7 @@ class HeadThenBody(ClientModule):
     def on_train_epoch_start(self) -> None:
         """Freeze the body in the first epochs and the head in the later ones. Held-out clients train only the head."""
         first = self.current_epoch < self.head_epochs or (self.context.new_client and self.personal != ())
-        learn_only(self, lambda name: is_in(self.personal, name) == first, self.among)
+        learn_only(self, lambda name: belongs_to(name, self.personal) == first, self.among)
         super().on_train_epoch_start()
 
 
@@ -100,4 +100,4 @@ class FedRep(FedPer):
         if self.final_epochs:
             assert isinstance(module, HeadThenBody)
             learn_only(module, lambda name: True, module.among)  # a fit ends with the head frozen
-            fine_tune(module, batches, self.final_epochs, lambda name: is_in(self.personal, name))
+            fine_tune(module, batches, self.final_epochs, lambda name: belongs_to(name, self.personal))

@@ -1,0 +1,46 @@
+"""FedIT: FedAvg of LoRA adapters.
+
+Zhang, Vahidian, Kuo, Li, Zhang, Yu, Wang, Chen: "Towards Building the Federated GPT: Federated Instruction Tuning",
+ICASSP 2024, Algorithm 1.
+
+The mean of the factors, `mean(B_k) mean(A_k)`, is not the mean of the products `B_k A_k`. The other methods of this
+family differ in what they do about it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fl_lightning.algorithms.adapters.low_rank import adapter_layers
+from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
+
+
+class FedIT(Algorithm):
+    """FedAvg of a model's LoRA adapters and of all else that it trains, such as the head.
+
+    This is FedAvg, bit for bit. The only difference is that it refuses a model without adapters.
+
+    Bytes a round, each participant: down `trained`, up `trained + 8`.
+
+    Args:
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+    """
+
+    weighting: Weighting = "samples"
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> ClientModule:
+        """Return a client's LightningModule around a network with LoRA adapters.
+
+        Raises:
+            ConfigError: The network has no adapters, or others than LoRA's on linear layers and convolutions.
+        """
+        adapter_layers(backbone)
+        return super().client_module(backbone, optimizer, lr_scheduler)
