@@ -120,7 +120,9 @@ class Worker:
 
     def architecture_of(self, client: int) -> str | None:
         """Return the name of a client's architecture in a `Mixed`; None if all clients have the same network."""
-        return self.model.names[self.model.group_of(client, self.seed)] if isinstance(self.model, Mixed) else None
+        if not isinstance(self.model, Mixed) or len(self.model.models) == 1:
+            return None
+        return self.model.names[self.model.group_of(client, self.seed)]
 
     @cached_property
     def _groups(self) -> dict[int, Worker]:
@@ -144,7 +146,7 @@ class Worker:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the network's frozen parameters, which are the same on all clients."""
+        """Names of the network's frozen parameters, which are the same on all clients with this network."""
         return self._template[1]
 
     @cached_property

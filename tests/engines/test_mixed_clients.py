@@ -53,11 +53,6 @@ METHODS = [FedProto, FedDistill, LGFedAvg, Local]
 def test_one_network_is_that_network_bit_for_bit(tmp_path, method, assign):
     plain = finished(tmp_path / "plain", method(), model=NormMLP, rounds=2)
     mixed = finished(tmp_path / "mixed", method(), model=Mixed([NormMLP], assign), rounds=2)
-    for run in (plain, mixed):
-        run.csv.rows[:] = [
-            {name: value for name, value in row.items() if not name.startswith("architecture/")} for row in run.csv.rows
-        ]
-        (run.run_dir / "final" / "summary.json").write_text("")
     assert_same_run(plain, mixed)
 
 
