@@ -82,10 +82,10 @@ def describe_model(run: FederatedRun) -> str:
         backbone = run.worker.template.backbone
         name = backbone.path if isinstance(backbone, FromModule) else type(backbone).__name__
         return describe_network(name, backbone)
-    clients = Counter(run.worker.architecture_of(client) for client in range(run.clients))
+    clients = Counter(model.group_of(client, run.worker.seed) for client in range(run.clients))
     texts = []
     for name, group in zip(model.names, run.worker.groups, strict=True):
-        texts.append(f"{describe_network(name, group.template.backbone)}, {clients[name]:,} clients")
+        texts.append(f"{describe_network(name, group.template.backbone)}, {clients[group.group]:,} clients")
     return "; ".join(texts)
 
 

@@ -136,7 +136,9 @@ class Worker:
 
     def architecture_of(self, client: int) -> str | None:
         """Return the name of a client's architecture in a `Mixed`; None if all clients have the same network."""
-        return self.model.names[self.model.group_of(client, self.seed)] if isinstance(self.model, Mixed) else None
+        if not isinstance(self.model, Mixed) or len(self.model.models) == 1:
+            return None
+        return self.model.names[self.model.group_of(client, self.seed)]
 
     @cached_property
     def _groups(self) -> dict[int, Worker]:
@@ -155,7 +157,7 @@ class Worker:
 
     @property
     def fixed(self) -> Tensors:
-        """The network's frozen parameters and the buffers of frozen layers, which are the same on all clients."""
+        """The frozen parameters and buffers of frozen layers, the same on all clients with this network."""
         return shared_tensors(self.template.backbone)
 
     @cached_property

@@ -298,18 +298,8 @@ PLAIN = {
     *("APPLE", "CFL", "CriticalFL", "DFedAvgM", "DisPFL", "Ditto", "FedALA", "FedAMP", "FedAdagrad"),
     *("FedAdam", "FedAvg", "FedAvgM", "FedBABU", "FedFomo", "FedPer", "FedProx", "FedRep", "FedSiamDA", "FedYogi"),
     *("APFL", "FedACG", "FedBN", "FedCM", "FedDC", "FedDyn", "FedNova", "FedSAM", "LGFedAvg", "MoFedSAM", "PFedMe"),
-    *(
-        "HeteroFL",
-        "HeurFedAMP",
-        "IFCA",
-        "Local",
-        "MOON",
-        "PeerAlgorithm",
-        "PeerCriticalFL",
-        "PeerFedPer",
-        "PerFedAvg",
-        "SCAFFOLD",
-    ),
+    *("HeteroFL", "HeurFedAMP", "IFCA", "Local", "MOON", "PeerAlgorithm", "PeerCriticalFL", "PeerFedPer"),
+    *("PerFedAvg", "SCAFFOLD"),
 }
 """Methods that take every objective: each is run on numbers below."""
 
