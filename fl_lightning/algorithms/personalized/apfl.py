@@ -16,7 +16,7 @@ from torch.func import functional_call
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.sgd import check_step_per_batch
+from fl_lightning.client.own_network import OwnNetwork
 from fl_lightning.client.weights import buffer_names, kept_model, load_weights, to_cpu, trainable_parameters
 from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors
@@ -29,7 +29,7 @@ MIXING = "mixing"
 """The section of the client state with the share of the own model, `alpha`."""
 
 
-class MixedModels(ClientModule):
+class MixedModels(OwnNetwork):
     """A client's module that trains the shared model `w`, and a personal model `v` for the mixture `α v + (1 - α) w`.
 
     Both take a step on each batch. The step of `v` follows the gradient of the mixture's loss, and does not affect `w`.
@@ -41,21 +41,13 @@ class MixedModels(ClientModule):
         adaptive: Whether α takes a gradient step in each round.
     """
 
+    method = "APFL"
+
     def __init__(self, *parts: Any, alpha: float, adaptive: bool) -> None:
         super().__init__(*parts)
         self.own, self.adaptive = copy.deepcopy(self.backbone), adaptive
         self.register_buffer("alpha", torch.tensor(alpha, dtype=torch.float64), persistent=False)
         self.alpha: Tensor
-
-    def check_fit(self) -> None:
-        """Raise an error if gradients are accumulated, because the client's own model takes a step on each batch."""
-        check_step_per_batch(self, "APFL")
-
-    def on_fit_start(self) -> None:
-        """Build the optimizer of the client's own model."""
-        super().on_fit_start()
-        self.own_optimizer = self.optimizer_for(self.own.parameters())
-        self.own_schedule = self.scheduler_factory(self.own_optimizer) if self.scheduler_factory else None
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Train the client's own model for one step, then return the shared model's loss."""
@@ -92,12 +84,6 @@ class MixedModels(ClientModule):
         slope = sum(((own[name] - shared[name]) * g).detach().double().sum() for name, g in gradients.items())
         lr = self.own_optimizer.param_groups[0]["lr"]
         self.alpha.copy_((self.alpha - lr * slope).clamp(0, 1))
-
-    def on_train_epoch_end(self) -> None:
-        """Step the learning-rate schedulers of both models."""
-        super().on_train_epoch_end()
-        if self.own_schedule:
-            self.own_schedule.step()
 
 
 def mixed_models(module: ClientModule) -> MixedModels:
