@@ -174,9 +174,16 @@ def network_of_module(
     return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, data.objective, schema)
 
 
-def described_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class path and arguments of the model in a run's config, as a dict."""
-    model = config["model"]
+def described_model(config: Mapping[str, Any], shared: bool = False) -> dict[str, Any]:
+    """Return the class path and arguments of the model in a run's config, as a dict.
+
+    Args:
+        config: The run's config.
+        shared: Whether to describe the global model, for which a method may have the option `shared_model`.
+    """
+    method, model = config.get("algorithm"), config["model"]
+    if shared and isinstance(method, dict):
+        model = method.get("init_args", {}).get("shared_model") or model
     return {"class_path": model} if isinstance(model, str) else model
 
 

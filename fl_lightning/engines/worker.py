@@ -16,9 +16,11 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.protocols import SharesNetwork
 from fl_lightning.client.fit import ClientTrainerView, LocalWork, configure_optimizer
 from fl_lightning.client.fit import fit as fit_locally
 from fl_lightning.client.lightning_model import (
@@ -108,16 +110,25 @@ class Worker:
     @cached_property
     def _template(self) -> tuple[ClientModule, frozenset[str]]:
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
-        loaded = self.data.data
-        backbone = build_network(self.model, loaded.in_shape, loaded.num_classes)
-        initialise_lazy_layers(backbone, loaded.prepare(loaded.x_train[:2]))
-        check_tensors(backbone)
-        frozen = {id(parameter): parameter for parameter in backbone.parameters() if not parameter.requires_grad}
+        backbone = self._build_network(self.model)
+        shared = {}
+        if isinstance(self.algorithm, SharesNetwork) and self.algorithm.shared_model:
+            with blame("algorithm.shared_model"):
+                shared = {"shared": self._build_network(self.algorithm.shared_model)}
+        built = (backbone, *shared.values())
+        frozen = {id(p): p for network in built for p in network.parameters() if not p.requires_grad}
         optimizer = self.training.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
-        module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler)
+        module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler, **shared)
         module.objective = self.data.objective
         # a method may have replaced a frozen parameter by one of its own
         return module, frozenset(name for name, p in module.backbone.named_parameters() if id(p) in frozen)
+
+    def _build_network(self, factory: NetworkFactory) -> nn.Module:
+        loaded = self.data.data
+        network = build_network(factory, loaded.in_shape, loaded.num_classes)
+        initialise_lazy_layers(network, loaded.prepare(loaded.x_train[:2]))
+        check_tensors(network)
+        return network
 
     @property
     def client_callbacks(self) -> Sequence[Callback]:
@@ -236,10 +247,11 @@ class Worker:
         entries = module.backbone.state_dict().keys()
         with blame_inputs(x), inference(module, trainer), torch.enable_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch.compile reads it
-            logits = module(x)
-        check_outputs(logits, len(x), objective.output_shape(y, outputs), self.model)
-        check_gradients(logits, module, entries)
-        check_measures(scorer.measures, objective, logits.detach(), y)
+            returned = {key: network(x) for key, network in module.networks.items()}
+        for key, logits in returned.items():
+            check_outputs(logits, len(x), objective.output_shape(y, outputs), self.model, key)
+            check_gradients(logits, module, entries)
+            check_measures(scorer.measures, objective, logits.detach(), y)
 
     def _check_lightning_model(self, trainer: Any) -> None:
         """Check a model that is a LightningModule, and try a step of its training and its optimizer."""

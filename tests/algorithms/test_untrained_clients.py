@@ -26,7 +26,8 @@ RECEIVED = Evaluation(client_model="received")
 WARNING = "contain initial weights, because their clients have not trained yet"
 
 OWN_WEIGHTS = {  # methods in which a client has weights of its own
-    *("APFL", "APPLE", "DFedAvgM", "DisPFL", "Ditto", "FedALA", "FedAMP", "FedBN", "FedDistill", "FedFomo", "FedPer"),
+    *("APFL", "APPLE", "DFedAvgM", "DisPFL", "Ditto", "FML", "FedALA", "FedAMP", "FedBN", "FedDistill", "FedFomo"),
+    *("FedGH", "FedKD", "FedPer", "FedTGP"),
     *("FedProto", "FedROD", "FedRep", "HeurFedAMP", "LGFedAvg", "Local", "PeerAlgorithm", "PeerCriticalFL"),
     *("PeerFedPer", "UAPDFL", "local buffers", "cwFedAVG's code", "UA-PDFL's code", "gossip on a random graph"),
     "many clients",
