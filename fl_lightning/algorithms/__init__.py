@@ -141,6 +141,12 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         MeanLogits as MeanLogits,
     )
     from fl_lightning.algorithms.personalized.fedfomo import Affinities as Affinities, FedFomo as FedFomo
+    from fl_lightning.algorithms.personalized.fedgh import (
+        FedGH as FedGH,
+        HeadTraining as HeadTraining,
+        Representations as Representations,
+    )
+    from fl_lightning.algorithms.personalized.fedkd import CompressedMean as CompressedMean, FedKD as FedKD
     from fl_lightning.algorithms.personalized.fedpac import (
         Centroids as Centroids,
         ClassifierCollaboration as ClassifierCollaboration,
@@ -156,6 +162,12 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     )
     from fl_lightning.algorithms.personalized.fedrep import FedRep as FedRep
     from fl_lightning.algorithms.personalized.fedrod import BalancedSoftmax as BalancedSoftmax, FedROD as FedROD
+    from fl_lightning.algorithms.personalized.fedtgp import (
+        FedTGP as FedTGP,
+        TrainedPrototypeAlignment as TrainedPrototypeAlignment,
+        TrainedPrototypes as TrainedPrototypes,
+    )
+    from fl_lightning.algorithms.personalized.fml import FML as FML
     from fl_lightning.algorithms.personalized.lgfedavg import LGFedAvg as LGFedAvg
     from fl_lightning.algorithms.personalized.local import Local as Local
     from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import State
+from fl_lightning.models import ModelFactory, NetworkFactory
 
 
 @runtime_checkable
@@ -68,4 +70,25 @@ class SizesCohort(Protocol):
             participants: `clients_per_round` of the experiment.
             clients: Number of clients of the experiment.
         """
+        ...
+
+
+@runtime_checkable
+class SharesNetwork(Protocol):
+    """A method whose clients share a network beside their own one, which is the experiment's `model`.
+
+    Attributes:
+        shared_model: Builds the shared network; by default it is a copy of the client's own.
+    """
+
+    shared_model: ModelFactory | NetworkFactory | None
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        shared: nn.Module | None = None,
+    ) -> ClientModule:
+        """Return a client's LightningModule around its own network, `backbone`, and the shared one."""
         ...

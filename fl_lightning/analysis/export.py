@@ -178,13 +178,17 @@ def network_of_module(
     return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, data.objective, schema)
 
 
-def described_model(config: Mapping[str, Any], group: int = 0) -> dict[str, Any]:
+def described_model(config: Mapping[str, Any], group: int = 0, shared: bool = False) -> dict[str, Any]:
     """Return the class path and arguments of the model in a run's config, as a dict.
 
     Args:
         config: The config.
         group: The number of the network in a `Mixed`.
+        shared: Whether to describe the global model, for which a method may have the option `shared_model`.
     """
+    method = config.get("algorithm")
+    if shared and isinstance(method, dict) and (given := method.get("init_args", {}).get("shared_model")):
+        return as_class(given)
     model = as_class(config["model"])
     if find_object(model["class_path"]) is not Mixed:
         return model

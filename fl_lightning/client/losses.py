@@ -1,4 +1,4 @@
-"""Sum, differentiate and record the losses of training steps; build a loss from gradients computed elsewhere."""
+"""Sum and record the losses of training steps; functions from which several methods build their losses."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def loss_with_gradients(value: Tensor, parameters: Iterable[Tensor], gradients: 
     """Return a loss with a given value, whose backward pass gives each parameter the given gradient."""
     zeros = ((gradient * (p - p.detach())).sum() for p, gradient in zip(parameters, gradients, strict=True))
     return reduce(torch.add, zeros, value.detach())
+
+
+def distillation_loss(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Return the batch mean of `KL(softmax(teacher) || softmax(logits))`; both are `(B, C)`."""
+    log_p, log_t = logits.log_softmax(dim=1), teacher.log_softmax(dim=1)
+    return (log_t.exp() * (log_t - log_p)).sum(dim=1).mean()  # vmap slows F.kl_div down
 
 
 class LossRecord:

@@ -270,6 +270,11 @@ class ClientModule(L.LightningModule):
         return with_encoder(self.backbone).encoder
 
     @property
+    def networks(self) -> dict[str, nn.Module]:
+        """The networks that the client trains, by the config key of each: the backbone, and others of the method."""
+        return {"model": self.backbone}
+
+    @property
     def objective(self) -> Objective:
         """The objective (loss and metrics). Its loss is weighted if the fit's context has `class_weights`."""
         weights = self.context.class_weights

@@ -79,6 +79,28 @@ def shared_tensors(network: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named_tensors(network) if is_shared(tensor)}
 
 
+def shared_memory(network: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that copies of a network share, by name; of several names for the same memory, the first."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in shared_tensors(network).items():
+        first.setdefault(tensor.data_ptr(), (name, tensor.detach()))
+    return dict(first.values())
+
+
+def use_memory(network: nn.Module, memory: dict[str, Tensor]) -> None:
+    """Use other memory, such as that of another process, for the tensors that copies of a network share.
+
+    Args:
+        network: The network.
+        memory: The result of `shared_memory` of an equal network.
+    """
+    shared = shared_tensors(network)
+    places = {shared[name].data_ptr(): value for name, value in memory.items()}
+    for tensor in shared.values():
+        if tensor.data_ptr() in places:
+            tensor.data = places[tensor.data_ptr()]
+
+
 def alias(tensor: Tensor) -> Tensor:
     """Return another tensor or parameter with the same memory. Tensors of other classes, such as quantized, are copied.
 

@@ -299,24 +299,25 @@ def check_gradients(loss: Tensor, module: ClientModule, entries: Set[str]) -> No
         raise ConfigError(f"model: {what}. Remove detach, no_grad or item from its computation.")
 
 
-def check_outputs(outputs: Any, samples: int, expected: tuple[int, ...], factory: Any) -> None:
+def check_outputs(outputs: Any, samples: int, expected: tuple[int, ...], factory: Any, key: str = "model") -> None:
     """Raise an error if a network's outputs for a batch are not a tensor with the dataset's number of outputs.
 
     Args:
         outputs: What the network returned.
         samples: Number of samples in the batch.
         expected: Shape of the outputs for a sample.
-        factory: The factory of the network.
+        factory: The factory of the experiment's model.
+        key: The config key of the network.
     """
     if not isinstance(outputs, Tensor):
         fix = "Return the logits, a tensor, from forward, as in `return self.net(x).logits`."
-        raise ConfigError(f"model: forward returned {type(outputs).__name__}. {fix}")
+        raise ConfigError(f"{key}: forward returned {type(outputs).__name__}. {fix}")
     if outputs.shape == (samples, *expected):
         return
-    option = outputs_option(factory)
+    option = outputs_option(factory) if key == "model" else None
     fix = f"Did you mean --{option} {expected[0]}?" if option else f"Give its last layer {expected[0]} outputs."
     what = f"{tuple(outputs.shape[1:])} outputs a sample, and the dataset needs {expected}"
-    raise ConfigError(f"model: forward returned {what}. {fix}")
+    raise ConfigError(f"{key}: forward returned {what}. {fix}")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: bool) -> None:

@@ -35,8 +35,8 @@ OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam",
 MAX_TENSOR = 1 << 25
 """Bytes below which a stacked tensor must stay on a CPU. Linux takes larger ones back in each step, which is slow."""
 
-HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_end", "loss_names")
-"""Methods of `ClientModule` that are called for each client separately, and so may be overridden."""
+HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_end", "loss_names", "networks")
+"""Parts of `ClientModule` that are used for each client separately or before round 1, and so may be overridden."""
 
 
 class StackedEngine(RoundEngine):

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.protocols import SharesNetwork
 from fl_lightning.client.fit import ClientTrainerView, configure_optimizer
 from fl_lightning.client.fit import fit as fit_locally
 from fl_lightning.client.lightning_model import (
@@ -38,7 +39,14 @@ from fl_lightning.client.module import ClientModule, FitContext
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, blame
-from fl_lightning.core.fixed_tensors import fixed_tensors, set_to_eval_mode, share, shared_tensors
+from fl_lightning.core.fixed_tensors import (
+    fixed_tensors,
+    set_to_eval_mode,
+    share,
+    shared_memory,
+    shared_tensors,
+    use_memory,
+)
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.state_dicts import State
@@ -116,7 +124,7 @@ class Worker:
 
         The receiving process builds everything else again.
         """
-        mapped = {each.group: {name: value.detach() for name, value in each.fixed.items()} for each in self.groups}
+        mapped = {each.group: shared_memory(each.template) for each in self.groups}
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {"mapped": mapped}
 
     def for_client(self, client: int) -> Worker:
@@ -164,27 +172,33 @@ class Worker:
     def template(self) -> ClientModule:
         """LightningModule with the run's initial weights. Each task trains a copy of it."""
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS, *[self.group] * (self.group > 0))
-        loaded = self.data.data
         with blame_network(self.model, self.group):
-            backbone = build_network(self._factory, loaded.in_shape, loaded.num_classes)
-            initialise_lazy_layers(backbone, loaded.prepare(first_samples(loaded.x_train, 2)))
-            check_tensors(backbone)
-        fixed = fixed_tensors(backbone)
-        for name, value in self.mapped.get(self.group, {}).items():
-            fixed[name].data = value
-        share(backbone, fixed)
-        set_to_eval_mode(backbone)
+            backbone = self._build_network(self._factory)
+        shared = {}
+        if isinstance(self.algorithm, SharesNetwork) and self.algorithm.shared_model:
+            with blame("algorithm.shared_model"):
+                shared = {"shared": self._build_network(self.algorithm.shared_model)}
         optimizer = self.training.optimizer or (None if has_optimizer(backbone) else torch.optim.SGD)
-        module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler)
+        module = self.algorithm.client_module(backbone, optimizer, self.training.lr_scheduler, **shared)
         module.objective = self.data.objective
         module.lr_scheduler_interval = self.training.lr_scheduler_interval
         module.lr_factors = dict(self.training.lr_factors or {})
         module.mixing = self.training.mixing
+        use_memory(module, self.mapped.get(self.group, {}))
         return module
 
     @property
     def _factory(self) -> Callable[..., nn.Module]:
         return networks_of(self.model)[self.group]
+
+    def _build_network(self, factory: NetworkFactory) -> nn.Module:
+        loaded = self.data.data
+        network = build_network(factory, loaded.in_shape, loaded.num_classes)
+        initialise_lazy_layers(network, loaded.prepare(first_samples(loaded.x_train, 2)))
+        check_tensors(network)
+        share(network, fixed_tensors(network))
+        set_to_eval_mode(network)
+        return network
 
     @property
     def client_callbacks(self) -> Sequence[Callback]:
@@ -316,10 +330,11 @@ class Worker:
         entries = module.backbone.state_dict().keys()
         with blame_inputs(x), inference(module, trainer), torch.enable_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch.compile reads it
-            logits = module(x)
-        check_outputs(logits, len(x), objective.output_shape(y, outputs), self._factory)
-        check_gradients(logits, module, entries)
-        check_measures(scorer.measures, objective, logits.detach(), y)
+            returned = {key: network(x) for key, network in module.networks.items()}
+        for key, logits in returned.items():
+            check_outputs(logits, len(x), objective.output_shape(y, outputs), self._factory, key)
+            check_gradients(logits, module, entries)
+            check_measures(scorer.measures, objective, logits.detach(), y)
 
     def _check_lightning_model(self, trainer: Any) -> None:
         """Check a model that is a LightningModule, and try a step of its training and its optimizer."""

@@ -34,6 +34,8 @@ NOT_STACKED = {
     "CriticalFL": MEASURED,
     "DisPFL": "MaskedModule (it has a on_before_optimizer_step of its own)",
     "Ditto": "TwoModels (it has a training_step of its own)",
+    "FML": "MutualModule (it has a training_step of its own)",
+    "FedKD": "DistillingModule (it has a training_step of its own)",
     "FedROD": "TwoHeads (it has a losses of its own)",
     "FedSAM": "SharpnessAware (it has a training_step of its own)",
     "FedSiamDA": "loss term 'siamese'",

@@ -26,9 +26,9 @@ RECEIVED = Evaluation(client_model="received")
 WARNING = "contain initial weights, because their clients have not trained yet"
 
 OWN_WEIGHTS = {  # methods in which a client has weights of its own
-    *("APFL", "APPLE", "DFedAvgM", "DisPFL", "Ditto", "FedALA", "FedAMP", "FedBN", "FedDistill", "FedFomo", "FedPer"),
-    *("FedProto", "FedROD", "FedRep", "FedSALoRA", "HeurFedAMP", "LGFedAvg", "Local", "PeerAlgorithm"),
-    "PeerCriticalFL",
+    *("APFL", "APPLE", "DFedAvgM", "DisPFL", "Ditto", "FML", "FedALA", "FedAMP", "FedBN", "FedDistill", "FedFomo"),
+    *("FedGH", "FedKD", "FedPer", "FedProto", "FedROD", "FedRep", "FedSALoRA", "FedTGP", "HeurFedAMP", "LGFedAvg"),
+    *("Local", "PeerAlgorithm", "PeerCriticalFL"),
     *("PeerFedPer", "UAPDFL", "local buffers", "cwFedAVG's code", "UA-PDFL's code", "gossip on a random graph"),
     "many clients",
 }

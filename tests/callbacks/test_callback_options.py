@@ -162,12 +162,14 @@ FEW_SHOT = {"ProtoNet", "FedSKC with ProtoNet"}  # whose test samples have other
 SKC = {"FedSKC", "received", "FedSKC with ProtoNet"}
 WEIGHING = {*SKC, "FedSiamDA", "CwFedAvg", "class shares", "cwFedAVG's code"}
 HIDDEN = {  # the server does not receive a client's model as it was trained
-    *("APPLE", "CriticalFL", "DisPFL", "FLoRA", "FLoRA with ranks", "FedExLoRA", "FlexLoRA", "FlexLoRA with ranks"),
-    "RoLoRA",
+    *("APPLE", "CriticalFL", "DisPFL", "FLoRA", "FLoRA with ranks", "FedExLoRA", "FedKD", "FlexLoRA"),
+    *("FlexLoRA with ranks", "RoLoRA"),
 }
-UNSHARED = {"FedDistill", "FedProto", "Local"}
-WITHOUT_ONE_MODEL = {*UNSHARED, "APPLE", "CFL", "DisPFL", "FedAMP", "FedFomo", "FedPAC", "FedPer", "FedRep"} | {
-    *("FedBN", "FedSALoRA", "HeurFedAMP", "IFCA", "LGFedAvg", "PeerFedPer"),
+UNSHARED = {"FedDistill", "FedProto", "FedTGP", "Local"}
+WITHOUT_ONE_MODEL = {
+    *UNSHARED,
+    *("APPLE", "CFL", "DisPFL", "FedAMP", "FedBN", "FedFomo", "FedGH", "FedPAC", "FedPer", "FedRep", "FedSALoRA"),
+    *("HeurFedAMP", "IFCA", "LGFedAvg", "PeerFedPer"),
 }
 REFUSED = {
     "AggregationWeights": METHODS.keys() - WEIGHING,

@@ -243,7 +243,7 @@ def models_of(run):
 # These methods select entries, masks or ratios among all parameters, so freezing some changes the selection.
 OTHERS = ("APPLE", "CriticalFL", "DisPFL", "IFCA", "PeerCriticalFL")
 # `ADAPTERS` are left out, too: each of their models has frozen weights, and their tests look at these.
-NO_ENCODER = ("FedDistill", "FedProto", "LGFedAvg", "Local")  # send none
+NO_ENCODER = ("FedDistill", "FedGH", "FedProto", "FedTGP", "LGFedAvg", "Local")  # send none
 
 
 @pytest.mark.thorough

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Aggregation, Algorithm
 from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.losses import distillation_loss
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import descend, load_optimizer_tensors, optimizer_tensors
 from fl_lightning.core.arguments import number
@@ -152,12 +153,6 @@ def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
     of_noise = (noise[:, None] - noise).square().mean(dim=2)
     of_features = (features[:, None] - features).abs().mean(dim=2)
     return (-of_noise * of_features).mean().exp()
-
-
-def distillation_loss(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Return the batch mean of `KL(softmax(teacher) || softmax(logits))`; both are `(B, C)`."""
-    log_p, log_t = logits.log_softmax(dim=1), teacher.log_softmax(dim=1)
-    return (log_t.exp() * (log_t - log_p)).sum(dim=1).mean()  # vmap slows F.kl_div down
 
 
 class SharedGenerator(SharedKnowledge):

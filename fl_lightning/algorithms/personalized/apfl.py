@@ -15,7 +15,8 @@ from torch.func import functional_call
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.sgd import check_one_rate, check_step_per_batch
+from fl_lightning.client.own_network import OwnNetwork
+from fl_lightning.client.sgd import check_one_rate
 from fl_lightning.client.weights import buffer_names, kept_model, load_weights, to_cpu, trainable_parameters
 from fl_lightning.core.arguments import number
 from fl_lightning.core.fixed_tensors import copy_network
@@ -29,7 +30,7 @@ MIXING = "mixing"
 """The section of the client state with the share of the own model, `alpha`."""
 
 
-class MixedModels(ClientModule):
+class MixedModels(OwnNetwork):
     """A client's module that trains the shared model `w`, and a personal model `v` for the mixture `α v + (1 - α) w`.
 
     Both take a step on each batch. The step of `v` follows the gradient of the mixture's loss, and does not affect `w`.
@@ -41,6 +42,8 @@ class MixedModels(ClientModule):
         adaptive: Whether α takes a gradient step in each round.
     """
 
+    method = "APFL"
+
     def __init__(self, *parts: Any, alpha: float, adaptive: bool) -> None:
         super().__init__(*parts)
         self.own, self.adaptive = copy_network(self.backbone), adaptive
@@ -49,15 +52,9 @@ class MixedModels(ClientModule):
 
     def check_fit(self) -> None:
         """Raise an error if gradients are accumulated, or if `lr_factors` leaves no learning rate for an adaptive α."""
-        check_step_per_batch(self, "APFL")
+        super().check_fit()
         if self.adaptive:  # α takes a step with the learning rate
             check_one_rate(self, "APFL with adaptive alpha")
-
-    def on_fit_start(self) -> None:
-        """Build the optimizer of the client's own model."""
-        super().on_fit_start()
-        self.own_optimizer = self.optimizer_for(self.own.parameters(), self.own)
-        self.own_schedule = self.schedule_for(self.own_optimizer)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Train the client's own model for one step, then return the shared model's loss."""
@@ -100,11 +97,6 @@ class MixedModels(ClientModule):
         slope = sum(((own[name] - shared[name]) * g).detach().double().sum() for name, g in gradients.items())
         lr = self.own_optimizer.param_groups[0]["lr"]
         self.alpha.copy_((self.alpha - lr * slope).clamp(0, 1))
-
-    def on_train_epoch_end(self) -> None:
-        """Step the learning-rate schedulers of both models."""
-        super().on_train_epoch_end()
-        self.step_schedule(self.own_schedule, "epoch")
 
 
 def mixed_models(module: ClientModule) -> MixedModels:

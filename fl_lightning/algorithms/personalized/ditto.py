@@ -15,7 +15,7 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
-from fl_lightning.client.sgd import check_step_per_batch
+from fl_lightning.client.own_network import OwnNetwork
 from fl_lightning.client.weights import kept_model, load_weights, unfixed_parameters
 from fl_lightning.core.arguments import number
 from fl_lightning.core.fixed_tensors import copy_network
@@ -27,7 +27,7 @@ PERSONAL_MODEL = "personal_model"
 """The section of the client state with the personalised model `v`."""
 
 
-class TwoModels(ClientModule):
+class TwoModels(OwnNetwork):
     """A client's module that trains two models on the same batches: the shared and a personalised one.
 
     The personalised model `v` minimises `f(v) + λ/2 ||v - w^t||²`, where `w^t` are the received weights. Its optimizer,
@@ -39,20 +39,16 @@ class TwoModels(ClientModule):
         lam: λ.
     """
 
+    method = "Ditto"
+
     def __init__(self, *parts: Any, lam: float) -> None:
         super().__init__(*parts)
         self.lam, self.own = lam, copy_network(self.backbone)
 
-    def check_fit(self) -> None:
-        """Raise an error if gradients are accumulated, because the personalised model takes a step on each batch."""
-        check_step_per_batch(self, "Ditto")
-
     def on_fit_start(self) -> None:
-        """Keep the received weights, and build the optimizer of the personalised model."""
+        """Begin the fit, and keep the received weights."""
         super().on_fit_start()
         self.received = [p.detach().clone() for p in unfixed_parameters(self.backbone).values()]
-        self.own_optimizer = self.optimizer_for(self.own.parameters(), self.own)
-        self.own_schedule = self.schedule_for(self.own_optimizer)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Train the personalised model for one step, then return the shared model's loss."""
@@ -69,11 +65,6 @@ class TwoModels(ClientModule):
             return loss
         own = list(unfixed_parameters(self.own).values())
         return loss + self.lam / 2 * proximal_distance(own, self.received)
-
-    def on_train_epoch_end(self) -> None:
-        """Step the learning-rate schedulers of the shared and the personalised model."""
-        super().on_train_epoch_end()
-        self.step_schedule(self.own_schedule, "epoch")
 
 
 def own_model(module: ClientModule) -> nn.Module:

@@ -33,7 +33,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     refuse_target(path, given.prepare)
     run = load_run(Path(given.run), given.checkpoint, given.trust)
     group = run.worker.for_client(given.client or 0).group
-    described, has_rows = described_model(read_config(Path(given.run)), group), takes_rows(run.data, path)
+    described = described_model(read_config(Path(given.run)), group, shared=given.client is None)
+    has_rows = takes_rows(run.data, path)
     network = network_of(run, described, given.client, given.prepare or has_rows)
     write_network(network, path)
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
@@ -60,5 +61,5 @@ def describe_model(run: FederatedOrchestrator, client: int | None) -> str:
     ):  # a calibrated global model differs from all clients'
         modules = (run.client_module(client), run.evaluator.global_module(run.round))
         own, shared = (module.backbone.cpu().state_dict() for module in modules)
-        same = all(torch.equal(own[name], value) for name, value in shared.items())
+        same = own.keys() == shared.keys() and all(torch.equal(own[name], value) for name, value in shared.items())
     return f"the model of {run.data.names.client(client)}{', with this method the global model,' if same else ''}"
