@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data import Dataset as MapStyle
 
 from fl_lightning import ConfigError, Scenario, TorchDataset
-from fl_lightning.core.seeding import Stream, derive, sample_seed
+from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.data import IID, ByClient, Digits, Dirichlet
 from fl_lightning.data.lazy import LazySamples
 from fl_lightning.data.loaders import Batches
@@ -188,7 +188,8 @@ def test_each_sample_and_epoch_has_its_own_seed():
     shuffle = torch.Generator().manual_seed(seed)
     for epoch, found in enumerate(passes):
         for place, i in enumerate(index[torch.randperm(len(index), generator=shuffle)].tolist()):
-            own = sample_seed(seed, epoch, place)
+            own = np.random.SeedSequence(seed, spawn_key=(epoch, place)).generate_state(1, np.uint64)
+            own = int(own[0]) >> 1
             random.seed(own)
             np.random.seed(own % 2**32)
             torch.manual_seed(own)
