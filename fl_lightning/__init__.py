@@ -58,10 +58,11 @@ _NAMES = {
     "client.local_training": "LocalTraining",
     "client.module": "ClientModule FitContext LossTerm Step",
     "data": """
-        AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses EMNIST
-        FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB Inputs LoadedData
-        MaskFolder MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew RemoteClients Scenario Sent140
-        Shakespeare Shard Shards SVHN Table TableSchema TextTable TinyImageNet TorchDataset
+        AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses DomainFolder
+        Domains EMNIST FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB
+        Inputs LoadedData MaskFolder MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew RemoteClients
+        RotatedDigits Scenario Sent140 Shakespeare Shard Shards SVHN Table TableSchema TextTable TinyImageNet
+        TorchDataset
     """,
     "data.transforms": "CropFlip Normalize",
     "engines": """

@@ -160,7 +160,7 @@ WATCHERS = {
 }
 FEW_SHOT = {"ProtoNet", "FedSKC with ProtoNet"}  # whose test samples have other classes
 SKC = {"FedSKC", "received", "FedSKC with ProtoNet"}
-WEIGHING = {*SKC, "FedSiamDA", "CwFedAvg", "class shares", "cwFedAVG's code"}
+WEIGHING = {*SKC, "FedDGGA", "FedSiamDA", "CwFedAvg", "class shares", "cwFedAVG's code"}
 HIDDEN = {"APPLE", "CriticalFL", "DisPFL"}  # the server does not receive a client's model as it was trained
 UNSHARED = {"FedDistill", "FedProto", "Local"}
 WITHOUT_ONE_MODEL = {*UNSHARED, "APPLE", "CFL", "DisPFL", "FedAMP", "FedFomo", "FedPAC", "FedPer", "FedRep"} | {

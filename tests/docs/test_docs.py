@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 def blocks(language):
     for page in PAGES:
-        if page.name in ("your-data.md", "segmentation.md"):  # their snippets share files, and have tests of their own
+        if page.name in ("domains.md", "your-data.md", "segmentation.md"):  # their snippets share files; own tests
             continue
         for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S):
             yield page.name, block
