@@ -62,10 +62,11 @@ _NAMES = {
     "client.module": "ClientModule FitContext LossTerm Step",
     "client.schedules": "WarmupCosine",
     "data": """
-        AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses EMNIST
-        FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB Inputs
-        InstructionFile LoadedData MaskFolder MNIST Partition PathMNIST Pathological PredefinedSplit QuantitySkew
-        RemoteClients Scenario Sent140 Shakespeare Shard Shards SVHN Table TableSchema TextFile TextTable TinyImageNet
+        AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses DomainFolder
+        Domains EMNIST FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB
+        Inputs InstructionFile LoadedData MaskFolder MNIST Partition PathMNIST Pathological PredefinedSplit
+        QuantitySkew RemoteClients RotatedDigits Scenario Sent140 Shakespeare Shard Shards SVHN Table TableSchema
+        TextFile TextTable TinyImageNet
         TorchDataset
     """,
     "data.transforms": "CropFlip Normalize PerImage",

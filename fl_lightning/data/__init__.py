@@ -3,6 +3,7 @@
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.domains import DomainFolder, Domains
 from fl_lightning.data.federated_data import FederatedData, Shard
 from fl_lightning.data.few_shot import FC100, FewShot
 from fl_lightning.data.hugging_face import HuggingFace
@@ -16,6 +17,7 @@ from fl_lightning.data.images import (
     Digits,
     FashionMNIST,
     PathMNIST,
+    RotatedDigits,
     TinyImageNet,
 )
 from fl_lightning.data.instructions import InstructionFile
@@ -58,6 +60,8 @@ __all__ = [
     "Digits",
     "Dirichlet",
     "DisjointClasses",
+    "DomainFolder",
+    "Domains",
     "FashionMNIST",
     "FederatedData",
     "FewShot",
@@ -74,6 +78,7 @@ __all__ = [
     "PredefinedSplit",
     "QuantitySkew",
     "RemoteClients",
+    "RotatedDigits",
     "Scenario",
     "Sent140",
     "Shakespeare",

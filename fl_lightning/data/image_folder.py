@@ -78,6 +78,7 @@ class ImageFolder(CustomDataset):
         super().__init__(test_share)
         self.path, self.pattern = path, None if pattern is None else PathPattern(pattern)
         self.options = ImageOptions(size, channels, mean, std, augment, cache)
+        self.has_statistics = mean is None
 
     def _samples(self) -> Samples:
         if self.path.endswith((".csv", ".parquet")) and os.path.isfile(self.path):
@@ -133,14 +134,8 @@ class ImageFolder(CustomDataset):
         frame, test = pattern.match_files(root), None
         if "split" in frame:
             frame, test = pattern.select_splits(frame)
-        values, y = np.unique(frame["class"].to_numpy(str), return_inverse=True)
-        if len(values) < 2 and not self.known_classes:
-            raise pattern.error(f"finds only the class {one_line(values[0])}. Images need at least two classes")
-        client = None
-        if "client" in frame:
-            client = frame["client"].to_numpy(str)
-            warn_of_missing_classes(client, values[y])
-        return Samples(frame["path"].tolist(), Labels(torch.from_numpy(y), len(values), values.tolist()), client, test)
+        client = frame["client"].to_numpy(str) if "client" in frame else None
+        return labelled_samples(frame["path"].tolist(), frame["class"].to_numpy(str), client, test, self)
 
     def _inputs(self, source: list[Path], order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
         images = [EncodedImage(str(source[i]), source[i]) for i in order]
@@ -166,6 +161,36 @@ class ImageFolder(CustomDataset):
             fix = f". Did you mean {one_line(str(folder / inner[0]))}?" if inner else ""
             raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: {what}{fix}")
         return classes
+
+
+def labelled_samples(
+    files: Sequence[Path],
+    classes: Sequence[str] | np.ndarray,
+    client: np.ndarray | None,
+    test: np.ndarray | None,
+    dataset: ImageFolder,
+) -> Samples:
+    """Return images with the labels of their classes, which are numbered in alphabetical order.
+
+    Args:
+        files: The images.
+        classes: The class of each image.
+        client: The client of each image; None if the data have no client ids.
+        test: Boolean mask of the test images; None to hold out a share.
+        dataset: The dataset, for its known classes and its pattern.
+
+    Raises:
+        ConfigError: There is only one class, or none.
+    """
+    values, y = np.unique(np.asarray(classes, dtype=str), return_inverse=True)
+    if len(values) < 2 and not dataset.known_classes:
+        what = f"finds only the class {one_line(values[0])}" if len(values) else "finds no image"
+        fix = "Images need at least two classes"
+        prefix = f"{KEY}.path: {one_line(dataset.path)}:"
+        raise dataset.pattern.error(f"{what}. {fix}") if dataset.pattern else ConfigError(f"{prefix} {what}. {fix}")
+    if client is not None:
+        warn_of_missing_classes(client, values[y])
+    return Samples(list(files), Labels(torch.from_numpy(y), len(values), values.tolist()), client, test)
 
 
 class PathPattern:

@@ -15,6 +15,7 @@ import torchvision
 from torch import Tensor, nn
 from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.functional import InterpolationMode, rotate
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data.datasets import Dataset, FileDataset, LoadedData
@@ -32,6 +33,9 @@ from fl_lightning.data.transforms import CropFlip, Normalize, PerImage
 
 Augment = Literal["none", "per_sample", "per_batch"] | nn.Module
 """Random changes of training images: none, a crop and flip, or a transform of single images, such as `RandAugment`."""
+
+MOST_ANGLES = 26
+"""Maximum number of domains of `RotatedDigits`: the smallest class has 26 test images."""
 
 
 def make_augment(augment: Augment) -> CropFlip | PerImage | None:
@@ -54,6 +58,46 @@ class Digits(Dataset):
         y = torch.from_numpy(rows[:, -1]).long()
         test = torch.arange(len(y)) % 5 == 0
         return LoadedData(x[~test], y[~test], x[test], y[test], 10, Normalize())
+
+
+class RotatedDigits(Dataset):
+    """scikit-learn's digits in several domains: each domain has other images, rotated by its angle. No download.
+
+    Like RotatedMNIST, but with 8x8 images. The images of each class are dealt out to the domains one by one, separately
+    for training and test images, so that the domains have the same classes. The domain of an image, its angle, is its
+    client id, for the partitions `Domains` and `ByClient`. Rotated pixels are rounded to the 17 levels of the digits.
+
+    Args:
+        angles: The angle of each domain, counter-clockwise in degrees.
+
+    Raises:
+        ConfigError: There are not between 1 and 26 different angles.
+    """
+
+    def __init__(self, angles: tuple[int, ...] = (0, 15, 30, 45, 60, 75)) -> None:
+        if not 1 <= len(angles) <= MOST_ANGLES or len(set(angles)) < len(angles):
+            what = f"{list(angles)} are not 1 to {MOST_ANGLES} different angles"
+            raise ConfigError(f"scenario.dataset.angles: {what}. Give each domain its own")
+        self.angles = tuple(angles)
+
+    def load(self) -> LoadedData:
+        """Read the digits, assign them to domains, and rotate them."""
+        digits = Digits().load()
+        sets, domains = [], []
+        for x, y in ((digits.x_train, digits.y_train), (digits.x_test, digits.y_test)):
+            assert isinstance(x, Tensor)
+            domain = torch.empty(len(y), dtype=torch.int64)
+            for rows in (torch.nonzero(y == label).flatten() for label in y.unique()):
+                domain[rows] = torch.arange(len(rows)) % len(self.angles)
+            rotated = x.clone()
+            for number, angle in enumerate(self.angles):
+                own = rotate(16 * x[domain == number], angle, InterpolationMode.BILINEAR)
+                rotated[domain == number] = own.round() / 16
+            sets += [rotated, y]
+            domains.append(np.array(self.angles)[domain.numpy()])
+        x_train, y_train, x_test, y_test = sets
+        names = dict(zip(("client_train", "client_test"), domains, strict=True))
+        return LoadedData(x_train, y_train, x_test, y_test, digits.num_classes, digits.prepare, **names)
 
 
 def read_digits() -> np.ndarray:

@@ -27,11 +27,14 @@ class ClientSplits:
         train: Each client's training samples, ascending indices. No sample belongs to two clients.
         test: Each client's own test samples, ascending indices into the test set; None if there are none.
         ids: Each client's id in the data; None if they have none.
+        global_test: The samples of the global test set, as indices into the training samples followed by the test
+            samples; None for all test samples. No client trains on one of them.
     """
 
     train: list[np.ndarray]
     test: list[np.ndarray] | None = None
     ids: Sequence[int | str] | None = None
+    global_test: np.ndarray | None = None
 
 
 class Partition(ArgumentsMixin, ABC):
@@ -73,6 +76,13 @@ class Partition(ArgumentsMixin, ABC):
                 f"scenario.clients: {clients} is above the {len(labels)} training samples. Each client needs one"
             )
         return ClientSplits(self.split(labels, clients, rng))
+
+    def test_rows(self, data: LoadedData) -> np.ndarray:
+        """Return the indices of the training samples that the partition makes test samples; by default none.
+
+        Statistics of the data, such as the mean of the images, are computed without them.
+        """
+        return np.arange(0)
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:

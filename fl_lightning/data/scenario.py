@@ -117,14 +117,11 @@ class Scenario:
             raise ConfigError(f"{self.partition.error_prefix}: {what}. {fix}")
         self._warn_of_unused_clients()
         federated = self._split_clients(data, seed)
-        if self.held_out_clients is not None:
-            clients = len(federated.shards)
-            count = clients - self.training_clients(clients)
-            drawn = generator(seed, Stream.HELD_OUT_CLIENTS).choice(clients, count, replace=False)
-            held_out = sorted(drawn.tolist())
-            if self.dataset.has_statistics:
-                without = self._load_without(held_out, federated, data, seed)
-                federated = self._split_clients(without, seed)
+        held_out = self._draw_held_out_clients(len(federated.shards), seed)
+        hidden = self._hidden_rows(held_out, federated, data, seed)
+        if self.dataset.has_statistics and len(hidden):
+            federated = self._split_clients(self._load_without(hidden, len(data.y_train)), seed)
+        if held_out:
             federated = hold_out_clients(federated, held_out)
         if self.validation_share:
             validated = hold_out_validation(federated, self.validation_share, seed)
@@ -155,10 +152,18 @@ class Scenario:
             raise ConfigError(f"scenario.held_out_clients: {n} of {clients} clients leaves none to train. Lower it")
         return clients - held_out
 
-    def _load_without(
+    def _draw_held_out_clients(self, clients: int, seed: int) -> list[int]:
+        """Draw the clients that never train, ascending. `clients` is the number of all clients."""
+        count = clients - self.training_clients(clients)
+        return sorted(generator(seed, Stream.HELD_OUT_CLIENTS).choice(clients, count, replace=False).tolist())
+
+    def _hidden_rows(
         self, held_out: Sequence[int], federated: FederatedData, data: LoadedData, seed: int
-    ) -> LoadedData:
-        """Load the data again, and compute statistics such as the mean without the held-out clients' samples."""
+    ) -> np.ndarray:
+        """Return the indices of the training samples that only test: of held-out clients, and of the partition."""
+        of_partition = self.partition.test_rows(data)
+        if not held_out:
+            return of_partition
         everything = torch.arange(len(data.y_train))
         rows = self._reduce(replace(data, x_train=everything), seed, self._objective(data)).x_train
         assert isinstance(rows, Tensor)
@@ -169,8 +174,12 @@ class Scenario:
             assert federated.client_ids
             assert data.client_train is not None
             left_out = np.flatnonzero(np.isin(data.client_train, [federated.client_ids[client] for client in held_out]))
+        return np.union1d(left_out, of_partition)
+
+    def _load_without(self, hidden: np.ndarray, train: int) -> LoadedData:
+        """Load the data again, and compute statistics such as the mean without some of the `train` samples."""
         dataset = copy.copy(self.dataset)
-        dataset.fitted = np.setdiff1d(everything.numpy(), left_out)
+        dataset.fitted = np.setdiff1d(np.arange(train), hidden)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown the first time
             return dataset.checked(self.objective)
@@ -184,12 +193,16 @@ class Scenario:
         splits = self._split(data, labels, generator(seed, Stream.PARTITION))
         data = replace(data, client_train=None, client_test=None)
         if self.local_test == "official":
+            if splits.global_test is not None:
+                what = f"official takes test samples of all data, and {type(self.partition).__name__} leaves some out"
+                raise ConfigError(f"scenario.local_test: {what}. Leave it out, or give a share")
             test = split_official_test(data, splits.train, generator(seed, Stream.LOCAL_SPLIT), objective)
             splits = replace(splits, test=test)
         elif self.local_test is not None or splits.test is None:
             split = [self._split_locally(labels, part, seed, client) for client, part in enumerate(splits.train)]
-            return FederatedData(data, PackedShards(*zip(*split, strict=True)), splits.ids, objective)
-        return append_test_set(data, splits, objective)
+            federated = FederatedData(data, PackedShards(*zip(*split, strict=True)), splits.ids, objective)
+            return with_global_test(federated, data, splits.global_test)
+        return with_global_test(append_test_set(data, splits, objective), data, splits.global_test)
 
     def _objective(self, data: LoadedData) -> Objective:
         return self.objective or self.dataset.objective or objective_of(data.y_train)
@@ -278,6 +291,22 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
     n = len(data.y_train)
     table = replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:])
     return FederatedData(table, PackedShards(splits.train, [part + n for part in splits.test]), splits.ids, objective)
+
+
+def with_global_test(federated: FederatedData, data: LoadedData, rows: np.ndarray | None) -> FederatedData:
+    """Return federated data with another global test set: `rows` of a dataset's training and test samples.
+
+    Args:
+        federated: The data.
+        data: The dataset that was split.
+        rows: Indices into its training samples followed by its test samples; None to change nothing.
+    """
+    if rows is None:
+        return federated
+    train, n = rows < len(data.y_train), len(data.y_train)
+    sets: list[list[Any]] = [[data.x_train, data.x_test], [data.y_train, data.y_test]]
+    x, y = (torch.cat([first[rows[train]], second[rows[~train] - n]]) for first, second in sets)
+    return replace(federated, data=replace(federated.data, x_test=x, y_test=y))
 
 
 def hold_out_clients(federated: FederatedData, held_out: Sequence[int]) -> FederatedData:

@@ -14,7 +14,14 @@ from fl_lightning.cli.main import main
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-OWN_TESTS = ("adapters.md", "your-data.md", "segmentation.md", "language-models.md", "clients-that-differ.md")
+OWN_TESTS = (
+    "adapters.md",
+    "domains.md",
+    "your-data.md",
+    "segmentation.md",
+    "language-models.md",
+    "clients-that-differ.md",
+)
 
 
 def blocks(language):

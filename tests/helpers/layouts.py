@@ -308,6 +308,16 @@ def write_sites(root: Path, form: str = "{site}/{kind}/{i:03}.png", n: int = 60,
         write_image(root / form.format(site=SITES[i % 3], kind=("cat", "dog")[i // 3 % 2], i=i, split=part), i)
 
 
+STYLES = ("art", "photo", "sketch")
+
+
+def write_domains(root: Path, n: int = 10) -> None:
+    """Write n images of two classes for each domain, as in PACS; image i of domain d has the value 20 d + i."""
+    for d, domain in enumerate(STYLES):
+        for i in range(n):
+            write_image(root / domain / ("cat", "dog")[i % 2] / f"{i:02}.png", 20 * d + i)
+
+
 def write_image_table(path: Path, n: int = 36) -> dict[str, list[Any]]:
     """Write a table of images, and the images beside it; image i has the value i."""
     columns: dict[str, list[Any]] = {

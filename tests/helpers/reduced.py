@@ -9,6 +9,7 @@ from layouts import (
     write_ag_news,
     write_arrays,
     write_cifar,
+    write_domains,
     write_emnist,
     write_femnist,
     write_hugging_face,
@@ -47,6 +48,7 @@ WRITERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "CIFAR10": lambda root, patch: write_cifar(root, 10, patch, (60, 20)),
     "CIFAR100": lambda root, patch: write_cifar(root, 100, patch, (200, 20)),
     "Digits": lambda root, patch: None,
+    "DomainFolder": lambda root, patch: write_domains(root / "pacs"),
     "EMNIST": lambda root, patch: write_emnist(root, "bymerge"),
     "FC100": lambda root, patch: write_cifar(root, 100, patch, (300, 100)),
     "FEMNIST": lambda root, patch: write_femnist(root),
@@ -98,6 +100,8 @@ def reduced(config: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[st
     if dataset == "FC100":
         words += [f"--scenario.dataset.few_shot.{option}=1" for option in ("shots", "queries")]
         words.append("--scenario.dataset.few_shot.episodes=2")
+    if name_of(scenario["partition"]) == "Domains":
+        words.append("--scenario.clients=null")
     if name_of(scenario["partition"]) == "Dirichlet":
         words.append("--scenario.partition.min_samples=4")
     if "clients_per_round" in given:
