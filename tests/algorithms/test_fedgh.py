@@ -134,6 +134,7 @@ def test_a_frozen_part_of_the_head_is_used_and_not_changed(tmp_path):
     assert run.state["model"].keys() == {"head.weight"}
     bias = run.worker.template.backbone.head.bias
     assert torch.equal(run.algorithm.aggregator.head.bias, bias)
+    assert not run.algorithm.aggregator.head.training  # no dropout
     assert torch.equal(run.client_module(0).backbone.head.bias, bias)
 
 
