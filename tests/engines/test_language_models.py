@@ -205,7 +205,10 @@ def test_stacked_clients_train_on_token_ids_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [FedALA(), FedBABU(tune_epochs=1), PerFedAvg(), IFCA(clusters=2)])
-def test_methods_that_use_all_batches_of_a_client_work(algorithm: Any, tmp_path: Path) -> None:
+def test_methods_that_use_all_batches_of_a_client_work(
+    algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClientData, "eval_batch_size", 2)  # batches of several lengths
     run = language_run(tmp_path, algorithm, trainer={"accelerator": "cpu", "max_epochs": 2})
     run.fit()
     assert math.isfinite(float(run.csv.rows[-1]["client/perplexity_mean"]))
