@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import IFCA, MOON, FedALA, FedBABU, PerFedAvg
+from fl_lightning.algorithms.clustered.ifca import mean_loss
+from fl_lightning.algorithms.personalized.perfedavg import adapt
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import CausalLM, TokenClassification
 from fl_lightning.data import (
@@ -205,10 +208,26 @@ def test_stacked_clients_train_on_token_ids_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [FedALA(), FedBABU(tune_epochs=1), PerFedAvg(), IFCA(clusters=2)])
-def test_methods_that_use_all_batches_of_a_client_work(algorithm: Any, tmp_path: Path) -> None:
+def test_methods_that_use_all_batches_of_a_client_work(
+    algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClientData, "eval_batch_size", 2)  # batches of several lengths
     run = language_run(tmp_path, algorithm, trainer={"accelerator": "cpu", "max_epochs": 2})
     run.fit()
     assert math.isfinite(float(run.csv.rows[-1]["client/perplexity_mean"]))
+
+
+def test_ifca_and_perfedavg_average_over_all_tokens_of_a_client() -> None:
+    texts = [torch.randint(0, 5, (length,)) for length in (6, 2, 3)]
+    batches = [(text[None], text[None]) for text in texts]
+    module = ClientModule(Bigrams(5), objective=CausalLM())
+    before = module.backbone.table.weight.detach().clone()
+    loss = losses_of(module.backbone, texts).mean()
+    (gradient,) = torch.autograd.grad(loss, module.backbone.table.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(mean_loss(module, batches).float(), loss.detach())
+    adapt(module, batches, alpha=0.3)
+    torch.testing.assert_close(module.backbone.table.weight.detach(), before - 0.3 * gradient)
 
 
 def test_a_method_that_compares_feature_vectors_is_refused(tmp_path: Path) -> None:
