@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors, Upload
@@ -76,7 +76,7 @@ class WidthMean:
     weight: float = 0.0
 
 
-class SliceMean(WeightedMean):
+class SliceMean(Aggregator):
     """Averages each element of the weights over the clients that hold it, and sends clients leading slices.
 
     With one width it is `WeightedMean`, bit for bit.
@@ -91,7 +91,7 @@ class SliceMean(WeightedMean):
     only_in = "HeteroFL"
 
     def __init__(self, weighting: Weighting = "uniform") -> None:
-        super().__init__(weighting)
+        self.weighting = weighting
         self.shapes: Sequence[Shapes] = ()
 
     def model_for(self, state: State, client: int) -> Tensors:
