@@ -37,7 +37,7 @@ class Mixed(ArgumentsMixin):
         feature_dim: Size of the features of all networks, see `ResizedFeatures`. By default networks stay as they are.
 
     Raises:
-        ConfigError: There are no networks, `assign` names another number, or `feature_dim` is below 1.
+        ConfigError: There are no networks, `assign` is unknown or names another number, or `feature_dim` is below 1.
 
     Example:
         >>> from fl_lightning import CNN, MLP
@@ -54,6 +54,8 @@ class Mixed(ArgumentsMixin):
     ) -> None:
         if not models:
             raise ConfigError("model.models: the list is empty. Name at least one network.")
+        if isinstance(assign, str) and assign not in ("round_robin", "random"):
+            raise ConfigError(f"model.assign: {assign!r} is not round_robin, random or a list of numbers.")
         check_positive("model.", feature_dim=feature_dim)
         self.models, self.assign, self.feature_dim = list(models), assign, feature_dim
         for number in assign if not isinstance(assign, str) else ():

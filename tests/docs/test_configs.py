@@ -262,6 +262,8 @@ def test_a_config_parses_and_all_its_keys_are_used(config):
             found = found[key]
         if isinstance(found, dict) or path[-1] == "class_path":
             found, value = class_name(found), class_name(value)
+        elif isinstance(found, list):  # it may be of classes
+            found = [class_name(one) if isinstance(one, dict) else one for one in found]
         assert found == value, path
 
 

@@ -50,6 +50,7 @@ def test_a_list_assigns_each_client_and_needs_one_number_for_each():
         ({"models": []}, "model.models"),
         ({"assign": [0, 3]}, "model.assign"),
         ({"assign": [-1]}, "model.assign"),
+        ({"assign": "first"}, "model.assign"),
         ({"feature_dim": 0}, "model.feature_dim"),
     ],
 )
