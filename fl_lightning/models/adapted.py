@@ -116,8 +116,7 @@ class Adapted(Backbone):
         self.new_layers = tuple(saved_layers(self, adapter.modules_to_save, network.new_layers))
         layers = target_layers(self, adapter.targets, self.new_layers, (nn.Linear, nn.Conv2d, Conv1D))
         transposed = all(isinstance(layer, Conv1D) for layer in layers.values())
-        self.requires_grad_(False)
-        inject_adapter_in_model(adapter.peft_config([*layers], transposed), self)
+        inject_adapter_in_model(adapter.peft_config([*layers], transposed), self)  # freezes everything else
         for name in self.new_layers:
             self.get_submodule(name).requires_grad_(True)
 

@@ -96,7 +96,14 @@ class KeepsFactors(ArgumentsMixin):
         return cut_ranks(state["model"], rank_of(self.ranks, client))
 
     def begin(self, round: Round) -> Factors:
-        """Return an empty set of factors."""
+        """Return an empty set of factors.
+
+        Raises:
+            ConfigError: `find_layers` was not called, so that the factors would have no effect.
+        """
+        if not self.layers:
+            fix = "Call its find_layers(backbone) in the initial_state of your method."
+            raise ConfigError(f"algorithm.aggregator: {type(self).__name__} does not know the adapters. {fix}")
         return Factors(self.weighting == "uniform")
 
     def fold(self, folded: Factors, upload: Upload) -> None:
