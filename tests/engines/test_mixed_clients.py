@@ -28,7 +28,19 @@ from torch.nn import functional as F
 
 import fl_lightning
 from fl_lightning import CNN, MLP, Evaluation, LeNet, Mixed, UnitDivergence
-from fl_lightning.algorithms import FedAvg, FedDistill, FedPer, FedProto, LGFedAvg, Local, Proximal
+from fl_lightning.algorithms import (
+    FML,
+    FedAvg,
+    FedDistill,
+    FedGH,
+    FedKD,
+    FedPer,
+    FedProto,
+    FedTGP,
+    LGFedAvg,
+    Local,
+    Proximal,
+)
 from fl_lightning.callbacks import ClientDrift, ConfusionMatrix, KnowledgeMap, RowNorms
 from fl_lightning.callbacks.monitor import round_metrics
 from fl_lightning.callbacks.run_summary import describe_model
@@ -42,7 +54,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = [partial(MLP, hidden=(16,)), partial(CNN, feature_dim=24), NormMLP]
 MIXED = Mixed(MODELS, feature_dim=8)
 QUICK = {"model": MIXED, "rounds": 2, "trainer": ONE_EPOCH}
-METHODS = [FedProto, FedDistill, LGFedAvg, Local]
+METHODS = [FedProto, FedDistill, LGFedAvg, Local, FedGH, partial(FedTGP, server_epochs=2)]
+METHODS += [partial(kind, shared_model=partial(MLP, hidden=(8,))) for kind in (FML, FedKD)]
 
 
 # --- One network ---
