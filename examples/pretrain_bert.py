@@ -16,6 +16,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 from fl_lightning import AGNews
 
+LENGTH, WORDS = 32, 5000
+"""Words per text, and size of the vocabulary."""
 MASKED, MASK = 0.15, 1
 """Share of words that are masked, and the id that replaces them: that of unknown words."""
 
@@ -25,18 +27,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", default="data", help="folder with ag_news_csv/")
     parser.add_argument("--out", default="small-bert", help="folder to write")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--length", type=int, default=48, help="words per text")
+    parser.add_argument("--epochs", type=int, default=10)
     given = parser.parse_args()
     torch.manual_seed(0)
-    texts = AGNews(given.data_dir, length=given.length).load().x_train
+    texts = AGNews(given.data_dir, length=LENGTH, vocab_size=WORDS).load().x_train
     config = BertConfig(
-        vocab_size=10_000,
-        hidden_size=128,
-        num_hidden_layers=4,
+        vocab_size=WORDS,
+        hidden_size=64,
+        num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=512,
-        max_position_embeddings=given.length,
+        intermediate_size=256,
+        max_position_embeddings=LENGTH,
         pad_token_id=0,
     )
     model = BertForMaskedLM(config).train()
