@@ -47,7 +47,7 @@ class Pretrained(Backbone):
         task: What is predicted: the class of a text (`sequence_classification`), of each token or of an image, or the
             next token (`causal_lm`).
         weights: Whether to load the weights. Otherwise they are random, and `config.json` is enough.
-        download: Whether files may be downloaded from the Hub. By default the network is not used.
+        download: Whether files may be downloaded from the Hub. By default the internet is not used.
         pad_token_id: Id of the token at the end of short texts, if `config.json` has none, such as that of GPT-2.
 
     Attributes:
@@ -126,7 +126,7 @@ def load_network(
         path: The folder, or with `download` also the name of a model on the Hub.
         task: What the model predicts.
         weights: Whether to load its weights; otherwise they are random.
-        download: Whether the network may be used.
+        download: Whether the internet may be used.
         options: Entries of its configuration to replace, such as `num_labels`.
 
     Raises:
