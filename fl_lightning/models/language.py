@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.inputs import Shapes
 from fl_lightning.models.base import Backbone
+from fl_lightning.models.wrapped import accept_inputs
 
 INITIAL_STD = 0.02
 """Standard deviation of the initial embeddings, as in GPT-2."""
@@ -54,6 +55,7 @@ class CausalTransformer(Backbone):
         if width % heads:
             raise ConfigError(f"model.width: {width} is not a multiple of model.heads ({heads}). Change one of them")
         encoder = TransformerEncoder(text_length(in_shape), num_classes, width, depth, heads, dropout)
+        accept_inputs(encoder, in_shape)
         super().__init__(encoder, nn.Linear(width, num_classes, bias=False), width)
 
 

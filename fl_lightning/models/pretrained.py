@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs, Shapes
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.models.base import Backbone
@@ -71,6 +71,7 @@ class Pretrained(Backbone):
         pad_token_id: int | None = None,
     ) -> None:
         require_trust("model.download", download)
+        check_number("model.pad_token_id", pad_token_id, "[0, inf)")
         if has_several_inputs(in_shape) and not isinstance(in_shape, dict):
             fix = "Name them as transformers does, such as input_ids and attention_mask"
             raise ConfigError(f"model: a sample has {len(in_shape)} inputs without names. {fix}.")

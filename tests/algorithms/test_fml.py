@@ -216,7 +216,7 @@ def test_the_networks_are_kept_under_their_keys():
 
 
 def test_the_description_of_the_global_model_is_that_of_the_shared_network():
-    shared, own = ({"class_path": name} for name in ("MLP", "CNN"))
+    shared, own = ({"class_path": name} for name in ("fl_lightning.models.MLP", "fl_lightning.models.CNN"))
     config = {"model": own, "algorithm": {"class_path": "FML", "init_args": {"shared_model": shared}}}
     assert described_model(config, shared=True) == shared
     assert described_model(config) == own

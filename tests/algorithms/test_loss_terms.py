@@ -16,7 +16,10 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP
 
-ONLY_CHECKS = {"DistillingWeights", "FeatureAlignment", "LocalContrastive", "PrototypeAlignment", "UnitAlignment"}
+ONLY_CHECKS = {
+    *("DistillingWeights", "FeatureAlignment", "LocalContrastive", "PrototypeAlignment"),
+    *("TrainedPrototypeAlignment", "UnitAlignment"),
+}
 """Terms that need no `begin`: they are zero until they get shared knowledge."""
 NEEDS_TENSORS = {"HypersphericalUniformity", "RelaxedContrastive"}
 """Terms that fail without features or taps, in every mode."""

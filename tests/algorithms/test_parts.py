@@ -27,6 +27,8 @@ BUILD = {
     "Prototypical": partial(Prototypical, 2),
     "DistillingWeights": partial(DistillingWeights, allow_bias=True),
 }
+ONLY_AVERAGES = {"CompressedMean", "SliceMean"}
+"""Aggregators that need their own method for anything but a mean."""
 EVERYWHERE = {"scenario": digits(3), "clients_per_round": 3, "model": SIAMESE, "rounds": 2}
 
 
@@ -58,6 +60,8 @@ def test_an_aggregator_that_works_only_in_its_method_is_refused_in_others(kind, 
         with pytest.raises(ConfigError) as refused:
             method(loss_terms=[Proximal(0.1)], aggregator=build(kind))
         assert str(refused.value) == refusal("aggregator", kind)
+    if kind.__name__ in ONLY_AVERAGES:
+        return
     with pytest.raises((KeyError, ClientFailure, ConfigError)):  # it would indeed not work
         finished(tmp_path, Own(aggregator=build(kind)), **EVERYWHERE)
 

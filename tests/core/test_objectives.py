@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import experiment, in_float64, same_bytes, untimed, weights_after
+from methods import ADAPTERS
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSKC, FedUV
@@ -299,7 +300,7 @@ PLAIN = {
     *("FedAdam", "FedAvg", "FedAvgM", "FedBABU", "FedFomo", "FedPer", "FedProx", "FedRep", "FedSiamDA", "FedYogi"),
     *("APFL", "FedACG", "FedBN", "FedCM", "FedDC", "FedDyn", "FedNova", "FedSAM", "LGFedAvg", "MoFedSAM", "PFedMe"),
     *("HeteroFL", "HeurFedAMP", "IFCA", "Local", "MOON", "PeerAlgorithm", "PeerCriticalFL", "PeerFedPer"),
-    *("PerFedAvg", "SCAFFOLD"),
+    *("FedDGGA", "PerFedAvg", "SCAFFOLD", *ADAPTERS),
 }
 """Methods that take every objective: each is run on numbers below."""
 
@@ -310,7 +311,7 @@ def test_every_method_is_known_to_need_classes_or_not():
 
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
-    "cls", [cls for cls in classes("algorithms") if cls.__name__ in PLAIN], ids=lambda cls: cls.__name__
+    "cls", [cls for cls in classes("algorithms") if cls.__name__ in PLAIN - {*ADAPTERS}], ids=lambda cls: cls.__name__
 )
 def test_methods_without_classes_learn_numbers(tmp_path, cls):
     parts = {"FedSiamDA": {"head": Head(prediction=8)}, "FedBN": {"norm": "batch"}}

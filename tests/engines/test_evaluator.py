@@ -32,6 +32,7 @@ TOGETHER = {
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedDGGA",
     "FedDistill",
     "FedDistillPlus",
     "FedDyn",

@@ -110,3 +110,11 @@ def test_all_heads_and_features_of_a_mixed_have_one_size():
 def test_a_network_without_a_named_head_cannot_be_resized():
     with pytest.raises(ConfigError, match=r"^model: .*feature_dim.*--model FromModule"):
         ResizedFeatures(**SHAPE, model=Own, feature_dim=6)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_features_have_a_size(size):
+    with pytest.raises(ConfigError, match=r"model.feature_dim"):
+        Mixed([MLP], feature_dim=size)
+    with pytest.raises(ConfigError, match=r"model.feature_dim"):
+        ResizedFeatures((1, 8, 8), 10, MLP, feature_dim=size)

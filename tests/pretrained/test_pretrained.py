@@ -150,3 +150,8 @@ def test_a_model_of_this_package_still_refuses_several_inputs():
 
     with pytest.raises(ConfigError, match="MLP takes one tensor"):
         build_network(MLP, TEXT_SHAPE, 2)
+
+
+def test_the_id_of_a_token_is_not_negative(tmp_path):
+    with pytest.raises(ConfigError, match=r"model.pad_token_id"):
+        Pretrained(TEXT_SHAPE, 3, path=str(tmp_path), pad_token_id=-1)

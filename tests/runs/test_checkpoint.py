@@ -96,7 +96,7 @@ def test_manifest_holds_round_and_sha256_of_each_file(tmp_path: Path) -> None:
         "round": 12,
         "files": {"state.pt": f"sha256:{digest}"},
         "outside": {},
-        "seal": {"config": {}, "data": {}, "rows": {}, "made_with": {}},
+        "seal": {"config": {}, "data": {}, "rows": {}, "made_with": {}, "fixed": ""},
     }
     assert own == f"sha256:{hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()}"
 

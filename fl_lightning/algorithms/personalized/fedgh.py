@@ -26,6 +26,7 @@ from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, descend
 from fl_lightning.client.weights import beginnings, trainable_parameters
 from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State
@@ -98,11 +99,14 @@ class HeadTraining(Aggregator):
 
     needs_classes = True
     only_in = "FedGH"
-    head: nn.Module
+    head: nn.Module | None = None
 
     def __init__(
         self, seen: Seen = "after", server_epochs: int = 1, server_lr: float = 0.01, server_batch_size: int = 10
     ) -> None:
+        check_number("algorithm.server_epochs", server_epochs, "[0, inf)")
+        check_number("algorithm.server_lr", server_lr, "(0, inf)")
+        check_positive("algorithm.", server_batch_size=server_batch_size)
         self.seen: Seen = seen
         self.server_epochs, self.server_lr, self.server_batch_size = server_epochs, server_lr, server_batch_size
 
@@ -112,7 +116,13 @@ class HeadTraining(Aggregator):
         return (Representations(self.seen),)
 
     def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
-        """Return the head after its training."""
+        """Return the head after its training.
+
+        Raises:
+            ConfigError: `head` is not set.
+        """
+        if self.head is None:
+            raise ConfigError("algorithm.aggregator: HeadTraining has no head. Set it in initial_state, as FedGH does.")
         sections = [upload.message.section(Representations.name) for upload in folded]
         features, classes = labelled_means(
             *(torch.stack([own[name] for own in sections]) for name in ("values", "known"))

@@ -28,6 +28,7 @@ from fl_lightning.client.own_network import TwoLearners
 from fl_lightning.client.sgd import check_one_rate
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.core.round import Round
@@ -263,6 +264,9 @@ class CompressedMean(WeightedMean):
         energy_rounds: int = 100,
     ) -> None:
         super().__init__(weighting)
+        check_number("algorithm.energy_start", energy_start, "(0, 1]", "1 sends whole weights")
+        check_number("algorithm.energy_end", energy_end, "(0, 1]", "1 sends whole weights")
+        check_positive("algorithm.", energy_rounds=energy_rounds)
         self.energy_start, self.energy_end, self.energy_rounds = energy_start, energy_end, energy_rounds
 
     def energy(self, round: int) -> float:
