@@ -85,7 +85,15 @@ class Algorithm(FieldsMixin, Capable):
 
     capabilities: ClassVar = {
         "plain_exchange": ("receive", "upload", "remember", "aggregation"),
-        "starts_alike": ("client_module", "download", "receive", "prepare", "personalize", "is_untrained"),
+        "starts_alike": (
+            "client_module",
+            "prepare_network",
+            "download",
+            "receive",
+            "prepare",
+            "personalize",
+            "is_untrained",
+        ),
     }
     section = "algorithm"
     search_space: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -191,6 +199,15 @@ class Algorithm(FieldsMixin, Capable):
         parts: Iterable[Any] = (self, *self.loss_terms, *self.knowledge, self.aggregator)
         return (type(part).__name__ for part in parts if part.needs_classes)
 
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Check a network, or change it in place, before a client's module is built around it.
+
+        Methods override it to freeze or replace layers, or to make some of them `personal`.
+
+        Args:
+            backbone: A newly built network.
+        """
+
     def client_module(
         self,
         backbone: nn.Module,
@@ -208,6 +225,7 @@ class Algorithm(FieldsMixin, Capable):
         Raises:
             ConfigError: The backbone does not have a part that `personal` names.
         """
+        self.prepare_network(backbone)
         require_parts("personal", self.personal, backbone)
         terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
         return self.module_class(backbone, terms, knowledge, optimizer, lr_scheduler)

@@ -259,7 +259,7 @@ def test_whatever_is_called_from_a_download_to_a_score_is_looked_at(tmp_path: An
     one_by_one(run)
     methods = {name for base, name in called if inspect.isfunction(vars(base).get(name))}
     methods -= {"training_samples", "_own"}  # scores do not depend on them
-    assert methods | {"client_module", "prepare"} == {*ALGORITHM, *AGGREGATOR}
+    assert methods | {"client_module", "prepare", "prepare_network"} == {*ALGORITHM, *AGGREGATOR}
 
 
 class Batchwise(Backbone):

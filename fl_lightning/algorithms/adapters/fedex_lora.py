@@ -17,7 +17,6 @@ from fl_lightning.algorithms.adapters.server import Factors, KeepsFactors
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Batches
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.fixed_tensors import copy_shared_tensors
 from fl_lightning.core.message import Message
 from fl_lightning.core.round import Round
@@ -83,19 +82,13 @@ class FedExLoRA(FedIT):
         """Return the mean that corrects the frozen weights."""
         return ResidualServer(self.weighting)
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Return a client's LightningModule. The frozen weights of layers with adapters are sent, so it has its own.
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Give the network frozen weights of its own in the layers with adapters, because they are sent.
 
         Raises:
             ConfigError: The network has no adapters, or others than LoRA's on linear layers and convolutions.
         """
         copy_shared_tensors(backbone, {layer.base for layer in adapter_layers(backbone)})
-        return super().client_module(backbone, optimizer, lr_scheduler)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial model, with the frozen weights of layers with adapters."""

@@ -14,8 +14,6 @@ from torch import nn
 from fl_lightning.algorithms.adapters.low_rank import adapter_layers
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 
 
 class FedIT(Algorithm):
@@ -31,16 +29,10 @@ class FedIT(Algorithm):
 
     weighting: Weighting = "samples"
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Return a client's LightningModule around a network with LoRA adapters.
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Check that the network has LoRA adapters.
 
         Raises:
             ConfigError: The network has no adapters, or others than LoRA's on linear layers and convolutions.
         """
         adapter_layers(backbone)
-        return super().client_module(backbone, optimizer, lr_scheduler)

@@ -11,8 +11,6 @@ from torch import nn
 
 from fl_lightning.algorithms.adapters.fedit import FedIT
 from fl_lightning.algorithms.adapters.low_rank import belongs_to_a
-from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.message import Tensors
 
 
@@ -27,13 +25,8 @@ class FFALoRA(FedIT):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Return a client's LightningModule in which the factors `A` are frozen.
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Freeze the factors `A`.
 
         Raises:
             ConfigError: The network has no adapters, or others than LoRA's on linear layers and convolutions.
@@ -41,7 +34,7 @@ class FFALoRA(FedIT):
         for name, parameter in backbone.named_parameters():
             if belongs_to_a(name):
                 parameter.requires_grad_(False)
-        return super().client_module(backbone, optimizer, lr_scheduler)
+        super().prepare_network(backbone)
 
     def _shared(self, backbone: nn.Module) -> Tensors:
         """Return the state dict entries that clients and server exchange, without the factors `A`."""

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.client.module import ClientModule, LossTerm, Step
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
@@ -259,13 +258,8 @@ class FedDW(Algorithm):
         reference = self.preset == "reference"
         return [DistillingWeights(self.mu, self.linearize_every, reference=reference, allow_bias=self.keeps_bias)]
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Build a client's module, and remove the bias of its classification layer.
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Remove the bias of the classification layer.
 
         The preset `reference` keeps the bias.
 
@@ -280,4 +274,3 @@ class FedDW(Algorithm):
                     "algorithm.drop_bias true"
                 )
             layer.register_parameter("bias", None)
-        return super().client_module(backbone, optimizer, lr_scheduler)

@@ -17,7 +17,6 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number
@@ -146,20 +145,14 @@ class FedNH(Algorithm):
         """Return the aggregator that moves the class prototypes."""
         return PrototypeAveraging(self.rho)
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Build a client's module with the prototypes as a frozen classification layer."""
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Replace the classification layer by the prototypes, which are frozen."""
         name, layer = prototype_layer(backbone)
         classes, width = layer.weight.shape
         head = CosineLinear(width, classes, self.scale)
         head.weight = nn.Parameter(uniform_prototypes(classes, width), requires_grad=False)
         head.scale.requires_grad_(self.learn_scale)
         backbone.set_submodule(name, head)
-        return super().client_module(backbone, optimizer, lr_scheduler)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained weights without the prototype layer, and the client's own prototypes and class counts."""

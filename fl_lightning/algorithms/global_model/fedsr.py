@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule, LossTerm, Step
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.precision import at_least_float32, without_autocast
@@ -211,14 +210,8 @@ class FedSR(Algorithm):
         norm = RepresentationNorm(self.l2r, SAMPLE if self.probabilistic else None)
         return [norm, *([ConditionalInformation(self.cmi)] if self.probabilistic else [])]
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Build a client's module. With `probabilistic`, add the Gaussian layer to the backbone."""
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Add the Gaussian layer to the network, if `probabilistic` is true."""
         if self.probabilistic:
             network = with_encoder(backbone)
             add_representation(network, len(next(network.classifier.parameters())))
-        return super().client_module(backbone, optimizer, lr_scheduler)

@@ -14,7 +14,6 @@ from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.fine_tuning import fine_tune
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import beginnings, belongs_to, require_parts
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError
@@ -56,13 +55,8 @@ class FedBABU(Algorithm):
             raise ConfigError("algorithm.tune: 'head' needs a frozen part. Use 'full', or set algorithm.frozen.")
         self.frozen = beginnings(self.frozen)
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Return a client's LightningModule in which the parts listed in `frozen`, such as the head, are frozen.
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Freeze the parts listed in `frozen`, such as the head.
 
         Raises:
             ConfigError: The backbone does not have a frozen part.
@@ -70,7 +64,6 @@ class FedBABU(Algorithm):
         require_parts("frozen", self.frozen, backbone)
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and not belongs_to(name, self.frozen))
-        return super().client_module(backbone, optimizer, lr_scheduler)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Fine-tune the client's model on its training data before evaluation."""

@@ -14,8 +14,6 @@ from torch import nn
 
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Buffers
-from fl_lightning.client.module import ClientModule
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import beginnings
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import join_names
@@ -72,13 +70,8 @@ class FedBN(Algorithm):
 
     one_model = False
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Return a client's LightningModule around a backbone. Its normalization layers in `layers` are personal."""
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Make the normalization layers in `layers` personal."""
         for pattern in self.layers:
             if not normalization_layers(backbone, [pattern]):
                 raise ConfigError(f"algorithm.layers: {pattern!r} matches no normalization layer. {_hint(backbone)}")
@@ -87,7 +80,6 @@ class FedBN(Algorithm):
             what = f"FedBN keeps BatchNorm layers on their client, and {type(backbone).__name__} has none"
             fix = "Use a model with BatchNorm, such as ResNet18, or name other normalization layers in algorithm.layers"
             raise ConfigError(f"model: {what}. {fix}")
-        return super().client_module(backbone, optimizer, lr_scheduler)
 
 
 def _hint(backbone: nn.Module) -> str:

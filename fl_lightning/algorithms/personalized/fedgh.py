@@ -23,7 +23,7 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.knowledge import ClassMeans, Seen, SharedKnowledge
 from fl_lightning.client.module import ClientModule, Step
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, descend
+from fl_lightning.client.optimizers import descend
 from fl_lightning.client.weights import beginnings, trainable_parameters
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
@@ -170,16 +170,10 @@ class FedGH(Algorithm):
         """Return the aggregator that trains the head."""
         return HeadTraining(self.seen, self.server_epochs, self.server_lr, self.server_batch_size)
 
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """Build a client's module. All parts of the network except the head are personal."""
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """Make all parts of the network except the head personal."""
         parts = (name for name, _ in with_encoder(backbone).named_children())
         self.personal = beginnings(name for name in parts if name != "head")
-        return super().client_module(backbone, optimizer, lr_scheduler)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial head."""
