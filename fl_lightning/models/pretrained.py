@@ -51,7 +51,8 @@ class Pretrained(Backbone):
         pad_token_id: Id of the token at the end of short texts, if `config.json` has none, such as that of GPT-2.
 
     Attributes:
-        new_layers: Names of the layers that are not pretrained: the head and, in some models, layers before it.
+        new_layers: Names of the layers that are not pretrained: the head and, in some models, layers before it, or a
+            pooler that the folder's weights lack.
 
     Raises:
         ConfigError: The folder has no such model, the model computes something after its last linear layer, inputs have
@@ -77,7 +78,7 @@ class Pretrained(Backbone):
             raise ConfigError(f"model: a sample has {len(in_shape)} inputs without names. {fix}.")
         options = {} if task == "causal_lm" else {"num_labels": num_classes}
         options |= {} if pad_token_id is None else {"pad_token_id": pad_token_id}
-        network = load_network(path, task, weights, download, options)
+        network, missing = load_network(path, task, weights, download, options)
         name = output_layer(network, path)
         head: Any = network.get_submodule(name)
         probe = torch.zeros(2, *in_shape) if task == "image_classification" else torch.ones(2, 3, dtype=torch.int64)
@@ -87,11 +88,10 @@ class Pretrained(Backbone):
         if not torch.allclose(_outputs(self, probe, path), expected, rtol=SAME, atol=SAME):
             fix = "Wrap it in an nn.Module of your own, which returns its `.logits`"
             raise ConfigError(f"model.path: {type(network).__name__} changes the outputs of its last layer. {fix}.")
-        if task == "causal_lm":
-            self.new_layers = ()
-        else:
-            others = (name for name, layer in _outside_base(network) if [*layer.parameters(recurse=False)])
-            self.new_layers = (*(f"encoder.network.{name}" for name in others), "head")
+        outside = [each for each, layer in _outside_base(network) if [*layer.parameters(recurse=False)]]
+        new = dict.fromkeys([*(outside if task != "causal_lm" else []), *missing])
+        has_new_head = task != "causal_lm" or name in missing
+        self.new_layers = (*(f"encoder.network.{each}" for each in new if each != name), *["head"] * has_new_head)
 
 
 class HiddenOutputs(nn.Module):
@@ -120,7 +120,7 @@ class HiddenOutputs(nn.Module):
 
 def load_network(
     path: str, task: PretrainedTask, weights: bool, download: bool, options: dict[str, Any]
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, list[str]]:
     """Load a model of Hugging Face in float32 and train mode. Code in the folder is never run.
 
     Args:
@@ -129,6 +129,9 @@ def load_network(
         weights: Whether to load its weights; otherwise they are random.
         download: Whether the internet may be used.
         options: Entries of its configuration to replace, such as `num_labels`.
+
+    Returns:
+        The model, and the names of its layers that are not in the folder's weights, such as a pooler.
 
     Raises:
         ConfigError: The model cannot be loaded, or `transformers` is not installed.
@@ -148,8 +151,10 @@ def load_network(
             config = transformers.AutoConfig.from_pretrained(path, **source, **options)
             config.use_cache = False
             if not weights:
-                return model.from_config(config, trust_remote_code=False).float().train()
-            return model.from_pretrained(path, config=config, dtype=torch.float32, **source).train()
+                return model.from_config(config, trust_remote_code=False).float().train(), []
+            options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+            network, found = model.from_pretrained(path, **options, **source)
+            return network.train(), [key.rpartition(".")[0] for key in sorted(found["missing_keys"])]
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         what = f"{path!r} cannot be loaded as a model for {task} ({one_line(error)})"
         raise ConfigError(f"model.path: {what}. Check the folder, model.task and model.weights.") from error

@@ -1,18 +1,20 @@
 """`Pretrained`: models of Hugging Face from a folder, split into encoder and head."""
 
 import socket
+from functools import partial
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 from tiny_models import CONFIGS, TASKS, save_model
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.trusted_imports import Untrusted, untrusted
-from fl_lightning.models import Pretrained, with_encoder
+from fl_lightning.models import Adapted, LoRA, Pretrained, with_encoder
 from fl_lightning.models.wrapped import build_network
 
 IDS = torch.tensor([[5, 9, 7, 12, 0, 0], [8, 1, 3, 4, 6, 2]])
@@ -97,6 +99,14 @@ def test_new_layers_are_those_outside_of_the_pretrained_model(tmp_path, name, la
     network = Pretrained((6,), 2, path=str(tmp_path))
     assert network.new_layers == layers
     assert all(network.get_submodule(layer) for layer in layers)
+
+
+def test_layers_that_the_weights_lack_are_new(tmp_path):
+    transformers.BertForMaskedLM(CONFIGS["bert"]()).save_pretrained(tmp_path)  # has no pooler
+    network = Pretrained((6,), 2, path=str(tmp_path))
+    assert network.new_layers == ("encoder.network.bert.pooler.dense", "head")
+    adapted = Adapted((6,), 2, base=partial(Pretrained, path=str(tmp_path)), adapter=LoRA(targets=["query"]))
+    assert adapted.get_parameter("encoder.network.bert.pooler.dense.weight").requires_grad
 
 
 def test_the_network_is_not_used(tmp_path, monkeypatch):
