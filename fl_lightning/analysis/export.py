@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from io import BytesIO
@@ -28,7 +28,8 @@ from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data import FederatedData
 from fl_lightning.data.datasets import first_samples
 from fl_lightning.data.schema import TableSchema
-from fl_lightning.models import Mixed, ResizedFeatures
+from fl_lightning.models import Adapted, Mixed, ResizedFeatures
+from fl_lightning.models.adapted import merge_adapters
 from fl_lightning.models.wrapped import call_arguments, original_of
 
 if TYPE_CHECKING:
@@ -201,6 +202,23 @@ def described_model(config: Mapping[str, Any], group: int = 0, shared: bool = Fa
 def as_class(model: Any) -> dict[str, Any]:
     """Return a model of a config, which may be only the name of a class, as a dict with `class_path`."""
     return {"class_path": model} if isinstance(model, str) else model
+
+
+def merged_network(network: Network) -> Network:
+    """Return a network whose LoRA adapters are added to the weights of their layers, so that it needs no peft.
+
+    Its model is the one that the adapters were added to.
+
+    Raises:
+        ConfigError: The network has no adapters, or other outputs with merged weights.
+    """
+    model = network.model
+    if find_object(model["class_path"]) is Adapted:
+        model = as_class(model["init_args"]["base"])
+    merged = replace(network, backbone=merge_adapters(network.backbone), model=model)
+    if not same_outputs(merged.outputs, network.outputs):
+        raise ConfigError("--merge: the network has other outputs with merged weights. Leave it out.")
+    return merged
 
 
 def takes_rows(data: FederatedData, path: Path) -> bool:

@@ -146,6 +146,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "-o --out": value(str | None, EXPORT_FILE, metavar="FILE"),
         "--client": value(int | None, "Export client K's next model; the global one by default.", metavar="K"),
         "--prepare": switch("Include the scaling and normalization, so that the model takes stored samples."),
+        "--merge": switch("Add LoRA adapters to the weights of their layers, so that the model needs no peft."),
         "--checkpoint": CHECKPOINT,
         "--trust": TRUST,
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -119,6 +120,22 @@ class Adapted(Backbone):
         inject_adapter_in_model(adapter.peft_config([*layers], transposed), self)  # freezes everything else
         for name in self.new_layers:
             self.get_submodule(name).requires_grad_(True)
+
+
+def merge_adapters(network: nn.Module) -> nn.Module:
+    """Return a copy of a network in which each layer with LoRA is an ordinary layer again, with the weight `W + s B A`.
+
+    Raises:
+        ConfigError: The network has no layer with LoRA.
+    """
+    merged = copy.deepcopy(network)
+    adapted = [(name, layer) for name, layer in merged.named_modules() if hasattr(layer, "lora_A")]
+    if not adapted:
+        raise ConfigError(f"--merge: {type(network).__name__} has no LoRA adapters. Leave it out.")
+    for name, layer in adapted:
+        layer.merge(safe_merge=True)
+        merged.set_submodule(name, layer.get_base_layer())
+    return merged
 
 
 def saved_layers(network: nn.Module, names: Sequence[str] | None, default: Sequence[str]) -> Iterator[str]:

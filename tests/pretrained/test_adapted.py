@@ -14,6 +14,7 @@ from fl_lightning.algorithms.adapters.low_rank import adapter_layers
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import CNN, MLP, Adapted, FromModule, LoRA, Pretrained
+from fl_lightning.models.adapted import merge_adapters
 
 IDS = torch.tensor([[5, 9, 7, 12, 0, 0], [8, 1, 3, 4, 6, 2]])
 
@@ -140,3 +141,26 @@ def test_an_option_out_of_range_is_refused(option, value):
 def test_a_base_without_a_separate_head_is_refused():
     with pytest.raises(ConfigError, match=r"^model: this method reads features"):
         Adapted((4,), 2, base=lambda num_classes: torch.nn.Linear(4, num_classes), adapter=LoRA(targets=["0"]))
+
+
+@pytest.mark.parametrize(("name", "targets"), [("bert", ["query", "dense"]), ("gpt2", ["c_attn"])])
+def test_merged_adapters_are_part_of_the_weights(tmp_path, name, targets):
+    network = adapted(save_model(tmp_path, name), targets).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    merged, base = merge_adapters(network), Pretrained((6,), 2, path=str(tmp_path))
+    assert merged.state_dict().keys() == base.state_dict().keys()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS), network(IDS), rtol=1e-4, atol=1e-5)
+        for layer in adapter_layers(network):
+            b, a = (network.get_parameter(factor).double() for factor in (layer.b, layer.a))
+            expected = layer.add(network.get_parameter(layer.base), b @ a, torch.float32)
+            found = merged.get_parameter(f"{layer.path}.weight")
+            torch.testing.assert_close(found.float(), expected.float(), rtol=1e-5, atol=1e-6)
+    assert adapter_layers(network)  # the original keeps its adapters
+
+
+def test_a_network_without_adapters_cannot_be_merged():
+    with pytest.raises(ConfigError, match=r"^--merge: "):
+        merge_adapters(MLP((4,), 2))

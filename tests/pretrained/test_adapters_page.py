@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 def test_the_commands_of_the_page_run(folder, capsys):
     (block,) = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
     lines = block.splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         words = shlex.split(line)[1:]
         assert main([*words, *(["--rounds", "1", "--trainer.max_epochs", "1"] if words[0] == "fit" else [])]) == 0

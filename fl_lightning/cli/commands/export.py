@@ -11,6 +11,7 @@ from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.analysis.export import (
     FORMATS,
     described_model,
+    merged_network,
     network_of,
     refuse_target,
     schema_path,
@@ -36,6 +37,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     described = described_model(read_config(Path(given.run)), group, shared=given.client is None)
     has_rows = takes_rows(run.data, path)
     network = network_of(run, described, given.client, given.prepare or has_rows)
+    network = merged_network(network) if given.merge else network
     write_network(network, path)
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
     echo(f"wrote {path} ({about}): {describe_model(run, given.client)} after round {run.round}")
