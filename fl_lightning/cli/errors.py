@@ -65,6 +65,7 @@ def simplify_message(message: str, parser: ArgumentParser, line: CommandLine = C
     shown = key if is_experiment or not key else f"--{key}"
     reason = (
         _missing_argument(message, parser.prog, is_experiment)
+        or _options_of_function(message)
         or _unknown_argument(key, message, line)
         or _wrong_value(key, message)
         or _wrong_class(key, message)
@@ -81,6 +82,13 @@ def _missing_argument(message: str, program: str, is_experiment: bool) -> str | 
     if is_experiment:
         return f"{found[1]} must be given, in the config (--config) or as an option"
     return f"{found[1]}: not given. Write it after the command; `{program} --help` shows how"
+
+
+def _options_of_function(message: str) -> str | None:
+    """Return our message about options for a function in the place of a class. Return None for any other message."""
+    if "got NestedArg(" not in message:
+        return None
+    return "a function takes no options here. Set their defaults in the function, or name a class"
 
 
 def _unknown_argument(key: str, message: str, line: CommandLine) -> str | None:
@@ -150,8 +158,6 @@ def _other_class(key: str, path: str) -> str | None:
 
 def _without_noise(message: str) -> str:
     """Return the reason from an error message of jsonargparse, without the boilerplate around it."""
-    if "got NestedArg(" in message:
-        return "a function takes no options here. Set their defaults in the function, or name a class"
     noise = (
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
         r"|Does not validate against any .+? Errors: - | - Expected a .*|\.? (?:Got|Given) value.*"

@@ -164,7 +164,7 @@ REFUSING = {
     *("APFL", "APPLE", "CwFedAvg", "Ditto", "FedDW", "FedDistill", "FedDistillPlus", "FedGen", "FedLC", "FedNTD"),
     *("FedPAC", "FedProto", "FedRCL", "FedROD", "FedSAM", "FedSKC", "FedSKC with ProtoNet", "FedUV", "MoFedSAM"),
     *("PFedMe", "PerFedAvg", "ProtoNet", "UA-PDFL's code", "UAPDFL", "class shares", "cwFedAVG's code", "received"),
-    "two terms",
+    *("FML", "FedGH", "FedKD", "FedSR", "FedTGP", "two terms"),
 }
 """Methods that read the target of each sample in training, or take their own steps."""
 

@@ -315,6 +315,7 @@ REFUSING = {
     "CriticalFL",
     "FedCM",
     "FedDC",
+    "FedKD",
     "FedNova",
     "FedROD",
     "MoFedSAM",

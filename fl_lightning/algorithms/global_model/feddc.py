@@ -57,13 +57,13 @@ class DriftPenalty(LossTerm):
         """Return the penalty `α/2 ||θ - (w - h_k)||²` at the current weights `θ`, or zero outside a fit."""
         if not self._target or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
-        parameters = list(unfixed_parameters(step.backbone).values())
-        return self.alpha / 2 * proximal_distance(parameters, self._target)
+        parameters = dict(step.backbone.named_parameters())
+        return self.alpha / 2 * proximal_distance([parameters[name] for name in self._received], self._target)
 
     def remember(self, module: ClientModule) -> Tensors:
         """Return the client's next drift, `h_k + θ_k - w` (Eq. 6)."""
-        now = module.backbone.named_parameters()
-        return {name: self._drift[name] + p.detach() - self._received[name] for name, p in now}
+        now = dict(module.backbone.named_parameters())
+        return {name: self._drift[name] + now[name].detach() - w for name, w in self._received.items()}
 
 
 class FedDC(SCAFFOLD):

@@ -40,18 +40,21 @@ class Proximal(LossTerm):
         check_number("algorithm.mu", mu, "[0, inf)")
         self.mu, self.active = mu, mu > 0
         self.anchor: Tensors = {}
+        self._names: list[str] = []
         self._anchors: list[Tensor] = []
 
     def begin(self, module: ClientModule) -> None:
         """Keep the received weights `w^t`, the centre of the proximal term."""
-        starts = unfixed_parameters(module.backbone).items()
-        self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts]
+        starts = unfixed_parameters(module.backbone)
+        self._names = [*starts]
+        self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts.items()]
 
     def forward(self, step: Step) -> Tensor:
         """Return the proximal term at the current weights, or zero outside a fit."""
         if not self._anchors or step.backbone is None:
             return self.outside_fit(step.logits.new_zeros(()))
-        return self.mu / 2 * proximal_distance(list(unfixed_parameters(step.backbone).values()), self._anchors)
+        parameters = dict(step.backbone.named_parameters())
+        return self.mu / 2 * proximal_distance([parameters[name] for name in self._names], self._anchors)
 
 
 class FedProx(Algorithm):
