@@ -42,8 +42,8 @@ class Mixed(ArgumentsMixin):
     Example:
         >>> from fl_lightning import CNN, MLP
         >>> mixed = Mixed([MLP, CNN], assign=[0, 0, 1])
-        >>> [mixed.names[mixed.group_of(client, seed=0)] for client in range(3)]
-        ['MLP', 'MLP', 'CNN']
+        >>> " ".join(mixed.names[mixed.group_of(client, seed=0)] for client in range(3))
+        'MLP MLP CNN'
     """
 
     def __init__(
