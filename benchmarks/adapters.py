@@ -152,9 +152,8 @@ def main() -> None:
             started = time.perf_counter()
             expected = loop(run, network, given.rounds)
             by_hand = time.perf_counter() - started
-            started = time.perf_counter()
             run.fit()
-            ours = time.perf_counter() - started
+            ours = sum(row["time/fit_s"] for row in run.csv.rows)  # the loop does not evaluate
             ratios.append(ours / by_hand)
             model_state = run.state["model"]
             difference = max(float((model_state[name] - value).abs().max()) for name, value in expected.items())
