@@ -319,7 +319,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         super()._set_up(worker)
         clients = range(len(self.data.shards) + len(self.data.held_out))
         architectures = [name for client in clients if (name := worker.architecture_of(client))]
-        fixed = [tensor for each in worker.groups for tensor in each.fixed.values()]
+        fixed = " ".join(filter(None, (each.fixed_digest for each in worker.groups)))
         self.record.set_inputs(self.data, worker.device, fixed, architectures)
 
     def _reduce_to_dry_run(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -80,10 +80,10 @@ def shared_tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 def shared_memory(network: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that copies of a network share, by name; of several names for the same memory, the first."""
-    first: dict[int, tuple[str, Tensor]] = {}
+    """Return the tensors that copies of a network share, by name. Several names for one tensor occur once."""
+    first: dict[Any, tuple[str, Tensor]] = {}
     for name, tensor in shared_tensors(network).items():
-        first.setdefault(tensor.data_ptr(), (name, tensor.detach()))
+        first.setdefault(place_of(tensor), (name, tensor.detach()))
     return dict(first.values())
 
 
@@ -95,10 +95,15 @@ def use_memory(network: nn.Module, memory: dict[str, Tensor]) -> None:
         memory: The result of `shared_memory` of an equal network.
     """
     shared = shared_tensors(network)
-    places = {shared[name].data_ptr(): value for name, value in memory.items()}
+    places = {place_of(shared[name]): value for name, value in memory.items()}
     for tensor in shared.values():
-        if tensor.data_ptr() in places:
-            tensor.data = places[tensor.data_ptr()]
+        if (place := place_of(tensor)) in places:
+            tensor.data = places[place]
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells a tensor from others: its address and form. A view may begin at its tensor's address."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def alias(tensor: Tensor) -> Tensor:

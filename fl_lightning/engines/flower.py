@@ -60,12 +60,14 @@ class Waiting:
 
     Args:
         task: The task.
+        fixed: Digest of the fixed tensors of the client's network, which its machine compares with its own.
         seconds: Seconds after which the client has failed.
         away: Whether the machine did not answer in time in its last round, and has not been back since.
         sent: Ids of the messages with the task. It is sent again to a machine that has lost it.
     """
 
     task: Task
+    fixed: str
     seconds: float
     away: bool = False
     sent: list[str] = field(default_factory=list)
@@ -166,7 +168,8 @@ class FlowerEngine(Engine):
         away = self._missed - link.connected_clients() if self._missed else set()
         for task in tasks:
             is_away = task.client in away
-            waiting[task.client] = Waiting(task, min(limit, RETURN) if is_away else limit, is_away)
+            fixed = worker.for_client(task.client).fixed_digest
+            waiting[task.client] = Waiting(task, fixed, min(limit, RETURN) if is_away else limit, is_away)
             self._send(link, waiting[task.client])
         if away:
             link.ask(away)
@@ -216,7 +219,8 @@ class FlowerEngine(Engine):
     def _send(self, link: ClientLink, one: Waiting) -> None:
         task = one.task
         known = [round for round in self._trained.get(task.client, []) if round < task.round + (not task.fit)]
-        records = pack_task(task, max(known, default=-1), run=self._run, experiment=self._experiment)
+        values = {"run": self._run, "experiment": self._experiment, "fixed": one.fixed}
+        records = pack_task(task, max(known, default=-1), **values)
         if (sent := link.send(task.client, records, "train")) is not None:
             one.sent.append(sent)
         else:

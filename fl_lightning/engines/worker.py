@@ -53,6 +53,7 @@ from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
 from fl_lightning.data.datasets import first_samples
+from fl_lightning.data.federated_data import sha256
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
     blame_inputs,
@@ -167,6 +168,15 @@ class Worker:
     def fixed(self) -> Tensors:
         """The frozen parameters and buffers of frozen layers, the same on all clients with this network."""
         return shared_tensors(self.template.backbone)
+
+    @cached_property
+    def fixed_digest(self) -> str:
+        """SHA-256 of all fixed tensors of a client's module, or an empty string if it has none.
+
+        They are not in checkpoints, and each client's own machine reads its own, so this is how changes are found.
+        """
+        tensors = shared_memory(self.template).values()
+        return sha256(tensors) if tensors else ""
 
     @cached_property
     def template(self) -> ClientModule:

@@ -136,6 +136,9 @@ class Node:
         values = contents.values
         self._check_task(values)
         worker, states = self._open(values["experiment"], values["run"])
+        if values["fixed"] != worker.for_client(self.site.client).fixed_digest:
+            fix = "Give this machine the same files, such as those of the pretrained model"
+            raise BadMessage(f"model: the frozen part of the network is unlike the server's. {fix}")
         task = unpack_task(contents, states.read(values["state_round"]))
         if task.keep_model:
             uncompiled = replace(worker, training=replace(worker.training, compile=False))
@@ -153,7 +156,7 @@ class Node:
     def _check_task(self, values: Mapping[str, Any]) -> None:
         if values.get("client") != self.site.client:
             raise BadMessage(f"the task is for client {quote(values.get('client'))}, not for client {self.site.client}")
-        kinds = {"experiment": str, "run": str, "state_round": int}
+        kinds = {"experiment": str, "run": str, "fixed": str, "state_round": int}
         if wrong := [name for name, kind in kinds.items() if type(values.get(name)) is not kind]:
             raise BadMessage(f"the task has no valid {wrong[0]}")
 

@@ -14,13 +14,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 import yaml
-from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
-from fl_lightning.data.federated_data import sha256
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import summarize
 from fl_lightning.loggers.base import Labels
@@ -128,18 +126,18 @@ class Record:
         return bool(self._settings)
 
     def set_inputs(
-        self, data: FederatedData, device: torch.device, fixed: Sequence[Tensor], architectures: Sequence[str] = ()
+        self, data: FederatedData, device: torch.device, fixed: str, architectures: Sequence[str] = ()
     ) -> None:
         """Set what the fingerprint in each checkpoint describes: the data, the device and fixed tensors.
 
         Args:
             data: The data.
             device: The training device.
-            fixed: The fixed tensors of the clients' networks.
+            fixed: Digest of the fixed tensors of the clients' networks; empty if there are none.
             architectures: The name of each client's architecture, if clients have different networks.
         """
         self._data, self._digest, self._device = data, data.digest(), device
-        self._fixed = sha256(fixed) if fixed else ""
+        self._fixed = fixed
         self._architectures = architectures
 
     def find_checkpoint(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:

@@ -1,7 +1,5 @@
 """Domains: the law of the partition against plain loops, the left-out domain, and folders of domains."""
 
-import re
-import shlex
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import rows, run
+from commands import rows, run_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import STYLES, write_domains
@@ -366,17 +364,12 @@ def test_the_snippets_of_the_page_run_in_their_order(
 ) -> None:
     """The comparison of methods leaves out one domain, with one round."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for kind, title, block in re.findall(r'```(bash|python|yaml)(?: title="(.+?)")?\n(.*?)```', PAGE, re.S):
-        if title:
-            Path(title).write_text(block)
-        elif kind == "python":
-            exec(block, names)
-        else:
-            reduced = block.replace("\\\n", "").replace("0,15,30,45,60,75", "75")
-            for command in reduced.replace("--evaluation.every 10", "--rounds 1").splitlines():
-                code, out, err = run(*shlex.split(command)[1:])
-                assert code == 0, f"{command}\n{err}"
+
+    def reduced(block: str) -> str:
+        one_domain = block.replace("\\\n", "").replace("0,15,30,45,60,75", "75")
+        return one_domain.replace("--evaluation.every 10", "--rounds 1")
+
+    *_, last = run_page(PAGE, reduced)
     assert float(rows(Path("runs/rotated"))[-1]["global/acc"]) > 0.3
     assert {"15", "30"} < {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.split()}
-    assert "FedBN" in out
+    assert "FedBN" in last.out

@@ -1,32 +1,20 @@
 """The snippets and commands of docs/language-models.md, in their order."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
-from commands import rows, run
+from commands import rows, run_page
 
 from fl_lightning.data.instructions import messages_of, plain_pieces
 from fl_lightning.data.tokenizers import ByteTokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "language-models.md").read_text()
-BLOCKS = re.findall(r'```(bash|python|yaml)(?: title="(.+?)")?\n(.*?)```', PAGE, re.S)
 
 
 @pytest.mark.thorough
 def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for kind, title, block in BLOCKS:
-        if title:
-            Path(title).write_text(block)
-        elif kind == "python":
-            exec(block, names)
-        else:
-            for command in block.splitlines():
-                code, _, err = run(*shlex.split(command)[1:])
-                assert code == 0, f"{command}\n{err}"
+    run_page(PAGE)
     assert "perplexity of the grammar: 2.206" in capsys.readouterr().out
     federated, alone = (rows(Path("runs", name))[-1] for name in ("grammar", "alone"))
     assert float(federated["global/perplexity"]) < 2.6

@@ -1,14 +1,12 @@
 """Images with masks: folders of sites, the size of both, and docs/segmentation.md."""
 
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from commands import rows, run
+from commands import rows, run_page
 from PIL import Image
 from refusals import refusal
 
@@ -112,16 +110,7 @@ def test_arrays_of_masks_stay_bytes(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for kind, title, block in re.findall(r'```(bash|python|yaml)(?: title="(.+?)")?\n(.*?)```', PAGE, re.S):
-        if title:
-            Path(title).write_text(block)
-        elif kind == "python":
-            exec(block, names)
-        else:
-            for command in block.splitlines():
-                code, _, err = run(*shlex.split(command)[1:])
-                assert code == 0, f"{command}\n{err}"
+    run_page(PAGE)
     found = rows(Path("runs/sites"))
     assert len(found) == 10
     assert float(found[-1]["global/iou"]) > 0.8

@@ -107,7 +107,7 @@ def test_the_page_names_everything_that_crosses():
     message = Message.pack({"model": {}}, n_samples=1)
     result = Result(0, 0, message, {"offer": {}}, {"loss": 1.0}, {"lr": 0.1}, score)
     described = describe(data.data, data.shards[0], "sha256:0")
-    task = pack_task(Task(1, 0, Message(), {}), -1, run="", experiment="")
+    task = pack_task(Task(1, 0, Message(), {}), -1, run="", experiment="", fixed="")
     messages = {
         "description": {*describe_client(0, described)["values"]},
         "task": {*task["values"]},

@@ -132,10 +132,11 @@ def model(node):
     return {"model": dict(orchestrator.worker.template.backbone.state_dict())}
 
 
-def ask(node, text=None, download=None, run=RUN, state_round=-1, **task):
+def ask(node, text=None, download=None, run=RUN, state_round=-1, fixed="", **task):
     message = Message.pack(model(node) if download is None else download)
     sent = Task(**{"round": 1, "client": 1, "download": message, "memory": {}, **task})
-    records = pack_task(sent, state_round, run=run, experiment=experiment(node) if text is None else text)
+    values = {"run": run, "experiment": experiment(node) if text is None else text, "fixed": fixed}
+    records = pack_task(sent, state_round, **values)
     return unpack(node.answer(records), 1e9)
 
 
@@ -158,6 +159,7 @@ FOREIGN = {"class_path": "my_module.Method"}
 REFUSED = {
     "another client": ({"client": 2}, "the task is for client 2, not for client 1"),
     "no state": ({"round": 5, "state_round": 4}, "the client's state after round 4 is not on its machine"),
+    "another base": ({"fixed": "sha256:0"}, "model: the frozen part of the network is unlike the server's"),
     "run": ({"run": "../../home"}, "the run's id is not 32 hexadecimal digits"),
     "nan": ({"download": {"model": {"w": torch.tensor([float("nan")])}}}, "model/w contains NaN or Inf"),
     "other weights": ({"download": {"model": {"w": torch.zeros(1)}}}, "w"),

@@ -4,7 +4,9 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +49,29 @@ def tiny(run_dir: Path, *words: str, text: str = TINY) -> Outcome:
     outcome = run("fit", "--config", config, "--run_dir", run_dir, *words)
     assert outcome.code == 0, outcome.err
     return outcome
+
+
+def run_page(page: str, edit: Callable[[str], str] = str) -> list[Outcome]:
+    """Run what a page of the documentation shows, in its order, in the working folder. Return the commands' outcomes.
+
+    Blocks with a title are files, Python blocks share their names, and each line of a bash block is a command.
+
+    Args:
+        page: The page.
+        edit: Changes a bash block, for example to fewer rounds.
+    """
+    names: dict[str, object] = {}
+    outcomes = []
+    for kind, title, block in re.findall(r'```(bash|python|yaml)(?: title="(.+?)")?\n(.*?)```', page, re.S):
+        if title:
+            Path(title).write_text(block)
+        elif kind == "python":
+            exec(block, names)
+        else:
+            for command in edit(block).splitlines():
+                outcomes.append(run(*shlex.split(command)[1:]))
+                assert outcomes[-1].code == 0, f"{command}\n{outcomes[-1].err}"
+    return outcomes
 
 
 def rows(run_dir: Path, name: str = "metrics.csv") -> list[dict[str, str]]:
