@@ -11,7 +11,7 @@ import lightning as L
 from fl_lightning.core.errors import ConfigError
 
 Interval = Literal["epoch", "step"]
-"""What a learning-rate scheduler within a fit counts: epochs or optimizer steps."""
+"""The unit in which a learning-rate scheduler within a fit counts: epochs or optimizer steps."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from fl_lightning.core.errors import ConfigError, check_number
 class WarmupCosine(LambdaLR):
     """Increase the learning rate linearly, then decrease it to `end` along half a cosine.
 
-    With `T` steps, of which `W` are the warm-up, step `t` (from 0) has the factor `(t + 1) / (W + 1)` for `t < W`, and
-    `end + (1 - end) (1 + cos(π (t - W) / (T - W))) / 2` from then on. This is PyTorch's `LinearLR` followed by
+    With `T` steps and a warm-up of `W` steps, step `t` (from 0) has the factor `(t + 1) / (W + 1)` for `t < W`. From
+    then on it is `end + (1 - end) (1 + cos(π (t - W) / (T - W))) / 2`. This is PyTorch's `LinearLR` followed by
     `CosineAnnealingLR`. The cosine is that of SGDR without restarts (Loshchilov and Hutter, ICLR 2017, Eq. 5); the
     warm-up is that of Goyal et al., 2017, Section 2.2.
 

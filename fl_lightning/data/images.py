@@ -63,7 +63,7 @@ class Digits(Dataset):
 class RotatedDigits(Dataset):
     """scikit-learn's digits in several domains: each domain has other images, rotated by its angle. No download.
 
-    Like RotatedMNIST, but with 8x8 images. The images of each class are dealt out to the domains one by one, separately
+    Like RotatedMNIST, but with 8x8 images. The images of each class are assigned to the domains in turn, separately
     for training and test images, so that the domains have the same classes. The domain of an image, its angle, is its
     client id, for the partitions `Domains` and `ByClient`. Rotated pixels are rounded to the 17 levels of the digits.
 

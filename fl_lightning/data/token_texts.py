@@ -148,7 +148,7 @@ class TextFile(TokenTexts):
 
 
 def cut_tokens(tokens: Sequence[Token], length: int) -> Iterator[Sequence[Token]]:
-    """Yield consecutive pieces of at most `length` tokens, each of which begins with the last token of the one before.
+    """Yield consecutive pieces of at most `length` tokens. Each begins with the last token of the piece before.
 
     A text of one token has no piece, because there is nothing to predict.
 

@@ -29,7 +29,7 @@ HUGGING_FACE = (
 """Why such a model cannot be used directly, and what to do."""
 
 OURS = "fl_lightning.models."
-"""Package of our networks, most of which take one tensor."""
+"""Package of our networks. Most of them take one tensor."""
 
 
 class FromModule(Backbone):

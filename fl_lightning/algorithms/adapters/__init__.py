@@ -1,1 +1,1 @@
-"""Methods for pretrained models with LoRA adapters, of which only the adapters and the head are trained."""
+"""Methods for pretrained models with LoRA adapters: only the adapters and the head are trained."""

@@ -27,8 +27,8 @@ def normalization_layers(network: nn.Module, patterns: Sequence[str] = ()) -> li
 
     Args:
         network: The network.
-        patterns: Patterns with `*`, `?` and `[...]`, of which one must match the layer's dotted name or the name of its
-            class. Without patterns, the result are the BatchNorm layers.
+        patterns: Patterns with `*`, `?` and `[...]`. One of them must match the layer's dotted name or the name of its
+            class. Without patterns, the BatchNorm layers are returned.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
