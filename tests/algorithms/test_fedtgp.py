@@ -120,6 +120,17 @@ def test_without_epochs_the_prototypes_are_the_random_start():
     assert not torch.equal(merged["values"], other["values"])
 
 
+@in_float64
+def test_the_margin_is_that_of_the_uploaded_classes():
+    """The other classes have the mean zero, far away from these prototypes."""
+    local, held = 5 + torch.randn(2, C, WIDTH), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    merged = TrainedPrototypes(**SERVER).merge({}, uploads(local, held), Round(1, {}, seed=3))
+    rng = np.random.default_rng(3)
+    network, pairs = seeded(rng, WIDTH, torch.float64), [(local[0, 0], 0), (local[0, 1], 1), (local[1, 0], 0)]
+    network.train_on(pairs, [local[:, 0].mean(dim=0), local[0, 1]], 100.0, rng, *SERVER.values())
+    torch.testing.assert_close(merged["values"], network().detach(), rtol=1e-10, atol=1e-10)
+
+
 def test_the_network_is_trained_further_in_each_round_and_stays_on_the_server():
     local, held = torch.randn(2, C, WIDTH), torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]], dtype=torch.bool)
     piece = TrainedPrototypes(**SERVER)
