@@ -65,6 +65,7 @@ class Server:
         self.algorithm, self.clients, self.clients_per_round = algorithm, clients, clients_per_round
         self.sampler, self.seed, self.memory, self.lr_scales = sampler, seed, memory, lr_scales
         self.state: State = {}
+        self._sent: dict[int, Tensors] = {}
 
     def start(self, backbone: nn.Module, num_classes: int) -> None:
         """Set the shared state before round 1, from the initial backbone.
@@ -135,7 +136,10 @@ class Server:
             download: The message it receives.
             **options: Further fields of the task, such as `evaluate`; by default nothing is evaluated.
         """
-        return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **options)
+        task = Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **options)
+        if task.upload:
+            self._sent[client] = download.section("model")
+        return task
 
     def new_client_tasks(
         self, round: int, state: State, memories: Mapping[int, State], lr_scale: float, fit: bool
@@ -176,10 +180,11 @@ class Server:
         """
         assert result.upload
         self.memory.put(result.client, self._aggregation.round.number, result.memory)
-        self._aggregation.add(Upload(result.client, result.upload))
+        self._aggregation.add(Upload(result.client, result.upload, self._sent.pop(result.client, None)))
 
     def end_round(self) -> dict[str, float]:
         """Make the aggregated state the server's state. Return the metrics that the aggregation has reported."""
+        self._sent.clear()
         self.state = self._aggregation.finish()
         self.memory.end_round()
         return self._aggregation.round.metrics

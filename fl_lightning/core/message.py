@@ -91,10 +91,14 @@ class Message:
 
 
 class Upload(NamedTuple):
-    """The message that a client sent to the server, with the client's id."""
+    """The message that a client sent to the server, with the client's id and the weights that it received before.
+
+    The client's update is the weights in the message minus those in `received`, which is None without a server.
+    """
 
     client: int
     message: Message
+    received: Tensors | None = None
 
     @property
     def n_samples(self) -> int:

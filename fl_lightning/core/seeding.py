@@ -40,6 +40,9 @@ class Stream(IntEnum):
     VALIDATION_SHARE = 14
     AGGREGATION = 15
     NETWORKS = 16
+    ATTACKS = 17
+    COMPRESSION = 18
+    PRIVACY = 19
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

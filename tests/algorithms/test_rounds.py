@@ -7,7 +7,8 @@ from experiments import experiment, finished, record_rounds, same_bytes
 from peers import mean_by_hand
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, WeightedMean
+from fl_lightning.algorithms import FedAMP, FedAvg, WeightedMean
+from fl_lightning.algorithms.server import Server
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.round import Round
@@ -122,3 +123,23 @@ def test_knowledge_of_the_server_alone_is_kept_and_not_sent(tmp_path):
     plain = finished(tmp_path / "plain", FedAvg(), rounds=1)
     down = run.csv.rows[0]["comm/down_bytes"] - plain.csv.rows[0]["comm/down_bytes"]
     assert down == clients * run.state["counted"]["counts"].nbytes
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), FedAMP()], ids=["one model", "a model for each client"])
+def test_an_upload_comes_with_the_weights_that_the_client_received(tmp_path, monkeypatch, algorithm):
+    sent, received = {}, {}
+    task, fold = Server.task, type(algorithm.aggregator).fold
+
+    def send(server, round, client, download, **options):
+        sent[round, client] = download.section("model")
+        return task(server, round, client, download, **options)
+
+    def receive(aggregator, folded, upload):
+        received[len(received)] = (upload.client, upload.received)
+        fold(aggregator, folded, upload)
+
+    monkeypatch.setattr(Server, "task", send)
+    monkeypatch.setattr(type(algorithm.aggregator), "fold", receive)
+    finished(tmp_path / "run", algorithm, rounds=2)
+    assert [client for client, _ in received.values()] == [client for _, client in sent]
+    assert all(same_bytes(after, sent[key]) for key, (_, after) in zip(sent, received.values(), strict=True))

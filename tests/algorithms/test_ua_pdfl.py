@@ -181,7 +181,7 @@ def test_the_average_of_a_run_is_of_last_rounds_publications(tmp_path, preset):
     engine = Watching()
     run = finished(tmp_path, UAPDFL(n_com=2, preset=preset), rounds=2, engine=engine, **ALL)
     for client, task in engine.of_round(2).items():
-        own, peers = tensors_to_message(task.memory["laid_out"]), [message for _, message in unbundle(task.download)]
+        own, peers = tensors_to_message(task.memory["laid_out"]), [each.message for each in unbundle(task.download)]
         heard = peers if preset == "reference" else [own, *peers]
         weights = [m.numbers["n_samples"] if preset == "reference" else 1 for m in heard]
         expected = sum(n * m.section("unit")["features"] for n, m in zip(weights, heard, strict=True)) / sum(weights)

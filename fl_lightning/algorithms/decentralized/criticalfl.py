@@ -94,7 +94,7 @@ class PeerCriticalFL(PeerAlgorithm):
         """Return the mean of each model entry over the client and the peers that sent the entry."""
         uploads = [Upload(-1, own), *received]
         if any(MASK in upload.message.section("model") for upload in uploads):
-            uploads = [Upload(client, mask_message(message, self.aggregator.buffers)) for client, message in uploads]
+            uploads = [Upload(each.client, mask_message(each.message, self.aggregator.buffers)) for each in uploads]
         mean, round = EntryMean(), Round(0, {"model": own.section("model")})
         return mean.finish(fold_all(mean, uploads, round), round, {})["model"]
 

@@ -205,7 +205,7 @@ class ControlAggregation(Aggregation):
     def add(self, upload: Upload) -> None:
         """Add an upload's weights and its `Δc` to their means."""
         self.changes.add(upload.message.section(CONTROL), 1)
-        super().add(Upload(upload.client, upload.message.without(CONTROL)))
+        super().add(upload._replace(message=upload.message.without(CONTROL)))
 
     def finish(self) -> State:
         """Return the next weights, and the server's next control variate `c`."""

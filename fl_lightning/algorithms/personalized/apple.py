@@ -253,7 +253,7 @@ class APPLE(Algorithm):
         super().receive(module, download, memory)
         start = download.section(RATIOS)
         client, first = int(start["client"]), start["first"]
-        trained = {j: message.section("model") for j, message in unbundle(download)}
+        trained = {each.client: each.message.section("model") for each in unbundle(download)}
         zero = {name: torch.zeros_like(value) for name, value in initial.items()}
         cores = [zero if j == client else trained.get(j, initial) for j in range(len(first))]
         own = tensors_to_message(memory.get(CORE, {})).section("model") or initial

@@ -166,7 +166,7 @@ class FedFomo(Algorithm):
         own = tensors_to_message(memory.get(UPLOADED, {})).section("model")
         super().receive(module, download.plus({"model": own}), memory)
         module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copy_model(module)}
-        module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
+        module.notes |= {str(each.client): each.message.section("model") for each in unbundle(download)}
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
         """Load the mixture of the client's own and the received models, weighted by their benefit (Eq. 3 and 4).
