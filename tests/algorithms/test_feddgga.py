@@ -64,6 +64,12 @@ def test_the_step_decreases_linearly_to_zero():
     assert steps == [0.375, 0.25, 0.125, 0.0, 0.0, 0.0]
 
 
+def test_the_authors_code_decreases_the_step_at_the_end_of_its_rounds_from_0():
+    """`refine_weight_dict_by_GA` is called at the end of round i with `d - (i - 1) d / R`, for round `r = i + 2`."""
+    method = GeneralizationAdjustment(0.5, 4, reference=True)
+    assert [method.step(i + 2) for i in range(4)] == [0.5 - (i - 1) * 0.5 / 4 for i in range(4)]
+
+
 def loss_by_hand(run, client, network):
     """Return a network's mean loss over a client's training data, in eval mode."""
     x, y = samples_of(run, client)
@@ -92,7 +98,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, reference, initial):
             cross_entropy_steps(local, steps_of(run, round, client))
             own_losses[client] = loss_by_hand(run, client, local)
             ends.append(local.state_dict())
-        weights = adjusted_by_hand(weights, gaps, 0.9 * (1 - round / 5), reference)
+        weights = adjusted_by_hand(weights, gaps, 0.9 * (1 - (round - 3 * reference) / 5), reference)
         model.load_state_dict(mean_by_hand(ends, [weights[client] for client in participants]))
     rounds = record_rounds(run)
     run.fit()

@@ -68,7 +68,8 @@ class GeneralizationAdjustment(Aggregator):
     Args:
         step_size: `d`, in [0, 1].
         decay_rounds: `R`; the step of round r is `d (1 - r / R)`, and 0 after round R.
-        reference: As in the authors' code: gaps are not centred, and the step is divided by the number of clients.
+        reference: As in the authors' code: gaps are not centred, the step is divided by the number of clients, and it
+            decreases three rounds later.
     """
 
     only_in = "FedDGGA"
@@ -80,8 +81,8 @@ class GeneralizationAdjustment(Aggregator):
         self.step_size, self.decay_rounds, self.reference = step_size, decay_rounds, reference
 
     def step(self, round: int) -> float:
-        """Return the step of a round, `d (1 - r / R)`."""
-        return self.step_size * max(0.0, 1 - round / self.decay_rounds)
+        """Return the step of a round: `d (1 - r / R)`, or `d (1 - (r - 3) / R)` in the authors' code."""
+        return self.step_size * max(0.0, 1 - (round - 3 * self.reference) / self.decay_rounds)
 
     def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
         """Return the weighted mean of the participants' models, and the next weights of all clients."""
@@ -128,8 +129,8 @@ class FedDGGA(Algorithm):
         decay_rounds: R, the number of rounds in which the step decreases linearly to 0: `d (1 - r / R)` in round r. Use
             the number of rounds of the run.
         initial_weights: The weights of the first round: equal (`uniform`), or by number of `samples`.
-        reference: As in the authors' code: the mean of the gaps is not subtracted, and the step is divided by the
-            number of clients.
+        reference: As in the authors' code: the mean of the gaps is not subtracted, the step is divided by the number of
+            clients, and it decreases three rounds later.
     """
 
     step_size: float = number(0.2, "[0, 1]", "the authors use 0.2")
