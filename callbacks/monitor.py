@@ -156,6 +156,8 @@ def round_metrics(run: FederatedRun) -> list[str]:
     names += personal_means([score] * evaluation.personal_on_global)
     names += ["client/failed"] * (run.on_client_failure == "drop")
     names += ["time/fit_s", "time/round_s", "time/processor_s", "client_<id>/train_loss"]
+    if schedule := run.evaluator.server.schedule:
+        names += ["time/simulated_s", *schedule.policy.metrics]
     ids = ["<id>"] if len(scored) == len(shards) else scored
     names += [client_key(client, name) for client in ids for name in own_metrics({0: score})[0]]
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]

@@ -41,6 +41,7 @@ from fl_lightning.runs.folder import new_run_dir
 from fl_lightning.runs.reader import Figures, Run, read_config
 from fl_lightning.runs.record import Keep, Record
 from fl_lightning.runs.signals import RunSignals
+from fl_lightning.scheduling import Clock, RoundPolicy
 
 
 class FederatedOrchestrator(Experiment, ArgumentsMixin):
@@ -57,6 +58,9 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         rounds: Number of communication rounds.
         clients_per_round: Number of clients that take part in a round, sampled anew each round. All by default.
         client_sampler: How the participants of a round are sampled; `UniformSampling` by default.
+        clock: Simulates how long clients take. The simulated time of a round is the metric `time/simulated_s`.
+        round_policy: Which uploads a round waits for on the simulated clock: all (`Synchronous`, the default), those
+            before a `Deadline`, or the next ones (`Buffered`: asynchronous rounds).
         training: How each client trains: optimizer, batch size, local epochs, precision, ...
         seed: Seed of all randomness: partition, initial weights, participants, batch order, dropout.
         round_lr_scheduler: A torch scheduler that is stepped once a round, on an optimizer with learning rate 1. The
@@ -100,6 +104,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         rounds: int = 10,
         clients_per_round: int | None = None,
         client_sampler: ClientSampler | None = None,
+        clock: Clock | None = None,
+        round_policy: RoundPolicy | None = None,
         training: LocalTraining = LocalTraining(),
         seed: int = 0,
         round_lr_scheduler: LRSchedulerCallable | None = None,
@@ -121,6 +127,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             rounds=rounds,
             clients_per_round=clients_per_round,
             client_sampler=client_sampler,
+            clock=clock,
+            round_policy=round_policy,
             training=training,
             seed=seed,
             round_lr_scheduler=round_lr_scheduler,
@@ -236,6 +244,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             metrics["client/failed"] = len(participants) - len(results)
         seconds, processor = time.monotonic() - started, processor_seconds() - processor_started
         metrics |= {"time/fit_s": fitted - started, "time/round_s": seconds, "time/processor_s": processor}
+        metrics |= self.server.plan.metrics
         return metrics
 
     def _fit_clients(self, round: int, participants: Sequence[int]) -> list[Result]:
@@ -243,7 +252,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
 
         The results of the clients that succeeded are returned without upload and client state.
         """
-        downloads = zip(participants, self.server.downloads(round, participants), strict=True)
+        messages = self.server.downloads(round, participants, self.server.plan.versions)
+        downloads = zip(participants, messages, strict=True)
         averages = self.algorithm.only_averages and all(callback.keeps_no_uploads for callback in self.callbacks)
         options = self.evaluator.scores_wanted(round) | {"keep_upload": not averages}
         tasks = (self.server.task(round, client, download, **options) for client, download in downloads)
@@ -294,6 +304,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def _restore(self, saved: Checkpoint) -> None:
         self.record.restore(saved)
         self.round, self.server.state = saved.round, saved.state["state"]
+        self.server.earlier_states = {int(version): state for version, state in saved.state["earlier_states"].items()}
         self.engine.load_state_dict(saved.state["engine"])
         restore(self.callbacks, saved.state["callbacks"])
 
@@ -311,9 +322,16 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the content of a checkpoint: the states of the server, the callbacks and the engine.
 
-        The server's state contains, for example, the global model.
+        The server's state contains, for example, the global model. With stale uploads, the states that clients at work
+        have received are needed, too.
         """
-        return {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
+        earlier = {str(version): state for version, state in self.server.earlier_states.items()}
+        return {
+            "state": self.state,
+            "earlier_states": earlier,
+            "callbacks": states(self.callbacks),
+            "engine": self.engine.state_dict(),
+        }
 
     def _set_up(self, worker: Worker) -> None:
         super()._set_up(worker)

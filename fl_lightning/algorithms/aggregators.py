@@ -41,6 +41,8 @@ class Aggregator(ArgumentsMixin, Capable):
             then stay on the GPU, and only their mean is copied to the CPU; on a CPU, the next client overwrites their
             memory. Otherwise `fold` gets them on the CPU, and may keep them.
         sends_one_model: Whether `model_for` gives every client the state's `model`.
+        accepts_stale: Whether uploads may come from clients that received the model of an earlier round, as with
+            asynchronous round policies.
     """
 
     capabilities: ClassVar = {"only_averages": ("begin", "fold"), "sends_one_model": ("model_for", "ahead")}
@@ -52,6 +54,7 @@ class Aggregator(ArgumentsMixin, Capable):
     inner: Aggregator | None = None
     only_averages: bool = False
     sends_one_model: bool = True
+    accepts_stale: bool = False
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:

@@ -17,6 +17,7 @@ from fl_lightning.core.round import Round
 from fl_lightning.core.seeding import Stream, derive, generator
 from fl_lightning.core.state_dicts import State, VisibleState
 from fl_lightning.core.task import Result, Task
+from fl_lightning.scheduling import RoundPlan, Schedule
 
 
 class ClientStates(Protocol):
@@ -50,6 +51,9 @@ class Server:
 
     Attributes:
         state: The shared state after the last finished round.
+        schedule: When uploads arrive on a simulated clock; None without a clock.
+        plan: The round in progress on this clock; empty without a clock.
+        earlier_states: The shared states of earlier rounds that clients at work have received, by number of the round.
     """
 
     def __init__(
@@ -65,6 +69,9 @@ class Server:
         self.algorithm, self.clients, self.clients_per_round = algorithm, clients, clients_per_round
         self.sampler, self.seed, self.memory, self.lr_scales = sampler, seed, memory, lr_scales
         self.state: State = {}
+        self.schedule: Schedule | None = None
+        self.earlier_states: dict[int, State] = {}
+        self.plan = RoundPlan([], {})
         self._sent: dict[int, Tensors] = {}
 
     def start(self, backbone: nn.Module, num_classes: int) -> None:
@@ -113,19 +120,28 @@ class Server:
         method, cohort = self.algorithm, self.clients_per_round
         if isinstance(method, SizesCohort):
             cohort = method.cohort(self.state, cohort, self.clients)
-        return self.sampler.sample(round, cohort)
+        if not self.schedule:
+            return self.sampler.sample(round, cohort)
+        self.plan = self.schedule.plan(round, cohort)
+        return list(self.plan.versions)
 
     def download(self, round: int, client: int) -> Message:
         """Return the message that a client receives at the start of a round, from the current state."""
         return next(self.downloads(round, [client]))
 
-    def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
-        """Yield the message that each client in turn receives. A message is built only when it is requested."""
+    def downloads(self, round: int, clients: Sequence[int], versions: Mapping[int, int] = {}) -> Iterator[Message]:
+        """Yield the message that each client in turn receives. A message is built only when it is requested.
+
+        Args:
+            round: The round.
+            clients: The clients' ids.
+            versions: The round whose state a client receives, by client id, if it is not the last finished round.
+        """
         draws = type(self.algorithm).download is not Algorithm.download  # the base method draws nothing
         unused = generator(self.seed, Stream.DOWNLOAD, round)
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
             rng = generator(self.seed, Stream.DOWNLOAD, round, client) if draws else unused
-            yield self.algorithm.download(state, client, rng)
+            yield self.algorithm.download(self.earlier_states.get(versions.get(client, round - 1), state), client, rng)
 
     def task(self, round: int, client: int, download: Message, **options: bool) -> Task:
         """Return the task to train one client in a round: the client's download, its state, and what to evaluate.
@@ -180,11 +196,17 @@ class Server:
         """
         assert result.upload
         self.memory.put(result.client, self._aggregation.round.number, result.memory)
-        self._aggregation.add(Upload(result.client, result.upload, self._sent.pop(result.client, None)))
+        received, newest = self._sent.pop(result.client, None), self._aggregation.round.number - 1
+        staleness = newest - self.plan.versions.get(result.client, newest)
+        self._aggregation.add(Upload(result.client, result.upload, received, staleness))
 
     def end_round(self) -> dict[str, float]:
         """Make the aggregated state the server's state. Return the metrics that the aggregation has reported."""
         self._sent.clear()
+        if self.schedule:
+            at_work = {one.version for one in self.schedule.running}
+            states = self.earlier_states | {self._aggregation.round.number - 1: self.state}
+            self.earlier_states = {version: state for version, state in states.items() if version in at_work}
         self.state = self._aggregation.finish()
         self.memory.end_round()
         return self._aggregation.round.metrics

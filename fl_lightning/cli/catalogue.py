@@ -22,6 +22,8 @@ BASES: dict[str, tuple[str, str, str]] = {
     "aggregators": ("algorithms.Aggregator", "algorithms", "algorithm.aggregator"),
     "graphs": ("algorithms.decentralized.topology.Graph", "algorithms", "algorithm.graph"),
     "client_samplers": ("algorithms.client_sampling.ClientSampler", "algorithms", "client_sampler"),
+    "clocks": ("scheduling.Clock", "scheduling", "clock"),
+    "round_policies": ("scheduling.RoundPolicy", "scheduling", "round_policy"),
     "datasets": ("data.Dataset", "data", "scenario.dataset"),
     "models": ("models.Backbone", "models", "model"),
     "partitions": ("data.Partition", "data", "scenario.partition"),

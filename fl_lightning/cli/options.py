@@ -127,7 +127,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "runs": RUNS,
         "-o --out": value(str, FIGURE_FILE, default="figure.pdf", metavar="FILE"),
         "--kind": value(Literal["curves", "bars", "clients", "partition"], FIGURE_KIND, default="curves"),
-        "--x": value(Literal["round", "bytes", "seconds"], "The x axis of curves.", default="round"),
+        "--x": value(Literal["round", "bytes", "seconds", "simulated"], "The x axis of curves.", default="round"),
         "--y": value(str | None, FIGURE_METRIC),
         "--where": WHERE,
         "--by": BY,

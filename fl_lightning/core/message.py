@@ -94,11 +94,13 @@ class Upload(NamedTuple):
     """The message that a client sent to the server, with the client's id and the weights that it received before.
 
     The client's update is the weights in the message minus those in `received`, which is None without a server.
+    `staleness` is the number of rounds that ended between the message to the client and this round.
     """
 
     client: int
     message: Message
     received: Tensors | None = None
+    staleness: int = 0
 
     @property
     def n_samples(self) -> int:

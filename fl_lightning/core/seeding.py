@@ -43,6 +43,8 @@ class Stream(IntEnum):
     ATTACKS = 17
     COMPRESSION = 18
     PRIVACY = 19
+    DEVICES = 20
+    REPLACEMENTS = 21
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

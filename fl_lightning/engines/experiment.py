@@ -22,9 +22,11 @@ from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Worker, engine_of
 from fl_lightning.engines.evaluator import Evaluator
 from fl_lightning.engines.exchange import check_exchange
+from fl_lightning.engines.simulated_time import check_round_policy, planned_work
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.models import Mixed, ModelFactory, NetworkFactory
+from fl_lightning.scheduling import Clock, RoundPolicy, Schedule, Synchronous
 
 
 class Experiment:
@@ -47,6 +49,8 @@ class Experiment:
         rounds: int,
         clients_per_round: int | None,
         client_sampler: ClientSampler | None,
+        clock: Clock | None,
+        round_policy: RoundPolicy | None,
         training: LocalTraining,
         seed: int,
         round_lr_scheduler: LRSchedulerCallable | None,
@@ -63,6 +67,7 @@ class Experiment:
         self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
         self._model, self._wanted_per_round, self.round_lr_scheduler = model, clients_per_round, round_lr_scheduler
         self.client_sampler, self.min_clients = client_sampler or UniformSampling(), min_clients
+        self.clock, self.round_policy = clock, round_policy
         self.round = 0
         if scenario.clients is not None:  # otherwise the number comes from the data
             self._set_clients(scenario.training_clients(scenario.clients))
@@ -93,7 +98,26 @@ class Experiment:
         sampler.start(self.algorithm, self.seed, self.min_clients)
         self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
         self.server.start(worker.template.backbone, self.data.data.num_classes)
+        if self.clock or self.round_policy:
+            self.server.schedule = self._build_schedule()
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
+
+    def _build_schedule(self) -> Schedule:
+        """Return the schedule of the rounds on the simulated clock.
+
+        Raises:
+            ConfigError: There is no clock, or the method, its aggregator or the sampler does not fit the round policy.
+        """
+        policy, clock = self.round_policy or Synchronous(), self.clock
+        if clock is None:
+            name = type(policy).__name__
+            raise ConfigError(f"round_policy: {name} needs simulated times. Set clock, for example to DeviceClock.")
+        if self.data.is_remote:
+            raise ConfigError("clock: it simulates times, but the clients are machines of their own. Leave it out.")
+        check_round_policy(policy, self.algorithm, self.client_sampler)
+        clock.start(self.seed, self.clients)
+        work = list(planned_work(self.worker, self.server))
+        return Schedule(policy, clock, self.client_sampler.sample, work, self.seed, self.min_clients)
 
     def worker_of(self, data: FederatedData) -> Worker:
         """Return the `Worker` (model, data, options) that trains and evaluates a client on the client's own machine.

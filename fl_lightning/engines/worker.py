@@ -386,7 +386,7 @@ class Worker:
             slot = self.modules.intact_slot() if trainer else None
             module = self.modules.receive(task, slot)
             optimizer, logged = None, dict[str, float]()
-            first_fit, self.has_fitted = task.fit and not self.has_fitted, True
+            first_fit, self.has_fitted = task.fit and not self.has_fitted, task.fit or self.has_fitted
             with unchanged_fixed_tensors(module.backbone) if first_fit else nullcontext():
                 if task.fit and trainer:
                     optimizer = self.loop(module, task, trainer)

@@ -12,10 +12,11 @@ import numpy as np
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.summary import Row, label_of
 
-XAxis = Literal["round", "bytes", "seconds"]
-"""The x axis of a curve: rounds, or the total bytes sent (up and down) or total seconds at the end of each round."""
+XAxis = Literal["round", "bytes", "seconds", "simulated"]
+"""The x axis of a curve: rounds, or a total at the end of each round: bytes sent (up and down), seconds, or seconds on
+the simulated `clock`."""
 
-COLUMNS: dict[str, str] = {"bytes": "comm/total_bytes", "seconds": "time/round_s"}
+COLUMNS: dict[str, str] = {"bytes": "comm/total_bytes", "seconds": "time/round_s", "simulated": "time/simulated_s"}
 """The column of `metrics.csv` that an x axis needs."""
 
 
@@ -37,7 +38,7 @@ class Curve(NamedTuple):
 
 def x_values(rows: Sequence[Row], x: XAxis) -> list[float]:
     """Return the round number, the total bytes or the total seconds at the end of each round; NaN if not recorded."""
-    if x == "seconds":
+    if x in ("seconds", "simulated"):
         return list(accumulate(row.get(COLUMNS[x], math.nan) for row in rows))
     return [row.get(COLUMNS.get(x, x), math.nan) for row in rows]
 

@@ -66,9 +66,11 @@ STYLE: Any = {
 FILES: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "savefig.dpi": 300, "svg.hashsalt": "fl-lightning"}
 """Settings of saved files: TrueType fonts, 300 dpi, and reproducible ids inside SVG files."""
 
+SECONDS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 UNITS: dict[str, tuple[str, dict[str, float]]] = {
     "bytes": ("communication", {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}),
-    "seconds": ("time", {"h": 3600, "min": 60, "s": 1}),
+    "seconds": ("time", SECONDS),
+    "simulated": ("simulated time", SECONDS),
 }
 """Label of an x axis, and its units with their sizes, the largest first."""
 

@@ -1,0 +1,147 @@
+"""Simulated clocks: how many seconds a client needs for its work in a round."""
+
+from __future__ import annotations
+
+import csv
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fl_lightning.core.arguments import ArgumentsMixin
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.files import read_file
+from fl_lightning.core.seeding import Stream, generator
+
+COLUMNS = ("seconds_per_step", "download_mbit", "upload_mbit")
+BITS_PER_MBIT = 1e6
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a client does in a round.
+
+    Args:
+        steps: Number of training steps.
+        down: Size of the message to the client, in bytes.
+        up: Size of its upload, in bytes.
+    """
+
+    steps: int
+    down: int
+    up: int
+
+
+class Clock(ArgumentsMixin, ABC):
+    """Base class of simulated clocks. The config key is `clock`.
+
+    The seconds may depend only on the seed, the client, its work and the round, so that all methods with one seed see
+    the same devices, and a resumed run the same times.
+    """
+
+    def start(self, seed: int, clients: int) -> None:
+        """Draw the clients' devices before round 1.
+
+        Args:
+            seed: The run's seed.
+            clients: Number of clients.
+        """
+        self.seed, self.clients = seed, clients
+
+    @abstractmethod
+    def seconds(self, client: int, work: Work, round: int) -> float:
+        """Return the time between the server's message to a client and the end of the client's upload.
+
+        Args:
+            client: The client's id.
+            work: What the client does.
+            round: The round in which it is asked.
+        """
+
+
+class DeviceClock(Clock):
+    """Each client has a device with a speed and a link, drawn once from lognormal distributions.
+
+    The time of a client is `down / download + steps · seconds_per_step + up / upload + latency`.
+
+    Args:
+        seconds_per_step: Median time of a training step.
+        spread: Standard deviation of the logarithm of the clients' speeds. With 0 all devices are equally fast; with 1
+            one client in six needs more than 2.7 times the median.
+        download_mbit: Median speed of the links to the clients, in 10^6 bits per second.
+        upload_mbit: Median speed of the links from the clients. A client has the same factor on both.
+        link_spread: Standard deviation of the logarithm of the factor on the links' speeds.
+        latency: Seconds that each client's round takes in addition.
+        jitter: Standard deviation of the logarithm of a factor on the whole time, drawn anew in each round.
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        seconds_per_step: float = 0.1,
+        spread: float = 1.0,
+        download_mbit: float = 20.0,
+        upload_mbit: float = 5.0,
+        link_spread: float = 1.0,
+        latency: float = 0.0,
+        jitter: float = 0.0,
+    ) -> None:
+        for name, value in {"download_mbit": download_mbit, "upload_mbit": upload_mbit}.items():
+            check_number(f"clock.{name}", value, "(0, inf]", "inf is a link that takes no time")
+        check_number("clock.seconds_per_step", seconds_per_step, "[0, inf)")
+        for name, value in {"spread": spread, "link_spread": link_spread, "jitter": jitter}.items():
+            check_number(f"clock.{name}", value, "[0, 10]", "0 makes all equal")
+        check_number("clock.latency", latency, "[0, inf)")
+        self.seconds_per_step, self.spread, self.link_spread = seconds_per_step, spread, link_spread
+        self.download_mbit, self.upload_mbit, self.latency, self.jitter = download_mbit, upload_mbit, latency, jitter
+
+    def start(self, seed: int, clients: int) -> None:
+        """Draw each client's factors on the time of a step and on the time of its link."""
+        super().start(seed, clients)
+        normal = generator(seed, Stream.DEVICES).standard_normal((clients, 2))
+        self._slow = np.exp(normal * (self.spread, self.link_spread))
+
+    def seconds(self, client: int, work: Work, round: int) -> float:
+        """Return the time that a client needs in a round."""
+        compute, link = self._slow[client]
+        sent = work.down / self.download_mbit + work.up / self.upload_mbit
+        total = compute * work.steps * self.seconds_per_step + link * 8 * sent / BITS_PER_MBIT + self.latency
+        if self.jitter:
+            total *= np.exp(self.jitter * generator(self.seed, Stream.DEVICES, round, client).standard_normal())
+        return float(total)
+
+
+class DeviceTrace(Clock):
+    """Each client has a device of a file, drawn once with replacement.
+
+    Args:
+        path: A CSV file with the header `seconds_per_step,download_mbit,upload_mbit` and a row for each device. Speeds
+            of links are in 10^6 bits per second.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value is not a number above 0.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def start(self, seed: int, clients: int) -> None:
+        """Read the file, and draw a device for each client."""
+        super().start(seed, clients)
+        try:
+            rows = list(csv.DictReader(read_file(Path(self.path), 2**30, links=True).decode().splitlines()))
+            devices = np.array([[float(row[name]) for name in COLUMNS] for row in rows])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            what = f"column {error} is missing" if isinstance(error, KeyError) else error
+            raise ConfigError(f"clock.path: {self.path} cannot be read: {what}") from error
+        if not len(devices) or not (devices > 0).all():
+            raise ConfigError(f"clock.path: {self.path} needs at least one row, and only numbers above 0.")
+        self._devices = devices[generator(seed, Stream.DEVICES).integers(len(devices), size=clients)]
+
+    def seconds(self, client: int, work: Work, round: int) -> float:
+        """Return the time that a client needs."""
+        per_step, download, upload = self._devices[client]
+        return float(per_step * work.steps + 8 * (work.down / download + work.up / upload) / BITS_PER_MBIT)

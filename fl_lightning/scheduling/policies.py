@@ -1,0 +1,91 @@
+"""Round policies: how many clients the server asks, how long it waits, and what it does with late results."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from fl_lightning.core.errors import check_number
+from fl_lightning.scheduling.schedule import Dispatch, RoundPolicy, Schedule
+
+
+class Synchronous(RoundPolicy):
+    """The server waits for all clients that it asks. This is the default."""
+
+    def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:
+        """Return the uploads of all participants."""
+        schedule.dispatch(size)
+        arrived = sorted(schedule.running)
+        schedule.now = max((one.end for one in arrived), default=schedule.now)
+        schedule.running = []
+        return arrived, {}
+
+
+class Deadline(RoundPolicy):
+    """A round ends at a deadline, or as soon as `clients_per_round` uploads have arrived.
+
+    If fewer than `min_clients` uploads have arrived at the deadline, the round ends when they have.
+
+    Args:
+        seconds: The deadline, in simulated seconds after the start of the round.
+        over_sample: The server asks `over_sample · clients_per_round` clients, rounded up; at least 1.
+        late: What happens to later uploads: they are not used (`drop`), or belong to the next round (`next_round`).
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
+
+    def __init__(
+        self, seconds: float = math.inf, over_sample: float = 1.0, late: Literal["drop", "next_round"] = "drop"
+    ) -> None:
+        check_number("round_policy.seconds", seconds, "(0, inf]", "inf is no deadline")
+        check_number("round_policy.over_sample", over_sample, "[1, inf)", "1 asks clients_per_round clients")
+        self.seconds, self.over_sample, self.late = seconds, over_sample, late
+        self.carries_over = late == "next_round"
+        self.metrics = ("client/staleness",) if self.carries_over else ("client/late",)
+
+    def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:
+        """Return the uploads that arrive in time, in order of arrival."""
+        deadline = schedule.now + self.seconds
+        schedule.dispatch(math.ceil(self.over_sample * size) - len(schedule.running))
+        arrived: list[Dispatch] = []
+        while len(arrived) < size and schedule.running:
+            if min(schedule.running).end > deadline and len(arrived) >= schedule.min_clients:
+                schedule.now = max(schedule.now, deadline)
+                break
+            arrived += schedule.next_arrivals(size - len(arrived))
+        if self.carries_over:
+            return arrived, schedule.staleness(arrived)
+        dropped, schedule.running = len(schedule.running), []
+        return arrived, {"client/late": dropped}
+
+
+class Buffered(RoundPolicy):
+    """Asynchronous rounds: a round ends when `clients_per_round` uploads have arrived, while other clients go on.
+
+    A client whose upload has arrived is replaced at once by another one, which gets the current model. So
+    `clients_per_round` is FedBuff's buffer size K; with 1 the server takes a step with every upload, as in FedAsync.
+
+    Args:
+        concurrency: Number of clients that are at work at a time; by default `clients_per_round`.
+
+    Raises:
+        ConfigError: `concurrency` is below 1.
+    """
+
+    carries_over = True
+    metrics = ("client/staleness",)
+
+    def __init__(self, concurrency: int | None = None) -> None:
+        if concurrency is not None:
+            check_number("round_policy.concurrency", concurrency, "[1, inf)", "leave it out for clients_per_round")
+        self.concurrency = concurrency
+
+    def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:
+        """Return the next uploads, in order of arrival."""
+        arrived: list[Dispatch] = []
+        while len(arrived) < size:
+            held = {one.client for one in arrived}
+            schedule.dispatch((self.concurrency or size) - len(schedule.running), held)
+            arrived += schedule.next_arrivals(size - len(arrived))
+        return arrived, schedule.staleness(arrived)

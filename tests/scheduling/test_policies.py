@@ -1,0 +1,137 @@
+"""Round policies against event loops that are written by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.seeding import Stream, generator
+from fl_lightning.scheduling import Buffered, Clock, Deadline, Schedule, Synchronous, Work
+
+
+class Fixed(Clock):
+    """Each client always needs the same time."""
+
+    def __init__(self, seconds):
+        self.times = seconds
+
+    def seconds(self, client, work, round):
+        return self.times[client]
+
+
+def draw(clients):
+    """Return a uniform sampler, as `UniformSampling` for seed 0."""
+    return lambda round, size: sorted(
+        generator(0, Stream.PARTICIPANTS, round).choice(clients, size, replace=False).tolist()
+    )
+
+
+def schedule(policy, times, min_clients=1):
+    return Schedule(policy, Fixed(times), draw(len(times)), [Work(1, 1, 1)] * len(times), 0, min_clients)
+
+
+def planned(policy, times, size, rounds, **options):
+    plans = schedule(policy, times, **options)
+    return [plans.plan(round, size) for round in range(1, rounds + 1)]
+
+
+TIMES = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+
+
+def test_without_a_deadline_the_server_waits_for_the_slowest_participant():
+    for round, plan in enumerate(planned(Synchronous(), TIMES, 3, 5), 1):
+        assert list(plan.versions) == draw(8)(round, 3)
+        assert plan.metrics == {"time/simulated_s": max(TIMES[client] for client in plan.versions)}
+        assert set(plan.versions.values()) == {round - 1}
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 4.5, math.inf])
+@pytest.mark.parametrize("min_clients", [1, 3])
+def test_a_deadline_drops_the_late(seconds, min_clients):
+    for round, plan in enumerate(planned(Deadline(seconds, 1.5), TIMES, 4, 6, min_clients=min_clients), 1):
+        asked = sorted(draw(8)(round, 6), key=lambda client: (TIMES[client], client))
+        end = max(seconds, TIMES[asked[min_clients - 1]])
+        kept = [client for client in asked if TIMES[client] <= end][:4]
+        assert [one.client for one in plan.arrived] == kept
+        last = TIMES[kept[-1]]
+        full = len(kept) == 4 or end > seconds
+        assert plan.metrics == {"time/simulated_s": last if full else seconds, "client/late": 6 - len(kept)}
+
+
+def test_late_uploads_belong_to_the_next_round():
+    """Two of two clients take part: the second is always late by a round."""
+    plans = planned(Deadline(2.0, late="next_round"), [1.0, 3.0], 2, 3)
+    assert [plan.versions for plan in plans] == [{0: 0}, {0: 1, 1: 0}, {0: 2}]
+    assert [plan.metrics for plan in plans] == [
+        {"time/simulated_s": 2.0, "client/staleness": 0.0},
+        {"time/simulated_s": 1.0, "client/staleness": 0.5},
+        {"time/simulated_s": 2.0, "client/staleness": 0.0},
+    ]
+
+
+def events_by_hand(times, size, concurrency, rounds):
+    """Return the clients and versions of each round and its end, by an event loop with a list of (end, client)."""
+    now, at_work, result, waiting = 0.0, [], [], []
+    for round in range(1, rounds + 1):
+        arrived = []
+        while len(arrived) < size:
+            taken = {client for _, client, _ in at_work + waiting} | {client for client, _ in arrived}
+            free = [client for client in range(len(times)) if client not in taken]
+            number = min(concurrency - len(at_work) - len(waiting), len(free))
+            if number > 0:
+                rng = generator(0, Stream.REPLACEMENTS, round, len(arrived))
+                chosen = (
+                    rng.choice(np.array(free), number, replace=False).tolist()
+                    if taken
+                    else draw(len(times))(round, number)
+                )
+                at_work += [(now + times[client], client, round - 1) for client in chosen]
+            if not waiting:
+                now = min(at_work)[0]
+                waiting = sorted(one for one in at_work if one[0] == now)
+                at_work = [one for one in at_work if one[0] != now]
+            while waiting and len(arrived) < size:
+                _, client, version = waiting.pop(0)
+                arrived.append((client, version))
+        result.append((arrived, now))
+    return result
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 1.5, 2.0, 7.0]), min_size=4, max_size=9),
+    st.integers(1, 4),
+    st.integers(1, 9),
+)
+def test_asynchronous_rounds_equal_an_event_loop(times, size, concurrency):
+    plans = planned(Buffered(concurrency), times, size, 6)
+    began = 0.0
+    for plan, (arrived, end) in zip(plans, events_by_hand(times, size, concurrency, 6), strict=True):
+        assert [(one.client, one.version) for one in plan.arrived] == arrived
+        assert plan.metrics["time/simulated_s"] == pytest.approx(end - began)
+        began = end
+
+
+def test_a_fast_client_trains_several_times_while_a_slow_one_trains_once():
+    plans = planned(Buffered(2), [1.0, 10.0], 1, 12)
+    assert [plan.versions for plan in plans[:9]] == [{0: round} for round in range(9)]
+    assert {1: 0} in [plan.versions for plan in plans[9:]]
+    assert max(plan.metrics["client/staleness"] for plan in plans) >= 9
+
+
+@pytest.mark.parametrize("policy", [Buffered(3), Deadline(2.0, 1.5, "next_round"), Deadline(2.0), Synchronous()])
+def test_a_resumed_run_plans_the_same_rounds(policy):
+    plans = planned(policy, TIMES, 2, 7)
+    again = schedule(policy, TIMES)
+    for round in (7, 3, 4, 7, 1):
+        assert again.plan(round, 2) == plans[round - 1]
+
+
+def test_options_out_of_range_are_refused():
+    for name, value in {"seconds": 0, "over_sample": 0.9}.items():
+        with pytest.raises(ConfigError, match=rf"^round_policy\.{name}: "):
+            Deadline(**{name: value})
+    with pytest.raises(ConfigError, match=r"^round_policy\.concurrency: "):
+        Buffered(0)
