@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import belongs_to, buffer_names, detached, load_weights, require_parts, to_cpu
 from fl_lightning.core.arguments import FieldsMixin, describe

@@ -18,7 +18,7 @@ from fl_lightning.core.config_files import shipped, shipped_text
 
 BASES: dict[str, tuple[str, str, str]] = {
     "algorithms": ("algorithms.Algorithm", "algorithms", "algorithm"),
-    "loss_terms": ("client.module.LossTerm", "algorithms", "algorithm.loss_terms"),
+    "loss_terms": ("client.loss_term.LossTerm", "algorithms", "algorithm.loss_terms"),
     "aggregators": ("algorithms.Aggregator", "algorithms", "algorithm.aggregator"),
     "graphs": ("algorithms.decentralized.topology.Graph", "algorithms", "algorithm.graph"),
     "client_samplers": ("algorithms.client_sampling.ClientSampler", "algorithms", "client_sampler"),

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import OWN
 from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.algorithms.server import ClientStates, Server
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message

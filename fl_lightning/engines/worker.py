@@ -35,7 +35,8 @@ from fl_lightning.client.lightning_model import (
 )
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.local_work import LocalWork
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, blame

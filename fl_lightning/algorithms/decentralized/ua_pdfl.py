@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
 from fl_lightning.algorithms.base import Algorithm, Batches
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload

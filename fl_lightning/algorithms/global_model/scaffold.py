@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
 from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.client.weights import to_cpu, trainable_parameters
 from fl_lightning.core.message import Message, Tensors, Upload
