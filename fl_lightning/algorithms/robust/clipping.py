@@ -86,5 +86,5 @@ class CenteredClipping(RobustRule, Aggregator):
 
     def next_state(self, model: Tensors, origin: Tensors) -> State:
         """Return the aggregated update, from which the next round's updates are clipped."""
-        moved = {name: value - origin[name] for name, value in model.items() if value.is_floating_point()}
-        return {CENTRE: moved}
+        floats = {name: value for name, value in model.items() if value.is_floating_point()}
+        return {CENTRE: {name: v - origin[name] if name in origin else v for name, v in floats.items()}}
