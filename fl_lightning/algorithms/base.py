@@ -82,6 +82,8 @@ class Algorithm(FieldsMixin, Capable):
         weighting: How the clients weigh in the method's own aggregator. Methods with this option declare it as a field.
         search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
         aggregator_options: Names of the method's own options that have no effect if `aggregator` is given.
+        corrects_aggregator: Whether a given `aggregator` only replaces the mean in the method's own aggregator:
+            `own_aggregator` gets it as `self.aggregator`, and wraps it.
     """
 
     capabilities: ClassVar = {
@@ -107,6 +109,7 @@ class Algorithm(FieldsMixin, Capable):
     whole = True
     needs_classes = False
     aggregator_options: ClassVar[tuple[str, ...]] = ("weighting",)
+    corrects_aggregator = False
     public: ClassVar[str | None] = None
     personal_section: ClassVar[str | None] = None
     optimizer_state: OptimizerState = field(default="fresh", init=False)
@@ -124,7 +127,8 @@ class Algorithm(FieldsMixin, Capable):
         """Check the options, and add the method's own parts to the given ones."""
         super().__post_init__()
         self.loss_terms = [*self.own_terms(), *(self.loss_terms or [])]
-        self.aggregator = self.aggregator or self.own_aggregator()
+        if self.corrects_aggregator or not self.aggregator:
+            self.aggregator = self.own_aggregator()
         self._refuse_equal_terms()
         self._refuse_parts_of_others()
         self._refuse_unused_options()
@@ -172,7 +176,8 @@ class Algorithm(FieldsMixin, Capable):
         given, defaults = (describe(each).get("init_args", {}) for each in (self, type(self)))
         for name in self.aggregator_options if given.get("aggregator") else ():
             if name in defaults and given[name] != defaults[name]:
-                new, method, default = type(self.aggregator).__name__, type(self).__name__, defaults[name]
+                new = given["aggregator"]["class_path"].rpartition(".")[2]
+                method, default = type(self).__name__, defaults[name]
                 why = f"{given[name]} has no effect, because {new} replaces the aggregator of {method}"
                 fix = f"Set the options of algorithm.aggregator, or remove it. The default of {name} is {default}."
                 raise ConfigError(f"algorithm.{name}: {why}. {fix}")

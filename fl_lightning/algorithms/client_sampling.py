@@ -119,7 +119,7 @@ class WeightedSampling(ClientSampler):
         super().start(algorithm, seed, min_clients)
         if self.weights != "samples":
             check_length("weights", self.weights, self.clients)
-        elif getattr(algorithm.aggregator, "weighting", None) == "samples":
+        elif any(getattr(one, "weighting", None) == "samples" for one in algorithm.aggregator.chain()):
             what = "large clients are drawn more often and also have a larger weight in the mean"
             fix = "set algorithm.weighting uniform (with an aggregator: algorithm.aggregator.weighting)"
             warnings.warn(f"client_sampler: {what}. For an unbiased mean, {fix}", stacklevel=2)

@@ -76,6 +76,8 @@ class Server:
         with blame("algorithm"):
             rng = generator(self.seed, Stream.RUN)
             self.state = self.algorithm.initial_state(backbone, num_classes, self.clients, rng)
+            if self.algorithm.server:
+                self.algorithm.aggregator.require_uploads(self.clients_per_round)
 
     @property
     def visible_state(self) -> State:

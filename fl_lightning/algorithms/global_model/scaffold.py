@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
 from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches
+from fl_lightning.algorithms.robust.rule import RobustMean, find_rule
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import plain_sgd_rate
@@ -197,11 +198,15 @@ class SCAFFOLD(Algorithm):
 
 
 class ControlAggregation(Aggregation):
-    """The mean of a round's models, and the server's next control variate `c` from the mean of the uploaded `Δc`."""
+    """The mean of a round's models, and the server's next control variate `c` from the mean of the uploaded `Δc`.
+
+    If the models are averaged by a robust rule, so are the `Δc`, independently of the models.
+    """
 
     def __init__(self, algorithm: SCAFFOLD, round: Round) -> None:
         super().__init__(algorithm, round)
-        self.changes = RunningMean()
+        rule = find_rule(algorithm.aggregator)
+        self.changes = RobustMean(rule, round, {}, {}) if rule else RunningMean()
 
     def add(self, upload: Upload) -> None:
         """Add an upload's weights and its `Δc` to their means."""
