@@ -16,6 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -47,7 +48,21 @@ def poisson_epsilon(noise: float, rate: float, steps: int, delta: float) -> floa
     Raises:
         ConfigError: opacus is not installed.
     """
-    return _epsilon("RDPAccountant", noise, rate, steps, delta)
+    if not steps or not noise:
+        return math.inf if steps else 0.0
+    orders = _accountants().RDPAccountant.DEFAULT_ALPHAS
+    analysis = load("opacus.accountants.analysis.rdp")
+    with _without_warnings():
+        divergences = steps * _poisson_divergences(noise, rate)
+        return float(analysis.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)[0])
+
+
+@cache
+def _poisson_divergences(noise: float, rate: float) -> np.ndarray:
+    """Return the Rényi divergence of one step with Poisson sampling for each of opacus' orders. This takes 0.1 s."""
+    orders = _accountants().RDPAccountant.DEFAULT_ALPHAS
+    analysis = load("opacus.accountants.analysis.rdp")
+    return np.asarray(analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders))
 
 
 def tight_poisson_epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
