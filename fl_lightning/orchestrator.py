@@ -128,7 +128,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             evaluation=evaluation,
             min_clients=min_clients,
         )
-        self.on_client_failure, self.callbacks = on_client_failure, with_defaults(callbacks or [])
+        self.on_client_failure = on_client_failure
+        self.callbacks = with_defaults(callbacks or [], private=training.dp_sgd is not None)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._signals = RunSignals(lambda: describe_progress(self, self.record.has_config))

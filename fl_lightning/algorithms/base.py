@@ -79,6 +79,9 @@ class Algorithm(FieldsMixin, Capable):
             tensors, and `aggregation` leaves the weights to the aggregator. Engines then save copies.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
+        only_steps_read_data: Whether a client reads its samples only in training steps, so that private steps
+            (`dp_sgd`) make all of its messages private. A method that overrides `upload` without reading samples sets
+            it.
         weighting: How the clients weigh in the method's own aggregator. Methods with this option declare it as a field.
         search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
         aggregator_options: Names of the method's own options that have no effect if `aggregator` is given.
@@ -97,11 +100,13 @@ class Algorithm(FieldsMixin, Capable):
             "personalize",
             "is_untrained",
         ),
+        "only_steps_read_data": ("prepare", "personalize", "upload"),
     }
     section = "algorithm"
     search_space: ClassVar[dict[str, dict[str, Any]]] = {}
     plain_exchange = True
     starts_alike = True
+    only_steps_read_data = True
     server = True
     drop_last = False
     one_model = True

@@ -84,6 +84,7 @@ class Experiment:
             fixed, buffers = frozenset(worker.fixed), frozenset(buffer_names(worker.template.backbone))
         self.algorithm.start([len(shard.train) for shard in self.data.shards], fixed, buffers)
         worker.check(scaled=self.round_lr_scheduler is not None)
+        self.worker = worker = worker.with_noise(self.rounds)
         check_exchange(worker)
         for each in worker.groups if self.round_lr_scheduler else ():
             each.template.require_optimizer("round_lr_scheduler")
@@ -105,7 +106,7 @@ class Experiment:
             ConfigError: An option of the experiment does not fit.
         """
         self._build()
-        return replace(self.worker, data=data)
+        return replace(self.worker, data=data, own_machine=True)
 
     def use_test_set(self) -> None:
         """Evaluate on the test samples from now on, even if `scenario.validation_share` is set.

@@ -95,7 +95,7 @@ class ModuleFactory:
             task.lr_scale,
             self.clients.batch_size,
             task.new_client,
-            class_counts=self.clients.strata(task.client),
+            class_counts=None if self.clients.training.dp_sgd else self.clients.strata(task.client),
             class_weights=self.clients.loss_weights(task.client),
             logs_losses=False,  # the engine reads them after the fit
         )

@@ -85,6 +85,8 @@ class StackedEngine(RoundEngine):
             raise refusal("compile", "a step of many clients is not the step that was compiled")
         if len(networks_of(worker.model)) > 1:
             raise refusal("several networks", "all clients of a batched model have the same")
+        if worker.training.dp_sgd:
+            raise refusal("dp_sgd", "gradients of single samples are clipped, not of a client's batch")
         if worker.training.mixing:
             raise refusal("mixup and cutmix", "each client draws its own mixtures")
         if isinstance(worker.data.data.x_train, Inputs):

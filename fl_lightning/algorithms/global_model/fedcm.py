@@ -148,6 +148,8 @@ class FedCM(Algorithm):
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
+    only_steps_read_data = True
+
     alpha: float = 0.1
     server_lr: float = 1.0
     aggregator: Aggregator = field(init=False)

@@ -156,6 +156,8 @@ class SCAFFOLD(Algorithm):
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
+    only_steps_read_data = True
+
     server_lr: float = 1.0
 
     search_space: ClassVar = {  # around the 1 of Karimireddy et al.
