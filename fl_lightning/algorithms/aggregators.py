@@ -41,6 +41,8 @@ class Aggregator(ArgumentsMixin, Capable):
             then stay on the GPU, and only their mean is copied to the CPU; on a CPU, the next client overwrites their
             memory. Otherwise `fold` gets them on the CPU, and may keep them.
         sends_one_model: Whether `model_for` gives every client the state's `model`.
+        finishes_empty_rounds: Whether `finish` is also called after a round without uploads. Otherwise such a round
+            does not change the state.
     """
 
     capabilities: ClassVar = {"only_averages": ("begin", "fold"), "sends_one_model": ("model_for", "ahead")}
@@ -52,6 +54,7 @@ class Aggregator(ArgumentsMixin, Capable):
     inner: Aggregator | None = None
     only_averages: bool = False
     sends_one_model: bool = True
+    finishes_empty_rounds: bool = False
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:

@@ -57,7 +57,8 @@ class Experiment:
         fix = "Give Scenario(dataset, partition). For one dataset per client, join them and use the partition ByClient"
         check_instance("scenario", scenario, Scenario, fix)
         check_instance("algorithm", algorithm, Algorithm, "Give a method, such as FedAvg()")
-        check_positive(rounds=rounds, min_clients=min_clients)
+        check_positive(rounds=rounds)
+        check_number("min_clients", min_clients, "[0, inf)")
         check_number("seed", seed, "[0, inf)")
         self.scenario, self.algorithm, self.rounds, self.seed = scenario, algorithm, rounds, seed
         self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
