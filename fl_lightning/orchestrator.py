@@ -227,7 +227,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         self._notify("on_round_start", participants)
         self.server.begin_round(round)
         results = self._fit_clients(round, participants)
-        reported = {f"server/{name}": value for name, value in self.server.end_round().items()}
+        reported = {name if "/" in name else f"server/{name}": value for name, value in self.server.end_round().items()}
         self.round = round
         fitted = time.monotonic()
         metrics = RoundMetrics({"round": round, **train_metrics(results), **reported})

@@ -61,6 +61,11 @@ class Aggregator(ArgumentsMixin, Capable):
         """The shared knowledge, such as class prototypes, that this aggregator reads."""
         return ()
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Names of the columns that the aggregator adds to the metrics of a round, if it knows them before round 1."""
+        return ()
+
     def chain(self) -> Iterator[Aggregator]:
         """Yield this aggregator, then the nested `inner` aggregators, from the outside to the inside."""
         yield self

@@ -76,6 +76,8 @@ class Algorithm(FieldsMixin, Capable):
             frozen layers. They are equal everywhere, so they are neither sent nor kept. `start` sets it.
         plain_exchange: Whether `receive` only loads tensors into the module, `upload` and `remember` only copy its
             tensors, and `aggregation` leaves the weights to the aggregator. Engines then save copies.
+        releases_only_model: Whether uploads consist of the client's weights and shared knowledge, and change nothing
+            but what the aggregator and the shared knowledge compute. `PrivateMean` needs it.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
         weighting: How the clients weigh in the method's own aggregator. Methods with this option declare it as a field.
@@ -85,6 +87,7 @@ class Algorithm(FieldsMixin, Capable):
 
     capabilities: ClassVar = {
         "plain_exchange": ("receive", "upload", "remember", "aggregation"),
+        "releases_only_model": ("upload", "aggregation"),
         "starts_alike": (
             "client_module",
             "prepare_network",
@@ -98,6 +101,7 @@ class Algorithm(FieldsMixin, Capable):
     section = "algorithm"
     search_space: ClassVar[dict[str, dict[str, Any]]] = {}
     plain_exchange = True
+    releases_only_model = True
     starts_alike = True
     server = True
     drop_last = False

@@ -8,6 +8,7 @@ from lightning.pytorch.cli import LRSchedulerCallable
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
+from fl_lightning.algorithms.protocols import RunPlan, StartsRun
 from fl_lightning.algorithms.server import ClientStates, Server, participants_per_round
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
@@ -92,6 +93,10 @@ class Experiment:
         scales = LRScales(self.round_lr_scheduler, self.rounds)
         sampler, per_round = self.client_sampler, self.clients_per_round
         sampler.start(self.algorithm, self.seed, self.min_clients)
+        plan = RunPlan(self.algorithm, sampler, per_round, self.rounds, self.seed, self.data.is_remote)
+        for aggregator in self.algorithm.aggregator.chain():
+            if isinstance(aggregator, StartsRun):
+                aggregator.start_run(plan)
         self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
         self.server.start(worker.template.backbone, self.data.data.num_classes)
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
