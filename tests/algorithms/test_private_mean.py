@@ -1,5 +1,6 @@
 """PrivateMean: identities, sensitivity for every method, noise, adaptive clipping, accounting and refusals."""
 
+import json
 import math
 from functools import partial
 
@@ -278,6 +279,8 @@ def test_epsilon_is_that_of_the_rounds_so_far(tmp_path):
     assert [row["privacy/epsilon"] for row in run.csv.rows] == pytest.approx(expected, abs=1e-9)
     tight = [row.get("privacy/epsilon_prv") for row in run.csv.rows]
     assert tight == [None, None, pytest.approx(tight_poisson_epsilon(1.0, 0.5, 3, 1e-2))]
+    last = json.loads((tmp_path / "final" / "summary.json").read_text())
+    assert [last["privacy/epsilon"], last["privacy/epsilon_prv"]] == [expected[-1], tight[-1]]
     assert "privacy/clip" not in run.csv.rows[0]
 
 
