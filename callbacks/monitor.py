@@ -154,6 +154,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
         names += ["new_client/untrained"] * (not run.evaluator.trains_new_clients)
     names += train_metrics([Result(0, 0, losses=losses)])
     names += personal_means([score] * evaluation.personal_on_global)
+    names += [name for aggregator in run.algorithm.aggregator.chain() for name in aggregator.reports]
     names += ["client/failed"] * (run.on_client_failure == "drop")
     names += ["time/fit_s", "time/round_s", "time/processor_s", "client_<id>/train_loss"]
     ids = ["<id>"] if len(scored) == len(shards) else scored

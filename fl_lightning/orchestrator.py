@@ -67,7 +67,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         evaluation: What is evaluated besides the global model, and how often.
         client_store: Where the clients' state is kept between rounds: in `memory`, or only on `disk`.
         on_client_failure: What happens if a client fails: `raise` ends the run, `drop` continues without its upload.
-        min_clients: Smallest number of uploads that a round may be left with if failed clients are dropped.
+        min_clients: Smallest number of uploads that a round may be left with if failed clients are dropped. With 0, a
+            round may be empty, and changes nothing then.
         logger: A Lightning logger, or a list of them, in addition to `metrics.csv`. `false` or `null` for none. The
             loggers of this package (`WandbRoundLogger`, `CSVLogger`, `TensorBoardLogger`, `MLFlowLogger`) write to the
             run folder.
@@ -227,7 +228,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         self._notify("on_round_start", participants)
         self.server.begin_round(round)
         results = self._fit_clients(round, participants)
-        reported = {f"server/{name}": value for name, value in self.server.end_round().items()}
+        reported = {name if "/" in name else f"server/{name}": value for name, value in self.server.end_round().items()}
         self.round = round
         fitted = time.monotonic()
         metrics = RoundMetrics({"round": round, **train_metrics(results), **reported})
@@ -258,7 +259,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
                 results.append(replace(result, upload=None, memory={}))
                 self.server.add(result)
 
-        self.engine.run(self.worker, Tasks(participants, tasks), in_client_order(participants, done))
+        if participants:
+            self.engine.run(self.worker, Tasks(participants, tasks), in_client_order(participants, done))
         require_uploads(round, len(results), len(participants), self.min_clients)
         return results
 
@@ -326,7 +328,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def _reduce_to_dry_run(self) -> None:
         """Limit the built and checked experiment to a dry run: few rounds, clients, samples and training steps."""
         self.rounds, self.clients_per_round = dry_run.ROUNDS, min(dry_run.CLIENTS, self.clients_per_round)
-        self.min_clients, self.on_client_failure = 1, "raise"
+        self.min_clients, self.on_client_failure = min(1, self.min_clients), "raise"
         self.logger.mute()
         self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
         self.evaluation = dry_run.reduce_evaluation(self.evaluation)

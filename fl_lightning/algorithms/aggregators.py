@@ -44,6 +44,8 @@ class Aggregator(ArgumentsMixin, Capable):
         sends_one_model: Whether `model_for` gives every client the state's `model`.
         is_mean: Whether the next model is a kind of mean of the uploaded models, such as a median. It can then be the
             `inner` aggregator of a server step. `begin` returns an object with the number of uploads, `count`.
+        finishes_empty_rounds: Whether `finish` is also called after a round without uploads. Otherwise such a round
+            does not change the state.
     """
 
     capabilities: ClassVar = {
@@ -60,6 +62,7 @@ class Aggregator(ArgumentsMixin, Capable):
     only_averages: bool = False
     sends_one_model: bool = True
     is_mean: bool = False
+    finishes_empty_rounds: bool = False
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
@@ -72,6 +75,11 @@ class Aggregator(ArgumentsMixin, Capable):
         folds_alike = type(self).begin is Aggregator.begin and type(self).fold is Aggregator.fold
         self.only_averages = folds_alike and inner.only_averages
         return inner
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Names of the columns that the aggregator adds to the metrics of a round, if it knows them before round 1."""
+        return ()
 
     def chain(self) -> Iterator[Aggregator]:
         """Yield this aggregator, then the nested `inner` aggregators, from the outside to the inside."""

@@ -77,6 +77,8 @@ class Algorithm(FieldsMixin, Capable):
             frozen layers. They are equal everywhere, so they are neither sent nor kept. `start` sets it.
         plain_exchange: Whether `receive` only loads tensors into the module, `upload` and `remember` only copy its
             tensors, and `aggregation` leaves the weights to the aggregator. Engines then save copies.
+        releases_only_model: Whether uploads consist of the client's weights and shared knowledge, and change nothing
+            but what the aggregator and the shared knowledge compute. `PrivateMean` needs it.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
         only_steps_read_data: Whether a client reads its samples only in training steps, so that private steps
@@ -91,6 +93,7 @@ class Algorithm(FieldsMixin, Capable):
 
     capabilities: ClassVar = {
         "plain_exchange": ("receive", "upload", "remember", "aggregation"),
+        "releases_only_model": ("upload", "aggregation"),
         "starts_alike": (
             "client_module",
             "prepare_network",
@@ -105,6 +108,7 @@ class Algorithm(FieldsMixin, Capable):
     section = "algorithm"
     search_space: ClassVar[dict[str, dict[str, Any]]] = {}
     plain_exchange = True
+    releases_only_model = True
     starts_alike = True
     only_steps_read_data = True
     server = True

@@ -172,7 +172,7 @@ class Server:
 
     def begin_round(self, round: int) -> None:
         """Begin the aggregation of a round, to which `add` adds the clients' results."""
-        seed = derive(self.seed, Stream.AGGREGATION, round)
+        seed, self._is_empty = derive(self.seed, Stream.AGGREGATION, round), True
         self._aggregation = self.algorithm.aggregation(Round(round, self.visible_state, seed))
 
     def add(self, result: Result) -> None:
@@ -181,13 +181,18 @@ class Server:
         Results are added in ascending order of client ids.
         """
         assert result.upload
+        self._is_empty = False
         self.memory.put(result.client, self._aggregation.round.number, result.memory)
         self._aggregation.add(Upload(result.client, result.upload, self._sent.pop(result.client, None)))
 
     def end_round(self) -> dict[str, float]:
-        """Make the aggregated state the server's state. Return the metrics that the aggregation has reported."""
+        """Make the aggregated state the server's state. Return the metrics that the aggregation has reported.
+
+        A round without uploads changes nothing, unless the aggregator asks for it.
+        """
         self._sent.clear()
-        self.state = self._aggregation.finish()
+        if not self._is_empty or self.algorithm.aggregator.finishes_empty_rounds:
+            self.state = self._aggregation.finish()
         self.memory.end_round()
         return self._aggregation.round.metrics
 

@@ -8,6 +8,7 @@ from lightning.pytorch.cli import LRSchedulerCallable
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
+from fl_lightning.algorithms.protocols import RunPlan, StartsRun
 from fl_lightning.algorithms.server import ClientStates, Server, participants_per_round
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
@@ -57,7 +58,8 @@ class Experiment:
         fix = "Give Scenario(dataset, partition). For one dataset per client, join them and use the partition ByClient"
         check_instance("scenario", scenario, Scenario, fix)
         check_instance("algorithm", algorithm, Algorithm, "Give a method, such as FedAvg()")
-        check_positive(rounds=rounds, min_clients=min_clients)
+        check_positive(rounds=rounds)
+        check_number("min_clients", min_clients, "[0, inf)")
         check_number("seed", seed, "[0, inf)")
         self.scenario, self.algorithm, self.rounds, self.seed = scenario, algorithm, rounds, seed
         self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
@@ -92,6 +94,10 @@ class Experiment:
         scales = LRScales(self.round_lr_scheduler, self.rounds)
         sampler, per_round = self.client_sampler, self.clients_per_round
         sampler.start(self.algorithm, self.seed, self.min_clients)
+        plan = RunPlan(self.algorithm, sampler, per_round, self.rounds, self.seed, self.data.is_remote)
+        for aggregator in self.algorithm.aggregator.chain():
+            if isinstance(aggregator, StartsRun):
+                aggregator.start_run(plan)
         self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
         self.server.start(worker.template.backbone, self.data.data.num_classes)
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 
 import numpy as np
-from scipy.integrate import quad_vec
-from scipy.stats import norm
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.lazy_import import load
@@ -48,21 +46,7 @@ def poisson_epsilon(noise: float, rate: float, steps: int, delta: float) -> floa
     Raises:
         ConfigError: opacus is not installed.
     """
-    if not steps or not noise:
-        return math.inf if steps else 0.0
-    orders = _accountants().RDPAccountant.DEFAULT_ALPHAS
-    analysis = load("opacus.accountants.analysis.rdp")
-    with _without_warnings():
-        divergences = steps * _poisson_divergences(noise, rate)
-        return float(analysis.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)[0])
-
-
-@cache
-def _poisson_divergences(noise: float, rate: float) -> np.ndarray:
-    """Return the Rényi divergence of one step with Poisson sampling for each of opacus' orders. This takes 0.1 s."""
-    orders = _accountants().RDPAccountant.DEFAULT_ALPHAS
-    analysis = load("opacus.accountants.analysis.rdp")
-    return np.asarray(analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders))
+    return _epsilon(poisson_divergences, noise, rate, steps, delta)
 
 
 def tight_poisson_epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
@@ -75,7 +59,10 @@ def tight_poisson_epsilon(noise: float, rate: float, steps: int, delta: float) -
     if not 0 < bound <= MOST_FOR_PRV:
         return bound
     try:
-        return min(bound, _epsilon("PRVAccountant", noise, rate, steps, delta))
+        accountant = _opacus("accountants").PRVAccountant()
+        accountant.history = [(noise, rate, steps)]
+        with _without_warnings():
+            return min(bound, float(accountant.get_epsilon(delta=delta)))
     except (ValueError, RuntimeError):  # its discretization failed
         return bound
 
@@ -98,16 +85,27 @@ def fixed_size_epsilon(noise: float, rate: float, steps: int, delta: float) -> f
     Raises:
         ConfigError: opacus is not installed.
     """
-    if not steps or not noise:
-        return math.inf if steps else 0.0
-    orders = _accountants().RDPAccountant.DEFAULT_ALPHAS
-    analysis = load("opacus.accountants.analysis.rdp")
-    with _without_warnings():
-        divergences = steps * fixed_size_divergences(noise, rate, orders)
-        return float(analysis.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)[0])
+    return _epsilon(fixed_size_divergences, noise, rate, steps, delta)
 
 
-def fixed_size_divergences(noise: float, rate: float, orders: Sequence[float]) -> np.ndarray:
+@cache
+def poisson_divergences(noise: float, rate: float, orders: tuple[float, ...]) -> np.ndarray:
+    """Return one step's Rényi divergences with Poisson sampling, for data with and without one participant.
+
+    Args:
+        noise: z, the noise multiplier, above 0.
+        rate: q, the probability to participate, in (0, 1].
+        orders: The orders a, each above 1.
+
+    Returns:
+        The divergences, one for each order.
+    """
+    analysis = _opacus("accountants.analysis.rdp")
+    return analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=list(orders))
+
+
+@cache
+def fixed_size_divergences(noise: float, rate: float, orders: tuple[float, ...]) -> np.ndarray:
     """Return bounds of one step's Rényi divergences with a fixed number of participants, one of whom is replaced.
 
     Let P and Q be the step's outputs if the replaced one participates for sure, with and without the replacement, in
@@ -134,11 +132,10 @@ def fixed_size_divergences(noise: float, rate: float, orders: Sequence[float]) -
         The bounds of D, one for each order.
     """
     a, scale = np.asarray(orders, dtype=np.float64), noise / 2
-    analysis = load("opacus.accountants.analysis.rdp")
-    poisson = analysis.compute_rdp(q=rate, noise_multiplier=scale, steps=1, orders=list(orders))
+    poisson, integrate = poisson_divergences(scale, rate, orders), load("scipy.integrate")
 
     def correction(x: float) -> np.ndarray:
-        log_p, log_q = norm.logpdf(x, 1, scale), norm.logpdf(x, 0, scale)
+        log_p, log_q = (-0.5 * ((x - mean) / scale) ** 2 - math.log(scale * math.sqrt(2 * math.pi)) for mean in (1, 0))
         mixed = math.log(rate) + log_p if rate == 1 else np.logaddexp(math.log1p(-rate) + log_q, math.log(rate) + log_p)
         ratio = mixed - log_q
         if ratio > 0:
@@ -146,7 +143,7 @@ def fixed_size_divergences(noise: float, rate: float, orders: Sequence[float]) -
         return -(np.exp(a * ratio + log_q) - a * np.exp(mixed) + (a - 1) * np.exp(log_q))
 
     reach = 40 * scale  # beyond it, normal densities are 0 in float64
-    terms, _ = quad_vec(correction, -reach, 1 + reach, points=[0.0, 0.5, 1.0], epsabs=1e-14, epsrel=1e-10)
+    terms, _ = integrate.quad_vec(correction, -reach, 1 + reach, points=[0.0, 0.5, 1.0], epsabs=1e-14, epsrel=1e-10)
     exponents = (a - 1) * poisson
     return np.maximum(exponents + np.log1p(terms * np.exp(-exponents)), 0) / (a - 1)
 
@@ -161,36 +158,44 @@ def smallest_noise(wanted: float, epsilon_of: Callable[[float], float]) -> float
     Raises:
         ConfigError: No noise multiplier up to 10,000 is enough.
     """
-    low, high = 0.0, 1.0
-    while epsilon_of(high) > wanted:
-        low, high = high, 2 * high
-        if high > MOST_NOISE:
+    low = high = 0  # powers of 2
+    while epsilon_of(2.0**high) > wanted:
+        high += 1
+        if 2**high > MOST_NOISE:
             fix = "Increase epsilon or delta, or train for fewer rounds."
             raise ConfigError(f"epsilon: {wanted:g} needs a noise multiplier above {MOST_NOISE:g}. {fix}")
-    while high - low > 1e-4 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if epsilon_of(middle) <= wanted else (middle, high)
-    return high
+    while epsilon_of(2.0**low) <= wanted:
+        low -= 1
+    tolerance = 5e-5
+    power = load("scipy.optimize").brentq(lambda power: epsilon_of(2.0**power) - wanted, low, high, xtol=tolerance)
+    return 2.0 ** (power + tolerance)
 
 
-def _epsilon(kind: str, noise: float, rate: float, steps: int, delta: float) -> float:
-    """Return ε of one of opacus' accountants for Poisson sampling."""
+def _epsilon(
+    divergences: Callable[[float, float, tuple[float, ...]], np.ndarray],
+    noise: float,
+    rate: float,
+    steps: int,
+    delta: float,
+) -> float:
+    """Return ε of a number of steps, at least 0, from one step's Rényi divergences at the orders that opacus takes."""
     if not steps or not noise:
         return math.inf if steps else 0.0
-    accountant = getattr(_accountants(), kind)()
-    accountant.history = [(noise, rate, steps)]
+    orders = tuple(_opacus("accountants").RDPAccountant.DEFAULT_ALPHAS)
+    analysis = _opacus("accountants.analysis.rdp")
     with _without_warnings():
-        return float(accountant.get_epsilon(delta=delta))
+        of_all = steps * divergences(noise, rate, orders)
+        return max(0.0, float(analysis.get_privacy_spent(orders=orders, rdp=of_all, delta=delta)[0]))
 
 
-def _accountants() -> ModuleType:
-    """Return the module `opacus.accountants`.
+def _opacus(name: str) -> ModuleType:
+    """Return a module of opacus.
 
     Raises:
         ConfigError: opacus is not installed.
     """
     try:
-        return load("opacus.accountants")
+        return load(f"opacus.{name}")
     except ImportError as error:
         fix = "Run pip install 'fl-lightning[privacy]'"
         raise ConfigError(f"privacy: the accountant needs opacus, which is not installed. {fix}") from error

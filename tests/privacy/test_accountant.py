@@ -91,7 +91,7 @@ def mixture(rate, mean, scale):
 @pytest.mark.parametrize("noise", [1.0, 3.0])
 def test_fixed_size_divergences_bound_pairs_of_neighbours_and_are_nearly_attained(rate, order, noise):
     """One sends 1 or instead -1, the others send `rest`. Without the one, another of the others takes part."""
-    bound, worst = fixed_size_divergences(noise, rate, [order])[0], 0.0
+    bound, worst = fixed_size_divergences(noise, rate, (order,))[0], 0.0
     for rest, replaced in ((-1.0, -1.0), (0.0, -1.0), (-0.5, -1.0)):
         pair = [mixture(rate, sent - rest, noise) for sent in (1.0, replaced)]
         for log_p, log_q in (pair, pair[::-1]):
@@ -103,7 +103,9 @@ def test_fixed_size_divergences_bound_pairs_of_neighbours_and_are_nearly_attaine
 
 def test_everybody_at_once_is_the_gaussian_mechanism():
     orders = [1.5, 2, 8, 63]
-    np.testing.assert_allclose(fixed_size_divergences(3.0, 1.0, orders), [2 * a / 3.0**2 for a in orders], rtol=1e-9)
+    np.testing.assert_allclose(
+        fixed_size_divergences(3.0, 1.0, tuple(orders)), [2 * a / 3.0**2 for a in orders], rtol=1e-9
+    )
 
 
 def wang(rate, scale, order):
@@ -119,7 +121,7 @@ def wang(rate, scale, order):
 @pytest.mark.parametrize("noise", [1.0, 2.0, 6.0])
 def test_the_bound_is_below_that_of_wang_balle_and_kasiviswanathan(noise):
     orders = range(2, 12)
-    ours = fixed_size_divergences(noise, 0.05, list(orders))
+    ours = fixed_size_divergences(noise, 0.05, tuple(orders))
     theirs = [wang(0.05, noise / 2, order) for order in orders]  # to replace one changes the sum by 2 C
     assert (ours < theirs).all()
 
