@@ -10,6 +10,9 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.algorithms import *
     from fl_lightning.algorithms.base import Aggregation as Aggregation
     from fl_lightning.analysis.figures import plot_runs as plot_runs
+    from fl_lightning.attacks import *
+    from fl_lightning.attacks.base import DataAttack as DataAttack
+    from fl_lightning.attacks.base import UpdateAttack as UpdateAttack
     from fl_lightning.callbacks import *
     from fl_lightning.callbacks import RoundFigure as RoundFigure
     from fl_lightning.cli.experiment import open_run as open_run
@@ -53,6 +56,8 @@ _NAMES = {
     "algorithms": " ".join(["State", *public_classes()]),
     "algorithms.base": "Aggregation",
     "analysis.figures": "plot_runs",
+    "attacks": "Adversary ALIE Backdoor GaussianNoise IPM LabelFlip MinMax MinSum ModelReplacement SignFlip",
+    "attacks.base": "DataAttack UpdateAttack",
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
         ConfusionMatrix EarlyStopping KnowledgeMap PredictedMasks RoundCallback RoundFigure RoundProgress RowNorms

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler
+from fl_lightning.attacks import Adversary
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import logged_by_clients
@@ -36,7 +37,7 @@ from fl_lightning.loggers.naming import run_names, setting_of
 from fl_lightning.models import Mixed, ModelFactory, NetworkFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
-from fl_lightning.runs.failed_clients import accept_result, require_uploads
+from fl_lightning.runs.failed_clients import accept_result, require_uploads, warn_of_dropped_uploads
 from fl_lightning.runs.folder import new_run_dir
 from fl_lightning.runs.reader import Figures, Run, read_config
 from fl_lightning.runs.record import Keep, Record
@@ -57,6 +58,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         rounds: Number of communication rounds.
         clients_per_round: Number of clients that take part in a round, sampled anew each round. All by default.
         client_sampler: How the participants of a round are sampled; `UniformSampling` by default.
+        adversary: Which clients attack, and how. None by default.
         training: How each client trains: optimizer, batch size, local epochs, precision, ...
         seed: Seed of all randomness: partition, initial weights, participants, batch order, dropout.
         round_lr_scheduler: A torch scheduler that is stepped once a round, on an optimizer with learning rate 1. The
@@ -101,6 +103,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         rounds: int = 10,
         clients_per_round: int | None = None,
         client_sampler: ClientSampler | None = None,
+        adversary: Adversary | None = None,
         training: LocalTraining = LocalTraining(),
         seed: int = 0,
         round_lr_scheduler: LRSchedulerCallable | None = None,
@@ -128,6 +131,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             engine=engine,
             evaluation=evaluation,
             min_clients=min_clients,
+            adversary=adversary,
         )
         self.on_client_failure = on_client_failure
         self.callbacks = with_defaults(callbacks or [], private=training.dp_sgd is not None)
@@ -231,9 +235,11 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         reported = {name if "/" in name else f"server/{name}": value for name, value in self.server.end_round().items()}
         self.round = round
         fitted = time.monotonic()
-        metrics = RoundMetrics({"round": round, **train_metrics(results), **reported})
-        metrics |= self.evaluator.after_round(round, results)
-        metrics |= logged_by_clients(self, results)
+        honest = [result for result in results if result.client not in self.adversary.attackers]
+        metrics = RoundMetrics({"round": round, **train_metrics(honest), **reported})
+        metrics |= self.evaluator.after_round(round, honest)
+        metrics |= logged_by_clients(self, honest)
+        metrics |= self.server.attack_metrics([result.client for result in results])
         if self.on_client_failure == "drop":
             metrics["client/failed"] = len(participants) - len(results)
         seconds, processor = time.monotonic() - started, processor_seconds() - processor_started
@@ -247,7 +253,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         """
         downloads = zip(participants, self.server.downloads(round, participants), strict=True)
         averages = self.algorithm.only_averages and all(callback.keeps_no_uploads for callback in self.callbacks)
-        options = self.evaluator.scores_wanted(round) | {"keep_upload": not averages}
+        keep = self.server.holds_uploads or not averages
+        options = self.evaluator.scores_wanted(round) | {"keep_upload": keep}
         tasks = (self.server.task(round, client, download, **options) for client, download in downloads)
         results: list[Result] = []
 
@@ -261,7 +268,10 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
 
         if participants:
             self.engine.run(self.worker, Tasks(participants, tasks), in_client_order(participants, done))
-        require_uploads(round, len(results), len(participants), self.min_clients)
+        self.server.add_held_uploads()
+        warn_of_dropped_uploads(round, self.server.dropped, self.data)
+        uploads = len(results) - len(self.server.dropped)
+        require_uploads(round, uploads, len(participants), self.min_clients)
         return results
 
     def _notify(self, moment: str, *args: Any) -> None:

@@ -205,6 +205,10 @@ class ClientData:
         """Return the global test set as prepared batches on the training device."""
         return self._prepared(self._stored.x_test, self._stored.y_test, lambda: None)
 
+    def prepared_batches(self, x: Samples, y: Tensor) -> ReadyBatches:
+        """Return stored samples as prepared batches on the training device, in their order."""
+        return self._prepared(x, y, lambda: None)
+
     def ordered_batches(self, index: Tensor | None, one_width: bool = True) -> ReadyBatches:
         """Return training samples, in the order of `index`, as prepared batches on the training device.
 

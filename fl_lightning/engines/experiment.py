@@ -10,6 +10,7 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
 from fl_lightning.algorithms.protocols import RunPlan, StartsRun
 from fl_lightning.algorithms.server import ClientStates, Server, participants_per_round
+from fl_lightning.attacks import Adversary
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
@@ -54,6 +55,7 @@ class Experiment:
         engine: Engine | EngineName,
         evaluation: Evaluation,
         min_clients: int,
+        adversary: Adversary | None,
     ) -> None:
         fix = "Give Scenario(dataset, partition). For one dataset per client, join them and use the partition ByClient"
         check_instance("scenario", scenario, Scenario, fix)
@@ -65,6 +67,7 @@ class Experiment:
         self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
         self._model, self._wanted_per_round, self.round_lr_scheduler = model, clients_per_round, round_lr_scheduler
         self.client_sampler, self.min_clients = client_sampler or UniformSampling(), min_clients
+        self.adversary = adversary or Adversary(clients=0)
         self.round = 0
         if scenario.clients is not None:  # otherwise the number comes from the data
             self._set_clients(scenario.training_clients(scenario.clients))
@@ -74,10 +77,21 @@ class Experiment:
         self.clients_per_round = participants_per_round(self._wanted_per_round, clients, self.min_clients)
 
     def _build(self) -> None:
-        data = self.scenario.build(self.seed)
-        self._set_clients(len(data.shards))
+        data = self._load_data()
         metrics, positive_class = self.evaluation.metrics, self.evaluation.positive_class
         self._set_up(Worker(self.seed, self.algorithm, self._model, data, self.training, metrics, positive_class))
+
+    def _load_data(self, test_set: bool = False) -> FederatedData:
+        """Load the data, split them among the clients, choose the attackers, and let them change their samples.
+
+        `test_set` is that of `Scenario.build`.
+        """
+        data = self.scenario.build(self.seed, test_set)
+        self._set_clients(len(data.shards))
+        self.adversary.start(self.clients, self.seed)
+        if data.is_remote and self.adversary.attackers:
+            raise ConfigError("adversary: attacks are simulated, but clients train on their own machines. Remove it.")
+        return self.adversary.poison(data)
 
     def _set_up(self, worker: Worker) -> None:
         """Check the `Worker` (model, data, options), and build the server and the evaluator. Nothing is trained yet."""
@@ -98,7 +112,9 @@ class Experiment:
         for aggregator in self.algorithm.aggregator.chain():
             if isinstance(aggregator, StartsRun):
                 aggregator.start_run(plan)
-        self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
+        self.server = Server(
+            self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales, self.adversary
+        )
         self.server.start(worker.template.backbone, self.data.data.num_classes)
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
@@ -121,7 +137,7 @@ class Experiment:
 
         The clients' training samples, the round and the shared state stay the same.
         """
-        state, data = self.state, self.scenario.build(self.seed, test_set=True)
+        state, data = self.state, self._load_data(test_set=True)
         self._set_up(replace(self.worker, data=data))
         self.server.state = state
 

@@ -166,6 +166,7 @@ class FedGH(Algorithm):
         "server_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
     }
     one_model = False
+    uploads_weights = False
 
     def own_aggregator(self) -> Aggregator:
         """Return the aggregator that trains the head."""

@@ -337,6 +337,7 @@ class FedKD(FML):
         "distillation": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
     }
     whole = False
+    uploads_weights = False
 
     def __post_init__(self) -> None:
         """Check the options."""
