@@ -14,11 +14,12 @@ from fl_lightning.callbacks.checkpointing import Checkpointing
 from fl_lightning.callbacks.communication import CommunicationMeter
 from fl_lightning.callbacks.monitor import Monitor
 from fl_lightning.callbacks.progress import RoundProgress
+from fl_lightning.callbacks.record_privacy import RecordPrivacy
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines.client_callbacks import refused
 
 
-def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
+def with_defaults(callbacks: Sequence[RoundCallback], private: bool = False) -> list[RoundCallback]:
     """Return a run's callbacks in call order, including the default callbacks that the user has not listed.
 
     Callbacks that watch metrics come after those that may add metrics. Checkpointing comes last, since it saves the
@@ -26,11 +27,13 @@ def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
 
     Args:
         callbacks: The callbacks of a run.
+        private: Whether the clients train with `dp_sgd`, whose privacy is then measured.
 
     Raises:
         ConfigError: One of the defaults occurs twice.
     """
     defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing()]
+    defaults += [RecordPrivacy()] * private
     for kind in map(type, defaults):
         if sum(isinstance(callback, kind) for callback in callbacks) > 1:
             raise ConfigError(f"callbacks: {kind.__name__} is listed twice. List it once.")

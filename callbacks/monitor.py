@@ -132,7 +132,8 @@ def round_metrics(run: FederatedRun) -> list[str]:
     """
     shards, evaluation = run.data.shards, run.evaluation
     scored = run.evaluator.scored if evaluation.of_received else range(len(shards))
-    scored = [client for client in scored if len(shards[client].test)]
+    server = run.evaluator.server
+    scored = [client for client in scored if len(shards[client].test) and client not in server.adversary.attackers]
     losses = dict.fromkeys(["loss", *(name for group in run.worker.groups for name in group.template.loss_names)], 0.0)
     score = Score(1, dict.fromkeys(run.worker.scorer.score_names, 0.0))
     names: list[str] = []
@@ -143,6 +144,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
         names += [
             f"global/uncalibrated_{name}" for name in shared if isinstance(run.algorithm, Calibrates) and name != "loss"
         ]
+        names += ["attack/success_rate"] * (run.evaluator.wanted_predictions is not None)
     if scored:
         names += [*client_summary([score]), *["client/untrained"] * evaluation.of_received]
     architectures = {name: [score] for client in scored if (name := run.worker.architecture_of(client))}
@@ -154,6 +156,8 @@ def round_metrics(run: FederatedRun) -> list[str]:
         names += ["new_client/untrained"] * (not run.evaluator.trains_new_clients)
     names += train_metrics([Result(0, 0, losses=losses)])
     names += personal_means([score] * evaluation.personal_on_global)
+    names += [name for aggregator in run.algorithm.aggregator.chain() for name in aggregator.reports]
+    names += server.attack_metrics([])
     names += ["client/failed"] * (run.on_client_failure == "drop")
     names += ["time/fit_s", "time/round_s", "time/processor_s", "client_<id>/train_loss"]
     if schedule := run.evaluator.server.schedule:

@@ -64,6 +64,8 @@ def describe_data(run: FederatedRun) -> str:
     ends = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     text = f"{dataset}, {labels}; {run.clients:,} clients ({partition}) with {ends} training samples each"
     text += f"; {len(run.data.held_out):,} more are held out" if run.data.held_out else ""
+    adversary = run.evaluator.server.adversary
+    text += f"; {len(adversary.attackers):,} attack ({type(adversary).__name__})" if adversary.attackers else ""
     return text + ("; tested on validation samples" if run.scenario.validation_share else "")
 
 

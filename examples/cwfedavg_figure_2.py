@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.algorithms import CwFedAvg
 from fl_lightning.algorithms.personalized.cwfedavg import class_shares, weight_distribution
 from fl_lightning.callbacks.plots import lines, panels, write_png
-from fl_lightning.client.module import FitContext
+from fl_lightning.client.loss_term import FitContext
 from fl_lightning.data import Digits, Dirichlet, FashionMNIST, Scenario
 from fl_lightning.models import CNN4, MLP, classification_layer
 

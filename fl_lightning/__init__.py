@@ -10,15 +10,18 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.algorithms import *
     from fl_lightning.algorithms.base import Aggregation as Aggregation
     from fl_lightning.analysis.figures import plot_runs as plot_runs
+    from fl_lightning.attacks import *
+    from fl_lightning.attacks.base import DataAttack as DataAttack
+    from fl_lightning.attacks.base import UpdateAttack as UpdateAttack
     from fl_lightning.callbacks import *
     from fl_lightning.callbacks import RoundFigure as RoundFigure
     from fl_lightning.cli.experiment import open_run as open_run
     from fl_lightning.client.knowledge import SharedKnowledge as SharedKnowledge
     from fl_lightning.client.local_training import LocalTraining as LocalTraining
+    from fl_lightning.client.loss_term import FitContext as FitContext
+    from fl_lightning.client.loss_term import LossTerm as LossTerm
+    from fl_lightning.client.loss_term import Step as Step
     from fl_lightning.client.module import ClientModule as ClientModule
-    from fl_lightning.client.module import FitContext as FitContext
-    from fl_lightning.client.module import LossTerm as LossTerm
-    from fl_lightning.client.module import Step as Step
     from fl_lightning.client.schedules import WarmupCosine as WarmupCosine
     from fl_lightning.core.errors import CheckpointError as CheckpointError
     from fl_lightning.core.errors import ClientFailure as ClientFailure
@@ -53,13 +56,16 @@ _NAMES = {
     "algorithms": " ".join(["State", *public_classes()]),
     "algorithms.base": "Aggregation",
     "analysis.figures": "plot_runs",
+    "attacks": "Adversary ALIE Backdoor GaussianNoise IPM LabelFlip MinMax MinSum ModelReplacement SignFlip",
+    "attacks.base": "DataAttack UpdateAttack",
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
         ConfusionMatrix EarlyStopping KnowledgeMap PredictedMasks RoundCallback RoundFigure RoundProgress RowNorms
         UnitDivergence
     """,
     "client.local_training": "LocalTraining",
-    "client.module": "ClientModule FitContext LossTerm Step",
+    "client.loss_term": "FitContext LossTerm Step",
+    "client.module": "ClientModule",
     "client.schedules": "WarmupCosine",
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses DomainFolder

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler
+from fl_lightning.attacks import Adversary
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import logged_by_clients
@@ -36,7 +37,7 @@ from fl_lightning.loggers.naming import run_names, setting_of
 from fl_lightning.models import Mixed, ModelFactory, NetworkFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
-from fl_lightning.runs.failed_clients import accept_result, require_uploads
+from fl_lightning.runs.failed_clients import accept_result, require_uploads, warn_of_dropped_uploads
 from fl_lightning.runs.folder import new_run_dir
 from fl_lightning.runs.reader import Figures, Run, read_config
 from fl_lightning.runs.record import Keep, Record
@@ -61,6 +62,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         clock: Simulates how long clients take. The simulated time of a round is the metric `time/simulated_s`.
         round_policy: Which uploads a round waits for on the simulated clock: all (`Synchronous`, the default), those
             before a `Deadline`, or the next ones (`Buffered`: asynchronous rounds).
+        adversary: Which clients attack, and how. None by default.
         training: How each client trains: optimizer, batch size, local epochs, precision, ...
         seed: Seed of all randomness: partition, initial weights, participants, batch order, dropout.
         round_lr_scheduler: A torch scheduler that is stepped once a round, on an optimizer with learning rate 1. The
@@ -71,7 +73,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         evaluation: What is evaluated besides the global model, and how often.
         client_store: Where the clients' state is kept between rounds: in `memory`, or only on `disk`.
         on_client_failure: What happens if a client fails: `raise` ends the run, `drop` continues without its upload.
-        min_clients: Smallest number of uploads that a round may be left with if failed clients are dropped.
+        min_clients: Smallest number of uploads that a round may be left with if failed clients are dropped. With 0, a
+            round may be empty, and changes nothing then.
         logger: A Lightning logger, or a list of them, in addition to `metrics.csv`. `false` or `null` for none. The
             loggers of this package (`WandbRoundLogger`, `CSVLogger`, `TensorBoardLogger`, `MLFlowLogger`) write to the
             run folder.
@@ -106,6 +109,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         client_sampler: ClientSampler | None = None,
         clock: Clock | None = None,
         round_policy: RoundPolicy | None = None,
+        adversary: Adversary | None = None,
         training: LocalTraining = LocalTraining(),
         seed: int = 0,
         round_lr_scheduler: LRSchedulerCallable | None = None,
@@ -135,8 +139,10 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             engine=engine,
             evaluation=evaluation,
             min_clients=min_clients,
+            adversary=adversary,
         )
-        self.on_client_failure, self.callbacks = on_client_failure, with_defaults(callbacks or [])
+        self.on_client_failure = on_client_failure
+        self.callbacks = with_defaults(callbacks or [], private=training.dp_sgd is not None)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._signals = RunSignals(lambda: describe_progress(self, self.record.has_config))
@@ -234,12 +240,14 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         self._notify("on_round_start", participants)
         self.server.begin_round(round)
         results = self._fit_clients(round, participants)
-        reported = {f"server/{name}": value for name, value in self.server.end_round().items()}
+        reported = {name if "/" in name else f"server/{name}": value for name, value in self.server.end_round().items()}
         self.round = round
         fitted = time.monotonic()
-        metrics = RoundMetrics({"round": round, **train_metrics(results), **reported})
-        metrics |= self.evaluator.after_round(round, results)
-        metrics |= logged_by_clients(self, results)
+        honest = [result for result in results if result.client not in self.adversary.attackers]
+        metrics = RoundMetrics({"round": round, **train_metrics(honest), **reported})
+        metrics |= self.evaluator.after_round(round, honest)
+        metrics |= logged_by_clients(self, honest)
+        metrics |= self.server.attack_metrics([result.client for result in results])
         if self.on_client_failure == "drop":
             metrics["client/failed"] = len(participants) - len(results)
         seconds, processor = time.monotonic() - started, processor_seconds() - processor_started
@@ -255,7 +263,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         messages = self.server.downloads(round, participants, self.server.plan.versions)
         downloads = zip(participants, messages, strict=True)
         averages = self.algorithm.only_averages and all(callback.keeps_no_uploads for callback in self.callbacks)
-        options = self.evaluator.scores_wanted(round) | {"keep_upload": not averages}
+        keep = self.server.holds_uploads or not averages
+        options = self.evaluator.scores_wanted(round) | {"keep_upload": keep}
         tasks = (self.server.task(round, client, download, **options) for client, download in downloads)
         results: list[Result] = []
 
@@ -267,8 +276,12 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
                 results.append(replace(result, upload=None, memory={}))
                 self.server.add(result)
 
-        self.engine.run(self.worker, Tasks(participants, tasks), in_client_order(participants, done))
-        require_uploads(round, len(results), len(participants), self.min_clients)
+        if participants:
+            self.engine.run(self.worker, Tasks(participants, tasks), in_client_order(participants, done))
+        self.server.add_held_uploads()
+        warn_of_dropped_uploads(round, self.server.dropped, self.data)
+        uploads = len(results) - len(self.server.dropped)
+        require_uploads(round, uploads, len(participants), self.min_clients)
         return results
 
     def _notify(self, moment: str, *args: Any) -> None:
@@ -343,7 +356,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def _reduce_to_dry_run(self) -> None:
         """Limit the built and checked experiment to a dry run: few rounds, clients, samples and training steps."""
         self.rounds, self.clients_per_round = dry_run.ROUNDS, min(dry_run.CLIENTS, self.clients_per_round)
-        self.min_clients, self.on_client_failure = 1, "raise"
+        self.min_clients, self.on_client_failure = min(1, self.min_clients), "raise"
         self.logger.mute()
         self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
         self.evaluation = dry_run.reduce_evaluation(self.evaluation)

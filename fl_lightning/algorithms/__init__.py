@@ -172,6 +172,14 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     from fl_lightning.algorithms.personalized.local import Local as Local
     from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg
     from fl_lightning.algorithms.personalized.pfedme import PFedMe as PFedMe
+    from fl_lightning.algorithms.robust.bucketing import Bucketing as Bucketing
+    from fl_lightning.algorithms.robust.bulyan import Bulyan as Bulyan
+    from fl_lightning.algorithms.robust.clipping import CenteredClipping as CenteredClipping, NormBound as NormBound
+    from fl_lightning.algorithms.robust.geometric_median import GeometricMedian as GeometricMedian
+    from fl_lightning.algorithms.robust.krum import Krum as Krum, MultiKrum as MultiKrum
+    from fl_lightning.algorithms.robust.median import Median as Median
+    from fl_lightning.algorithms.robust.nearest_neighbor_mixing import NearestNeighborMixing as NearestNeighborMixing
+    from fl_lightning.algorithms.robust.trimmed_mean import TrimmedMean as TrimmedMean
 
 if not TYPE_CHECKING:  # type checkers export the names above, and cannot read a computed list
     __all__ = sorted(["State", *public_classes()])

@@ -11,7 +11,7 @@ from torch import Tensor
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.capabilities import Capable
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
@@ -36,16 +36,25 @@ class Aggregator(ArgumentsMixin, Capable):
         needs_classes: Whether labels must be classes.
         only_in: Name of the only method that sends what the aggregator reads, if other methods do not send it. Other
             methods of this package refuse the aggregator.
-        inner: The aggregator that this one corrects, if any.
+        inner: The aggregator that this one corrects, if any, see `wrap`. By default, this one begins and folds as
+            `inner` does.
         only_averages: Whether `fold` only averages the uploads' weights, with `RunningMean`, and keeps none. Uploads
             then stay on the GPU, and only their mean is copied to the CPU; on a CPU, the next client overwrites their
             memory. Otherwise `fold` gets them on the CPU, and may keep them.
         sends_one_model: Whether `model_for` gives every client the state's `model`.
         accepts_stale: Whether uploads may come from clients that received the model of an earlier round, as with
             asynchronous round policies.
+        is_mean: Whether the next model is a kind of mean of the uploaded models, such as a median. It can then be the
+            `inner` aggregator of a server step. `begin` returns an object with the number of uploads, `count`.
+        finishes_empty_rounds: Whether `finish` is also called after a round without uploads. Otherwise such a round
+            does not change the state.
     """
 
-    capabilities: ClassVar = {"only_averages": ("begin", "fold"), "sends_one_model": ("model_for", "ahead")}
+    capabilities: ClassVar = {
+        "only_averages": ("begin", "fold"),
+        "sends_one_model": ("model_for", "ahead"),
+        "is_mean": ("begin", "fold", "finish"),
+    }
     clients: int = 0
     buffers: frozenset[str] = frozenset()
     leaves: tuple[str, ...] = ()
@@ -55,10 +64,24 @@ class Aggregator(ArgumentsMixin, Capable):
     only_averages: bool = False
     sends_one_model: bool = True
     accepts_stale: bool = False
+    is_mean: bool = False
+    finishes_empty_rounds: bool = False
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
         """The shared knowledge, such as class prototypes, that this aggregator reads."""
+        return self.inner.knowledge if self.inner else ()
+
+    def wrap(self, inner: Aggregator) -> Aggregator:
+        """Set and return `inner`, the aggregator whose model this one changes in `finish`."""
+        self.inner, self.leaves = inner, inner.leaves
+        folds_alike = type(self).begin is Aggregator.begin and type(self).fold is Aggregator.fold
+        self.only_averages = folds_alike and inner.only_averages
+        return inner
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Names of the columns that the aggregator adds to the metrics of a round, if it knows them before round 1."""
         return ()
 
     def chain(self) -> Iterator[Aggregator]:
@@ -72,7 +95,16 @@ class Aggregator(ArgumentsMixin, Capable):
 
         The `model` is not part of it.
         """
-        return {}
+        return self.inner.initial(model, num_classes) if self.inner else {}
+
+    def require_uploads(self, count: int) -> None:
+        """Check before round 1 that the number of clients of a round is enough; by default any number is.
+
+        Raises:
+            ConfigError: It is too small.
+        """
+        if self.inner:
+            self.inner.require_uploads(count)
 
     def model_for(self, state: State, client: int) -> Tensors:
         """Return the weights that the server sends to a client, by default the shared model."""
@@ -89,14 +121,17 @@ class Aggregator(ArgumentsMixin, Capable):
 
     def begin(self, round: Round) -> Any:
         """Return what `fold` adds a round's uploads to, such as an empty `RunningMean`; by default an empty list."""
-        return []
+        return self.inner.begin(round) if self.inner else []
 
     def fold(self, folded: Any, upload: Upload) -> None:
         """Add an upload to `folded`, the result of `begin`, as soon as it arrives; by default as the list's last entry.
 
         A subclass that keeps less than the whole upload frees its memory.
         """
-        folded.append(upload)
+        if self.inner:
+            self.inner.fold(folded, upload)
+        else:
+            folded.append(upload)
 
     def finish(self, folded: Any, round: Round, knowledge: State) -> State:
         """Return the aggregator's part of the next shared state, including the new `model`.
@@ -134,6 +169,7 @@ class WeightedMean(Aggregator):
     """
 
     only_averages = True
+    is_mean = True
 
     def __init__(self, weighting: Weighting = "samples") -> None:
         self.weighting = weighting
@@ -151,7 +187,19 @@ class WeightedMean(Aggregator):
         return {"model": folded.value()}
 
 
-class ServerStep(WeightedMean):
+def mean_or(inner: Aggregator | None, weighting: Weighting) -> Aggregator:
+    """Return the inner aggregator of a server step: the given one, or by default the weighted mean.
+
+    Raises:
+        ConfigError: The given one does not compute a kind of mean.
+    """
+    if inner is not None and not inner.is_mean:
+        what = f"{type(inner).__name__} is no mean of the clients' models"
+        raise ConfigError(f"algorithm.aggregator: {what}. Use WeightedMean or a robust rule, such as Median.")
+    return inner or WeightedMean(weighting)
+
+
+class ServerStep(Aggregator):
     """Server optimizer: a step from the old weights `w` to `w + server_lr · Δ`, with `Δ` the clients' mean minus `w`.
 
     Subclasses override `direction` to step along another `u(Δ)`. They may keep moments of `Δ` from round to round, each
@@ -160,16 +208,19 @@ class ServerStep(WeightedMean):
     Args:
         server_lr: Server learning rate η_s, above 0. With 1, the result is the mean.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+        inner: Computes the clients' mean instead, such as a robust rule. `weighting` has no effect then.
 
     Raises:
-        ConfigError: `server_lr` is not above 0.
+        ConfigError: `server_lr` is not above 0, or `inner` computes no kind of mean.
 
     Attributes:
         moments: Name and initial value of each moment.
     """
 
-    def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
-        super().__init__(weighting)
+    def __init__(
+        self, server_lr: float = 1.0, weighting: Weighting = "samples", inner: Aggregator | None = None
+    ) -> None:
+        self.inner: Aggregator = self.wrap(mean_or(inner, weighting))
         check_number("algorithm.server_lr", server_lr, "(0, inf)", "1 goes all the way to the mean")
         self.server_lr = server_lr
         self.moments: dict[str, float] = {}
@@ -177,7 +228,7 @@ class ServerStep(WeightedMean):
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the initial moments of the server optimizer, one tensor per parameter."""
         names = parameter_names(model, self.buffers)
-        return {
+        return super().initial(model, num_classes) | {
             moment: {name: torch.full_like(model[name], start) for name in names}
             for moment, start in self.moments.items()
         }
@@ -191,10 +242,10 @@ class ServerStep(WeightedMean):
         """
         return change, {}
 
-    def finish(self, folded: RunningMean, round: Round, knowledge: State) -> State:
+    def finish(self, folded: Any, round: Round, knowledge: State) -> State:
         """Return the model after the server optimizer's step, and the optimizer's new moments."""
-        model, before = folded.value(), round.before
-        old = before["model"]
+        mean, before = self.inner.finish(folded, round, knowledge), round.before
+        model, old = mean["model"], before["model"]
         kept: State = {moment: {} for moment in self.moments}
         for name in parameter_names(model, self.buffers):
             start, dtype = old[name].double(), model[name].dtype
@@ -203,32 +254,40 @@ class ServerStep(WeightedMean):
             model[name] = (start + self.server_lr * direction).to(dtype)
             for moment, value in moments.items():
                 kept[moment][name] = value.to(dtype)
-        return {"model": model} | kept
+        return mean | {"model": model} | kept
 
 
-class DriftCorrection(WeightedMean):
+class DriftCorrection(Aggregator):
     """The mean of the participants' models plus the mean drift of all clients: the server of FedDC and FedDyn.
 
     A client's drift is the sum of the changes of its weights in all its rounds. The server computes the mean drift from
     the uploaded models. Use it with `DriftPenalty` or `DynamicRegularizer` on the clients. Without such a term it is
     server momentum that does not decay.
+
+    Args:
+        inner: Computes the mean of the participants' models; by default all weigh the same.
+
+    Raises:
+        ConfigError: `inner` computes no kind of mean.
     """
 
-    def __init__(self) -> None:
-        super().__init__("uniform")
+    def __init__(self, inner: Aggregator | None = None) -> None:
+        self.inner: Aggregator = self.wrap(mean_or(inner, "uniform"))
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the initial mean drift of the clients from the global model: all zeros."""
-        return {DRIFT: {name: torch.zeros_like(model[name]) for name in parameter_names(model, self.buffers)}}
+        drift = {name: torch.zeros_like(model[name]) for name in parameter_names(model, self.buffers)}
+        return super().initial(model, num_classes) | {DRIFT: drift}
 
-    def finish(self, folded: RunningMean, round: Round, knowledge: State) -> State:
+    def finish(self, folded: Any, round: Round, knowledge: State) -> State:
         """Return the next model and the next mean drift `d`. The model is the participants' mean model plus `d`.
 
         `d` grows by `Σ (θ_k - w) / clients` over the participants, with the old model `w`.
         """
-        model, share, drifts = folded.value(), folded.count / self.clients, {}
+        averaged = self.inner.finish(folded, round, knowledge)
+        model, share, drifts = averaged["model"], folded.count / self.clients, {}
         for name, last in round.before[DRIFT].items():
             mean, start, dtype = model[name].double(), round.before["model"][name].double(), model[name].dtype
             drift = last.double() + share * (mean - start)
             drifts[name], model[name] = drift.to(dtype), (mean + drift).to(dtype)
-        return {"model": model, DRIFT: drifts}
+        return averaged | {"model": model, DRIFT: drifts}

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.weights import belongs_to, buffer_names, detached, load_weights, require_parts, to_cpu
 from fl_lightning.core.arguments import FieldsMixin, describe
@@ -68,6 +69,8 @@ class Algorithm(FieldsMixin, Capable):
         validation: Fraction of a client's training data that is left out of training, as validation data for `prepare`.
         whole: Whether a client's trained model consists of its upload, its personal part and the unchanged rest. Some
             callbacks need that.
+        uploads_weights: Whether an upload's section `model` has the trained weights that are sent, by their names in
+            the network. Attackers can replace them.
         needs_classes: Whether the method itself, apart from its loss terms, knowledge and aggregator, only works with
             class labels.
         module_class: Builds a client's module; a subclass of `ClientModule` if the training step differs.
@@ -76,15 +79,23 @@ class Algorithm(FieldsMixin, Capable):
             frozen layers. They are equal everywhere, so they are neither sent nor kept. `start` sets it.
         plain_exchange: Whether `receive` only loads tensors into the module, `upload` and `remember` only copy its
             tensors, and `aggregation` leaves the weights to the aggregator. Engines then save copies.
+        releases_only_model: Whether uploads consist of the client's weights and shared knowledge, and change nothing
+            but what the aggregator and the shared knowledge compute. `PrivateMean` needs it.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
+        only_steps_read_data: Whether a client reads its samples only in training steps, so that private steps
+            (`dp_sgd`) make all of its messages private. A method that overrides `upload` without reading samples sets
+            it.
         weighting: How the clients weigh in the method's own aggregator. Methods with this option declare it as a field.
         search_space: Ranges of the method's own options for tuning, by name, in the syntax of a sweep file.
         aggregator_options: Names of the method's own options that have no effect if `aggregator` is given.
+        corrects_aggregator: Whether a given `aggregator` only replaces the mean in the method's own aggregator:
+            `own_aggregator` gets it as `self.aggregator`, and wraps it.
     """
 
     capabilities: ClassVar = {
         "plain_exchange": ("receive", "upload", "remember", "aggregation"),
+        "releases_only_model": ("upload", "aggregation"),
         "starts_alike": (
             "client_module",
             "prepare_network",
@@ -94,18 +105,23 @@ class Algorithm(FieldsMixin, Capable):
             "personalize",
             "is_untrained",
         ),
+        "only_steps_read_data": ("prepare", "personalize", "upload"),
     }
     section = "algorithm"
     search_space: ClassVar[dict[str, dict[str, Any]]] = {}
     plain_exchange = True
+    releases_only_model = True
     starts_alike = True
+    only_steps_read_data = True
     server = True
     drop_last = False
     one_model = True
     validation = 0.0
     whole = True
+    uploads_weights = True
     needs_classes = False
     aggregator_options: ClassVar[tuple[str, ...]] = ("weighting",)
+    corrects_aggregator = False
     public: ClassVar[str | None] = None
     personal_section: ClassVar[str | None] = None
     optimizer_state: OptimizerState = field(default="fresh", init=False)
@@ -123,7 +139,8 @@ class Algorithm(FieldsMixin, Capable):
         """Check the options, and add the method's own parts to the given ones."""
         super().__post_init__()
         self.loss_terms = [*self.own_terms(), *(self.loss_terms or [])]
-        self.aggregator = self.aggregator or self.own_aggregator()
+        if self.corrects_aggregator or not self.aggregator:
+            self.aggregator = self.own_aggregator()
         self._refuse_equal_terms()
         self._refuse_parts_of_others()
         self._refuse_unused_options()
@@ -171,7 +188,8 @@ class Algorithm(FieldsMixin, Capable):
         given, defaults = (describe(each).get("init_args", {}) for each in (self, type(self)))
         for name in self.aggregator_options if given.get("aggregator") else ():
             if name in defaults and given[name] != defaults[name]:
-                new, method, default = type(self.aggregator).__name__, type(self).__name__, defaults[name]
+                new = given["aggregator"]["class_path"].rpartition(".")[2]
+                method, default = type(self).__name__, defaults[name]
                 why = f"{given[name]} has no effect, because {new} replaces the aggregator of {method}"
                 fix = f"Set the options of algorithm.aggregator, or remove it. The default of {name} is {default}."
                 raise ConfigError(f"algorithm.{name}: {why}. {fix}")

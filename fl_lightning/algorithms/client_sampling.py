@@ -33,7 +33,7 @@ class ClientSampler(ABC):
     Attributes:
         seed: The run's seed.
         samples: Number of training samples of each client.
-        min_clients: Smallest number of participants of a round.
+        min_clients: Smallest number of participants of a round. With 0, a round can be empty.
     """
 
     seed: int
@@ -83,7 +83,8 @@ class UniformSampling(ClientSampler):
 class PoissonSampling(ClientSampler):
     """Each client takes part independently, with probability `clients_per_round / K`, so the number of clients varies.
 
-    A round with fewer than `min_clients` clients is drawn again, so no round is empty.
+    A round with fewer than `min_clients` clients is drawn again. With `min_clients: 0`, none is drawn again, as privacy
+    accounting assumes, and rounds without participants are possible.
     """
 
     def sample(self, round: int, size: int) -> list[int]:
@@ -119,7 +120,7 @@ class WeightedSampling(ClientSampler):
         super().start(algorithm, seed, min_clients)
         if self.weights != "samples":
             check_length("weights", self.weights, self.clients)
-        elif getattr(algorithm.aggregator, "weighting", None) == "samples":
+        elif any(getattr(one, "weighting", None) == "samples" for one in algorithm.aggregator.chain()):
             what = "large clients are drawn more often and also have a larger weight in the mean"
             fix = "set algorithm.weighting uniform (with an aggregator: algorithm.aggregator.weighting)"
             warnings.warn(f"client_sampler: {what}. For an unbiased mean, {fix}", stacklevel=2)

@@ -1,12 +1,15 @@
-"""Optional protocols for methods. A method follows one by defining its Python methods; it inherits nothing."""
+"""Optional protocols for methods and aggregators, which follow one by defining its methods; they inherit nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Size, Tensor, nn
 
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.message import Tensors
@@ -91,4 +94,38 @@ class SharesNetwork(Protocol):
         shared: nn.Module | None = None,
     ) -> ClientModule:
         """Return a client's LightningModule around its own network, `backbone`, and the shared one."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What an aggregator can know of a run before round 1, see `StartsRun`.
+
+    Args:
+        algorithm: The method.
+        sampler: Chooses the participants of a round. It is started.
+        clients_per_round: The number of participants that the sampler is asked for.
+        rounds: Number of rounds.
+        seed: The run's seed.
+        is_remote: Whether the clients' data are on their own machines. Otherwise the run is a simulation.
+    """
+
+    algorithm: Algorithm
+    sampler: ClientSampler
+    clients_per_round: int
+    rounds: int
+    seed: int
+    is_remote: bool
+
+
+@runtime_checkable
+class StartsRun(Protocol):
+    """An aggregator that depends on options of the run, which it gets before round 1."""
+
+    def start_run(self, plan: RunPlan) -> None:
+        """Check the options of the run, and compute from them what the rounds need.
+
+        Raises:
+            ConfigError: The aggregator does not work with them.
+        """
         ...

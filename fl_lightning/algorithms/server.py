@@ -10,12 +10,13 @@ from torch import nn
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.algorithms.protocols import SizesCohort
+from fl_lightning.attacks.base import Adversary, fault_of, no_weights
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.seeding import Stream, derive, generator
-from fl_lightning.core.state_dicts import State, VisibleState
+from fl_lightning.core.state_dicts import State, VisibleState, parameter_names
 from fl_lightning.core.task import Result, Task
 from fl_lightning.scheduling import RoundPlan, Schedule
 
@@ -48,12 +49,14 @@ class Server:
         memory: The clients' states. They are kept here, but only the client itself and, for `Algorithm.public`, its
             peers read them.
         lr_scales: The factor on the clients' learning rates in each round.
+        adversary: Which clients attack, and what they send. It has been started.
 
     Attributes:
         state: The shared state after the last finished round.
         schedule: When uploads arrive on a simulated clock; None without a clock.
         plan: The round in progress on this clock; empty without a clock.
         earlier_states: The shared states of earlier rounds that clients at work have received, by number of the round.
+        dropped: Why crafted uploads of the current round were not aggregated, by client id.
     """
 
     def __init__(
@@ -65,14 +68,17 @@ class Server:
         seed: int,
         memory: ClientStates,
         lr_scales: LRScales,
+        adversary: Adversary,
     ) -> None:
         self.algorithm, self.clients, self.clients_per_round = algorithm, clients, clients_per_round
         self.sampler, self.seed, self.memory, self.lr_scales = sampler, seed, memory, lr_scales
+        self.adversary, self.dropped = adversary, dict[int, str]()
         self.state: State = {}
         self.schedule: Schedule | None = None
         self.earlier_states: dict[int, State] = {}
         self.plan = RoundPlan([], {})
         self._sent: dict[int, Tensors] = {}
+        self._held: list[Upload] = []
 
     def start(self, backbone: nn.Module, num_classes: int) -> None:
         """Set the shared state before round 1, from the initial backbone.
@@ -83,6 +89,30 @@ class Server:
         with blame("algorithm"):
             rng = generator(self.seed, Stream.RUN)
             self.state = self.algorithm.initial_state(backbone, num_classes, self.clients, rng)
+            if self.algorithm.server:
+                self.algorithm.aggregator.require_uploads(self.clients_per_round)
+        if self.holds_uploads:
+            self._check_adversary(backbone)
+
+    @property
+    def holds_uploads(self) -> bool:
+        """Whether a round's uploads are held until all have arrived, because attackers replace theirs."""
+        return self.adversary.changes_updates and bool(self.adversary.attackers)
+
+    def _check_adversary(self, backbone: nn.Module) -> None:
+        """Check that attackers can replace what the server aggregates: weights that clients receive and upload.
+
+        Raises:
+            ConfigError: They cannot.
+        """
+        method, client = self.algorithm, min(self.adversary.attackers)
+        if method.public is not None:
+            what = f"{type(self.adversary).__name__} replaces what a server aggregates"
+            why = f"with {type(method).__name__}, clients' models are used directly"
+            raise ConfigError(f"adversary: {what}, but {why}. Use LabelFlip or Backdoor, or another method.")
+        received = parameter_names(self.download(1, client).section("model"))
+        if not (method.uploads_weights and {*received} & {*method.shared_names(backbone)}):
+            raise ConfigError(no_weights(self.adversary, client))
 
     @property
     def visible_state(self) -> State:
@@ -186,28 +216,69 @@ class Server:
 
     def begin_round(self, round: int) -> None:
         """Begin the aggregation of a round, to which `add` adds the clients' results."""
-        seed = derive(self.seed, Stream.AGGREGATION, round)
+        seed, self._is_empty = derive(self.seed, Stream.AGGREGATION, round), True
+        self._held, self.dropped = [], {}
         self._aggregation = self.algorithm.aggregation(Round(round, self.visible_state, seed))
 
     def add(self, result: Result) -> None:
         """Add a client's upload to the round's aggregation, and store the client's state.
 
-        Results are added in ascending order of client ids.
+        Results are added in ascending order of client ids. If an adversary needs the uploads, they are only stored.
         """
         assert result.upload
         self.memory.put(result.client, self._aggregation.round.number, result.memory)
         received, newest = self._sent.pop(result.client, None), self._aggregation.round.number - 1
         staleness = newest - self.plan.versions.get(result.client, newest)
-        self._aggregation.add(Upload(result.client, result.upload, received, staleness))
+        upload = Upload(result.client, result.upload, received, staleness)
+        if self.holds_uploads:
+            self._held.append(upload._replace(message=upload.message.on_cpu()))
+        else:
+            self._aggregate(upload)
+
+    def _aggregate(self, upload: Upload) -> None:
+        self._is_empty = False
+        self._aggregation.add(upload)
+
+    def add_held_uploads(self) -> None:
+        """Let the adversary replace its clients' uploads, and add all stored uploads to the round's aggregation.
+
+        Crafted uploads with NaN, Inf or other names, shapes or dtypes are not added, but recorded in `dropped`.
+        """
+        held, self._held = self._held, []
+        if not held:
+            return
+        number, buffers = self._aggregation.round.number, self.algorithm.aggregator.buffers
+        received = self.adversary.replace_uploads(held, number, buffers)
+        for honest, upload in zip(held, received, strict=True):
+            fault = None if upload is honest else fault_of(upload.message, honest.message)
+            if fault:
+                self.dropped[upload.client] = fault
+            else:
+                self._aggregate(upload)
+
+    def attack_metrics(self, participants: Sequence[int]) -> dict[str, float]:
+        """Return how many attackers took part in a round, and how many of their uploads were dropped.
+
+        Without attackers, there are no such metrics.
+
+        Args:
+            participants: Ids of the clients whose uploads arrived.
+        """
+        attackers, found = self.adversary.attackers, dict[str, float]()
+        if attackers:
+            found["attack/participants"] = len(attackers.intersection(participants))
+        if self.holds_uploads:
+            found["attack/dropped"] = len(self.dropped)
+        return found
 
     def end_round(self) -> dict[str, float]:
-        """Make the aggregated state the server's state. Return the metrics that the aggregation has reported."""
+        """Make the aggregated state the server's state. Return the metrics that the aggregation has reported.
+
+        A round without uploads changes nothing, unless the aggregator asks for it.
+        """
         self._sent.clear()
-        if self.schedule:
-            at_work = {one.version for one in self.schedule.running}
-            states = self.earlier_states | {self._aggregation.round.number - 1: self.state}
-            self.earlier_states = {version: state for version, state in states.items() if version in at_work}
-        self.state = self._aggregation.finish()
+        if not self._is_empty or self.algorithm.aggregator.finishes_empty_rounds:
+            self.state = self._aggregation.finish()
         self.memory.end_round()
         return self._aggregation.round.metrics
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fl_lightning.core.names import Names, labels, shorten_name
 from fl_lightning.data import FederatedData
-from fl_lightning.evaluation.summary import Row, human_bytes, label_of, model_metrics
+from fl_lightning.evaluation.summary import EPSILON, Row, human_bytes, label_of, model_metrics
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20
@@ -42,6 +42,9 @@ def summary_table(
     for name, value in summary.items():
         if name.startswith("R_"):
             table.add_row(f"{name} ({whose})", "not reached" if value is None else f"round {value}")
+    for name, value in summary.items():
+        if name.startswith(EPSILON):
+            table.add_row(label_of(name), f"{value:.4f}")
     table.add_section()
     table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))
     table.add_row("bytes down", human_bytes(summary["comm/total_down_bytes"]))

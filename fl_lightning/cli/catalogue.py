@@ -18,12 +18,13 @@ from fl_lightning.core.config_files import shipped, shipped_text
 
 BASES: dict[str, tuple[str, str, str]] = {
     "algorithms": ("algorithms.Algorithm", "algorithms", "algorithm"),
-    "loss_terms": ("client.module.LossTerm", "algorithms", "algorithm.loss_terms"),
+    "loss_terms": ("client.loss_term.LossTerm", "algorithms", "algorithm.loss_terms"),
     "aggregators": ("algorithms.Aggregator", "algorithms", "algorithm.aggregator"),
     "graphs": ("algorithms.decentralized.topology.Graph", "algorithms", "algorithm.graph"),
     "client_samplers": ("algorithms.client_sampling.ClientSampler", "algorithms", "client_sampler"),
     "clocks": ("scheduling.Clock", "scheduling", "clock"),
     "round_policies": ("scheduling.RoundPolicy", "scheduling", "round_policy"),
+    "adversaries": ("attacks.Adversary", "attacks", "adversary"),
     "datasets": ("data.Dataset", "data", "scenario.dataset"),
     "models": ("models.Backbone", "models", "model"),
     "partitions": ("data.Partition", "data", "scenario.partition"),
@@ -58,8 +59,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 SEVERAL = {"models": ("Mixed",)}
 """Classes that stand for several objects of a kind, whose base class they do not have."""
 
-SAME_KIND = {"model.models": "model"}
-"""Keys that take a list of the classes that another key takes."""
+SAME_KIND = {"model.models": "model", "adversary.data": "adversary"}
+"""Keys that take classes that another key takes, or a list of them."""
 
 CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS, *SAME_KIND}
 """Keys that take a class, or a list of them."""

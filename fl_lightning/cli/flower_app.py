@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
 
 SERVER_KEYS = (
-    *("rounds", "clients_per_round", "client_sampler", "round_lr_scheduler", "engine", "client_store"),
+    *("rounds", "clients_per_round", "client_sampler", "adversary", "round_lr_scheduler", "engine", "client_store"),
     *("on_client_failure", "min_clients", "logger", "log_clients", "callbacks", "baselines"),
 )
 """Keys of an experiment that only concern the server. Clients' machines do not get them."""

@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.arguments import describe
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.objectives import Objective
@@ -86,8 +87,6 @@ def rebuilt_part(key: str, described: Any) -> Any:
     Raises:
         ConfigError: The description names code outside of this package and torch.
     """
-    from fl_lightning import LossTerm
-
     first = described[0] if isinstance(described, list) and described else described
     if not isinstance(first, Mapping):
         return described
@@ -136,8 +135,6 @@ def _built(key: str, spec: Any, kind: Any, finish: Callable[[Any], Any], trust: 
 def allowed_objects() -> dict[str, Any]:
     """Return what a checkpoint may import: classes of this package, torch.nn, torch.optim and torchvision's models."""
     from torchvision import models
-
-    from fl_lightning import LossTerm
 
     return {
         **public_classes("fl_lightning", (Backbone, Objective, LossTerm, SharedKnowledge, LRScheduler)),

@@ -19,7 +19,7 @@ from fl_lightning.client.local_work import LocalWork
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import step_function
 from fl_lightning.core.inputs import Inputs
-from fl_lightning.data.loaders import Batches, send
+from fl_lightning.data.loaders import Batches, PoissonBatches, send
 
 CLIENT_OPTIONS = {
     "accumulate_grad_batches",
@@ -33,13 +33,17 @@ CLIENT_OPTIONS = {
 }
 """Attributes of a `Trainer` that hold options of a client's training, not of the round."""
 
+GradientFunction = Callable[[ClientModule, torch.optim.Optimizer, Any, int, L.Trainer], Tensor]
+"""Computes the gradients of a step, as `compute_gradients` does, and returns the loss."""
+
 
 def fit(
     module: ClientModule,
-    batches: Batches,
+    batches: Batches | PoissonBatches,
     prepare: Callable[[Tensor | Inputs], Tensor | Inputs],
     options: L.Trainer,
     trainer: L.Trainer,
+    gradients: GradientFunction | None = None,
 ) -> torch.optim.Optimizer:
     """Train a client's module, with exactly the result of a `Trainer.fit` of its own, and return its optimizer.
 
@@ -52,7 +56,9 @@ def fit(
         prepare: Makes the network's inputs from those of a batch, on the device.
         options: A trainer with the options of the client's training: precision, clipping, epochs, steps.
         trainer: The trainer of the round, in which this client is a batch.
+        gradients: Computes the gradients of each step. By default `compute_gradients`.
     """
+    compute = gradients or compute_gradients
     device = options.strategy.root_device
     work = LocalWork.under(options, len(batches))
     module.trainer = own = ClientTrainerView(trainer, options, work)  # type: ignore[assignment]
@@ -67,7 +73,8 @@ def fit(
                 if own.should_stop:
                     break
                 x, y = send(x, device), send(y, device)
-                take_step(partial(compute_gradients, module, optimizer, (prepare(x), y), number, options))
+                x = prepare(x) if len(y) else x  # nothing to prepare in an empty Poisson batch
+                take_step(partial(compute, module, optimizer, (x, y), number, options))
                 own.global_step += 1
                 for schedule in schedules:
                     module.step_schedule(schedule, "step")

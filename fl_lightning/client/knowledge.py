@@ -15,7 +15,8 @@ from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.core.round import Round
 
 if TYPE_CHECKING:
-    from fl_lightning.client.module import ClientModule, Step
+    from fl_lightning.client.loss_term import Step
+    from fl_lightning.client.module import ClientModule
 
 
 Seen = Literal["after", "last_epoch", "round"]

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
+from fl_lightning.client.dp_sgd import DPSGD
 from fl_lightning.client.local_work import Interval
 from fl_lightning.client.mixing import Mixing
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
@@ -40,6 +41,8 @@ class LocalTraining:
             Beta(α, α), and so are their losses. The paper takes 0.1 to 0.4 for ImageNet.
         cutmix: α of CutMix, above 0: a rectangle of each training image is that of another one. The paper takes 1. If
             `mixup` is set, too, each batch draws one of them.
+        dp_sgd: Make the training differentially private for each record of a client, by DP-SGD: clipped gradients of
+            single samples, Gaussian noise and Poisson batches, such as `{clip: 1.0, noise: 1.0}`.
         trainer: Keyword arguments of Lightning's `Trainer` for each client's fit: `accelerator`, `precision`,
             `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
         compile: Compile the network, once for all clients and rounds. This pays off if a step takes long.
@@ -63,6 +66,7 @@ class LocalTraining:
     lr_factors: dict[str, float] | None = None
     mixup: float | None = None
     cutmix: float | None = None
+    dp_sgd: DPSGD | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
     channels_last: bool | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.client.hidden import Hidden
 
 
 class Mixture(NamedTuple):
@@ -95,20 +95,13 @@ def bounds(size: int, share: float, centre: float) -> tuple[int, int]:
     return max(0, middle - length // 2), min(size, middle + length // 2)
 
 
-class HiddenTargets:
+class HiddenTargets(Hidden):
     """In place of the targets of a mixed batch, for loss terms: any use of it raises an error.
 
     A term that compares samples by their targets would be silently wrong, because a mixed sample has two targets.
     """
 
-    def _refuse(self, *args: Any, **options: Any) -> NoReturn:
-        what = "a loss term reads the target of each sample, and mixed samples have two"
-        raise ConfigError(f"mixup: {what}. Leave mixup and cutmix out, or use another method")
-
-    __getattr__ = __getitem__ = __len__ = __iter__ = __eq__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **options: Any) -> NoReturn:
-        """Refuse to be an argument of a function of torch."""
-        cls()._refuse()
+    refusal = (
+        "mixup: a loss term reads the target of each sample, and mixed samples have two. Leave mixup and cutmix out, "
+        "or use another method"
+    )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.client.loss_term import Step
 from fl_lightning.client.losses import total_loss
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
 from fl_lightning.client.sgd import check_step_per_batch
 from fl_lightning.core.fixed_tensors import copy_network, shared_tensors

@@ -20,7 +20,7 @@ class Round:
             tensors in place: a checkpoint of it may be being written.
         seed: Seed of `rng`.
         metrics: Metrics of the server for the log. The aggregator or the shared knowledge adds them; `step` becomes
-            the column `server/step`.
+            the column `server/step`. A name with a slash, such as `privacy/epsilon`, is the name of the column.
 
     Example:
         >>> bool(Round(3, {}, seed=1).rng.random() == Round(3, {}, seed=1).rng.random())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import repeat
@@ -118,6 +119,49 @@ class Batches:
         elif self.generator is not None:
             order = order.index_select(0, torch.randperm(len(order), generator=self.generator))
         return order[: self.length * self.batch_size]
+
+
+class PoissonBatches:
+    """Batches `(x, y)` to which each selected sample belongs independently, with the same probability (Poisson).
+
+    Their sizes vary, and a batch can be empty. Texts keep the padding of the whole dataset, because the length of
+    another sample's text must not change a sample's inputs.
+
+    Args:
+        x: Inputs of the whole split. `LazySamples` are read batch by batch.
+        y: Labels of the whole split.
+        index: Indices of the samples.
+        batch_size: The expected number of samples in a batch, if there are that many. Otherwise each batch has all.
+        uniform: Returns a given number of random numbers from [0, 1), `(n,)`.
+        seed: Seed of the random numbers that are drawn when samples are read.
+
+    Attributes:
+        rate: The probability q = min(1, batch_size / n) of each sample.
+        expected: The expected number of samples in a batch, q n.
+    """
+
+    def __init__(
+        self, x: Samples, y: Tensor, index: Tensor, batch_size: int, uniform: Callable[[int], Tensor], seed: int
+    ) -> None:
+        self.x, self.y, self.index, self.uniform, self.seed = x, y, index, uniform, seed
+        self.expected = min(batch_size, len(index))
+        self.rate = self.expected / max(1, len(index))
+        self.length, self.drawn = math.ceil(len(index) / batch_size), 0
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch: as many as without Poisson sampling."""
+        return self.length
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(self.length):
+            chosen = self.index[self.uniform(len(self.index)).to(self.index.device) < self.rate]
+            yield self._inputs(chosen), self.y.index_select(0, send(chosen, self.y.device))
+
+    def _inputs(self, chosen: Tensor) -> Any:
+        if not isinstance(self.x, LazySamples):
+            return self.x.index_select(0, send(chosen, self.x.device))
+        self.drawn += 1
+        return self.x.read(chosen, (sample_seed(self.seed, self.drawn, place) for place in range(len(chosen))))
 
 
 class ReadyBatches:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -14,18 +14,32 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.local_training import LocalTraining
+from fl_lightning.client.local_work import LocalWork
+from fl_lightning.client.private_random import PrivateRandom
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs, map_inputs
 from fl_lightning.core.seeding import Stream, derive, generator
 from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.lazy import Samples
-from fl_lightning.data.loaders import Batches, ReadyBatches, send
+from fl_lightning.data.loaders import Batches, PoissonBatches, ReadyBatches, send
 from fl_lightning.engines.device import channels_last, resident
 from fl_lightning.models.layers import BATCH_NORMS
 
 MOST_OUTPUTS = 1 << 28
 """Largest number of outputs of a batch outside of training: 1 GiB in float32."""
+
+
+class PrivateWork(NamedTuple):
+    """What the privacy of a client's fit with `dp_sgd` depends on, in addition to the noise.
+
+    Attributes:
+        rate: The probability q that a step uses a sample.
+        steps: Number of steps.
+    """
+
+    rate: float
+    steps: int
 
 
 @dataclass
@@ -157,6 +171,24 @@ class ClientData:
             )
         return batches
 
+    def poisson_batches(self, task: Task, secret: bool = False) -> PoissonBatches:
+        """Return a client's training batches for private training, with Poisson sampling (`dp_sgd`).
+
+        Args:
+            task: The client's task.
+            secret: Whether the sampling is random, instead of derived from the seed, which the server knows.
+        """
+        data, seed = self._stored, derive(self.seed, Stream.BATCHES, task.round, task.client)
+        random = PrivateRandom(torch.device("cpu"), None if secret else seed)
+        index = self.split(task.client)[0]
+        return PoissonBatches(data.x_train, data.y_train, index, self.batch_size, random.uniform, seed)
+
+    def private_work(self, client: int) -> PrivateWork:
+        """Return how often a client's fit with Poisson batches uses each of its samples."""
+        n = max(1, self.sample_count(client))
+        steps = LocalWork.under(self.trainer, math.ceil(n / self.batch_size)).steps
+        return PrivateWork(min(self.batch_size, n) / n, steps)
+
     def training_batches(self, client: int) -> ReadyBatches:
         """Return a client's training data in fixed order, prepared but not augmented, on the training device.
 
@@ -172,6 +204,10 @@ class ClientData:
     def test_batches(self) -> ReadyBatches:
         """Return the global test set as prepared batches on the training device."""
         return self._prepared(self._stored.x_test, self._stored.y_test, lambda: None)
+
+    def prepared_batches(self, x: Samples, y: Tensor) -> ReadyBatches:
+        """Return stored samples as prepared batches on the training device, in their order."""
+        return self._prepared(x, y, lambda: None)
 
     def ordered_batches(self, index: Tensor | None, one_width: bool = True) -> ReadyBatches:
         """Return training samples, in the order of `index`, as prepared batches on the training device.

@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import OWN
 from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.algorithms.server import ClientStates, Server
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates, Stream, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, Tasks, is_interrupt
+from fl_lightning.data.lazy import Samples
 from fl_lightning.engines.base import Done, Engine, in_client_order
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
-from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, measured
+from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, evaluate, measured
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.models.mixed import networks_of
@@ -63,7 +65,8 @@ class Evaluator:
             raise ConfigError("evaluation.personal_on_global: clients' machines have no global test set. Set it false")
         self.evaluation, self.rounds = evaluation, rounds
         self.engine, self.worker, self.server = engine, worker, server
-        self.scored = evaluation.chosen(server.clients, server.seed)
+        attackers = server.adversary.attackers
+        self.scored = [client for client in evaluation.chosen(server.clients, server.seed) if client not in attackers]
         held_out = worker.data.held_out_clients
         self.new_clients = [held_out[i] for i in evaluation.chosen(len(held_out), server.seed)]
         self.warned: set[str] = set()
@@ -197,7 +200,20 @@ class Evaluator:
         if shared and isinstance(self.server.algorithm, Calibrates):
             plain = self._score(self.worker.modules.build_shared(self.server.state["model"]))
             row |= {f"global/uncalibrated_{name}": value for name, value in plain.values.items() if name != "loss"}
+        if module and self.wanted_predictions:
+            row["attack/success_rate"] = self._success_rate(module, *self.wanted_predictions)
         return row
+
+    @cached_property
+    def wanted_predictions(self) -> tuple[Samples, Tensor] | None:
+        """Test samples, and the class that attackers want for each; None if they have no such goal."""
+        adversary = self.server.adversary
+        return adversary.wanted_predictions(self.worker.data.data) if adversary.attackers else None
+
+    def _success_rate(self, module: ClientModule, x: Samples, wanted: Tensor) -> float:
+        """Return the share of samples that a module classifies as the attackers want."""
+        with inference(module, self.worker.idle_trainer):
+            return evaluate(module, self.worker.client_data.prepared_batches(x, wanted)).values["acc"]
 
     def _architecture_means(self, scores: Mapping[int, Score]) -> Row:
         """Return the mean metrics of the clients with each architecture; empty if all have the same network."""

@@ -11,7 +11,8 @@ from torch import Tensor
 import fl_lightning.algorithms
 from fl_lightning.algorithms import Algorithm
 from fl_lightning.algorithms.protocols import SlicesModel
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.message import Tensors

@@ -8,7 +8,9 @@ from lightning.pytorch.cli import LRSchedulerCallable
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
+from fl_lightning.algorithms.protocols import RunPlan, StartsRun
 from fl_lightning.algorithms.server import ClientStates, Server, participants_per_round
+from fl_lightning.attacks import Adversary
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
@@ -57,17 +59,20 @@ class Experiment:
         engine: Engine | EngineName,
         evaluation: Evaluation,
         min_clients: int,
+        adversary: Adversary | None,
     ) -> None:
         fix = "Give Scenario(dataset, partition). For one dataset per client, join them and use the partition ByClient"
         check_instance("scenario", scenario, Scenario, fix)
         check_instance("algorithm", algorithm, Algorithm, "Give a method, such as FedAvg()")
-        check_positive(rounds=rounds, min_clients=min_clients)
+        check_positive(rounds=rounds)
+        check_number("min_clients", min_clients, "[0, inf)")
         check_number("seed", seed, "[0, inf)")
         self.scenario, self.algorithm, self.rounds, self.seed = scenario, algorithm, rounds, seed
         self.training, self.evaluation, self.engine = training, evaluation, engine_of(engine)
         self._model, self._wanted_per_round, self.round_lr_scheduler = model, clients_per_round, round_lr_scheduler
         self.client_sampler, self.min_clients = client_sampler or UniformSampling(), min_clients
         self.clock, self.round_policy = clock, round_policy
+        self.adversary = adversary or Adversary(clients=0)
         self.round = 0
         if scenario.clients is not None:  # otherwise the number comes from the data
             self._set_clients(scenario.training_clients(scenario.clients))
@@ -77,10 +82,21 @@ class Experiment:
         self.clients_per_round = participants_per_round(self._wanted_per_round, clients, self.min_clients)
 
     def _build(self) -> None:
-        data = self.scenario.build(self.seed)
-        self._set_clients(len(data.shards))
+        data = self._load_data()
         metrics, positive_class = self.evaluation.metrics, self.evaluation.positive_class
         self._set_up(Worker(self.seed, self.algorithm, self._model, data, self.training, metrics, positive_class))
+
+    def _load_data(self, test_set: bool = False) -> FederatedData:
+        """Load the data, split them among the clients, choose the attackers, and let them change their samples.
+
+        `test_set` is that of `Scenario.build`.
+        """
+        data = self.scenario.build(self.seed, test_set)
+        self._set_clients(len(data.shards))
+        self.adversary.start(self.clients, self.seed)
+        if data.is_remote and self.adversary.attackers:
+            raise ConfigError("adversary: attacks are simulated, but clients train on their own machines. Remove it.")
+        return self.adversary.poison(data)
 
     def _set_up(self, worker: Worker) -> None:
         """Check the `Worker` (model, data, options), and build the server and the evaluator. Nothing is trained yet."""
@@ -89,6 +105,7 @@ class Experiment:
             fixed, buffers = frozenset(worker.fixed), frozenset(buffer_names(worker.template.backbone))
         self.algorithm.start([len(shard.train) for shard in self.data.shards], fixed, buffers)
         worker.check(scaled=self.round_lr_scheduler is not None)
+        self.worker = worker = worker.with_noise(self.rounds)
         check_exchange(worker)
         for each in worker.groups if self.round_lr_scheduler else ():
             each.template.require_optimizer("round_lr_scheduler")
@@ -96,7 +113,13 @@ class Experiment:
         scales = LRScales(self.round_lr_scheduler, self.rounds)
         sampler, per_round = self.client_sampler, self.clients_per_round
         sampler.start(self.algorithm, self.seed, self.min_clients)
-        self.server = Server(self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
+        plan = RunPlan(self.algorithm, sampler, per_round, self.rounds, self.seed, self.data.is_remote)
+        for aggregator in self.algorithm.aggregator.chain():
+            if isinstance(aggregator, StartsRun):
+                aggregator.start_run(plan)
+        self.server = Server(
+            self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales, self.adversary
+        )
         self.server.start(worker.template.backbone, self.data.data.num_classes)
         if self.clock or self.round_policy:
             self.server.schedule = self._build_schedule()
@@ -129,7 +152,7 @@ class Experiment:
             ConfigError: An option of the experiment does not fit.
         """
         self._build()
-        return replace(self.worker, data=data)
+        return replace(self.worker, data=data, own_machine=True)
 
     def use_test_set(self) -> None:
         """Evaluate on the test samples from now on, even if `scenario.validation_share` is set.
@@ -138,7 +161,7 @@ class Experiment:
 
         The clients' training samples, the round and the shared state stay the same.
         """
-        state, data = self.state, self.scenario.build(self.seed, test_set=True)
+        state, data = self.state, self._load_data(test_set=True)
         self._set_up(replace(self.worker, data=data))
         self.server.state = state
 

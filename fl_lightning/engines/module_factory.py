@@ -9,7 +9,8 @@ import lightning as L
 import torch
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import WeightMemory, load_weights, loads_plainly
 from fl_lightning.core.fixed_tensors import copy_network, share, shared_tensors
 from fl_lightning.core.message import Tensors
@@ -94,7 +95,7 @@ class ModuleFactory:
             task.lr_scale,
             self.clients.batch_size,
             task.new_client,
-            class_counts=self.clients.strata(task.client),
+            class_counts=None if self.clients.training.dp_sgd else self.clients.strata(task.client),
             class_weights=self.clients.loss_weights(task.client),
             logs_losses=False,  # the engine reads them after the fit
         )

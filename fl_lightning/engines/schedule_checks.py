@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, On
 
 from fl_lightning.client.fit import ClientTrainerView
 from fl_lightning.client.local_work import Interval, LocalWork
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, matching_pattern
 from fl_lightning.client.schedules import WarmupCosine
 from fl_lightning.core.errors import ConfigError

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.lightning_model import class_name
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.seeding import RandomStates
@@ -84,6 +85,8 @@ class StackedEngine(RoundEngine):
             raise refusal("compile", "a step of many clients is not the step that was compiled")
         if len(networks_of(worker.model)) > 1:
             raise refusal("several networks", "all clients of a batched model have the same")
+        if worker.training.dp_sgd:
+            raise refusal("dp_sgd", "gradients of single samples are clipped, not of a client's batch")
         if worker.training.mixing:
             raise refusal("mixup and cutmix", "each client draws its own mixtures")
         if isinstance(worker.data.data.x_train, Inputs):

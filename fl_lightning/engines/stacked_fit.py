@@ -17,7 +17,8 @@ from torch import Tensor
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.fit import ClientTrainerView, own_settings
 from fl_lightning.client.local_work import LocalWork
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.schedules import OptionTable, WarmupCosine
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import lightning as L
@@ -24,19 +24,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.protocols import SharesNetwork
+from fl_lightning.client.dp_sgd import PrivateGradients, obstacle_to_vmap
 from fl_lightning.client.fit import ClientTrainerView, configure_optimizer
 from fl_lightning.client.fit import fit as fit_locally
+from fl_lightning.client.hidden import HiddenSamples
 from fl_lightning.client.lightning_model import (
     ModelHooks,
     check_lightning_model,
+    class_name,
     has_optimizer,
     own_optimizer,
     own_step,
 )
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.local_work import LocalWork
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import optimizer_tensors
+from fl_lightning.client.private_random import PrivateRandom
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.fixed_tensors import (
@@ -48,7 +53,7 @@ from fl_lightning.core.fixed_tensors import (
     use_memory,
 )
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.seeding import Stream, seed_everything
+from fl_lightning.core.seeding import RandomStates, Stream, derive, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
@@ -78,6 +83,7 @@ from fl_lightning.engines.checks import (
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged_metrics, set_up_callbacks
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.device import prefers_channels_last
+from fl_lightning.engines.dp_sgd_checks import check_dp_sgd, check_dp_sgd_options
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.schedule_checks import check_lr_factors, check_schedule
 from fl_lightning.engines.scorer import Scorer
@@ -87,6 +93,7 @@ from fl_lightning.evaluation.extra_metrics import check_measures
 from fl_lightning.models import Mixed, NetworkFactory
 from fl_lightning.models.mixed import networks_of
 from fl_lightning.models.wrapped import build_network, initialise_lazy_layers
+from fl_lightning.privacy.accountant import poisson_epsilon, smallest_noise
 
 
 @dataclass
@@ -101,6 +108,8 @@ class Worker:
         training: The options of local training.
         metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
         positive_class: Of two classes, the one that binary metrics count as positive.
+        own_machine: Whether this is a client's own machine. With `dp_sgd`, noise and batches are then random instead of
+            seeded, and training losses are not sent.
         group: With a `Mixed`, the number of this worker's network. The run's worker has the first one, and builds a
             further worker for each of the others.
 
@@ -116,6 +125,7 @@ class Worker:
     training: LocalTraining = LocalTraining()
     metrics: Sequence[str | dict[str, Any]] = ()
     positive_class: int = 1
+    own_machine: bool = False
     group: int = 0
     has_fitted: bool = field(default=False, init=False)
     mapped: dict[int, Tensors] = field(default_factory=dict, init=False)
@@ -142,6 +152,32 @@ class Worker:
     def groups(self) -> list[Worker]:
         """The workers of all groups of clients in a `Mixed`, otherwise this one alone."""
         return [self.of_group(number) for number in range(len(networks_of(self.model)))]
+
+    def with_noise(self, rounds: int) -> Worker:
+        """Return a worker whose `dp_sgd.noise` follows from `dp_sgd.epsilon`; this one if no epsilon is given.
+
+        It is the smallest noise with which no client's epsilon exceeds that number.
+
+        Args:
+            rounds: Number of rounds, in all of which each client may take part.
+
+        Raises:
+            ConfigError: The needed noise is too large.
+        """
+        options = self.training.dp_sgd
+        if options is None or options.epsilon is None:
+            return self
+        works = {self.client_data.private_work(client) for client in range(len(self.data.shards))}
+        functions = [partial(poisson_epsilon, rate=q, steps=n * rounds, delta=options.delta) for q, n in sorted(works)]
+        noise = 0.0
+        for epsilon_of in sorted(functions, key=lambda function: function(1.0), reverse=True):  # few searches
+            if epsilon_of(noise) > options.epsilon:
+                try:
+                    noise = smallest_noise(options.epsilon, epsilon_of)
+                except ConfigError as error:
+                    raise ConfigError(f"dp_sgd.{error}") from error
+        resolved = replace(options, noise=noise, epsilon=None)
+        return replace(self, training=replace(self.training, dp_sgd=resolved))
 
     def architecture_of(self, client: int) -> str | None:
         """Return the name of a client's architecture in a `Mixed`; None if all clients have the same network."""
@@ -292,6 +328,8 @@ class Worker:
         check_trainer(trainer, self.training.trainer)
         warn_of_environment(self.device)
         warn_of_emulation(self.device, str(trainer.precision))
+        if self.training.dp_sgd:
+            check_dp_sgd_options(self.training, trainer, self.data)
         if self.training.batch_sampler == "balanced":
             check_batch_sampler(self.data)
         if isinstance(self.model, Mixed):
@@ -345,6 +383,11 @@ class Worker:
             check_outputs(logits, len(x), objective.output_shape(y, outputs), self._factory, key)
             check_gradients(logits, module, entries)
             check_measures(scorer.measures, objective, logits.detach(), y)
+        if self.training.dp_sgd:
+            check_dp_sgd(self.algorithm, module, (x, y))
+            if reason := self.obstacle_to_vmap:
+                what = f"{class_name(module.backbone)} computes the gradients of single samples one by one"
+                warnings.warn(f"dp_sgd: {what}, which is slow, because torch.vmap cannot ({reason}).", stacklevel=2)
 
     def _check_lightning_model(self, trainer: Any) -> None:
         """Check a model that is a LightningModule, and try a step of its training and its optimizer."""
@@ -380,8 +423,9 @@ class Worker:
         Args:
             task: The task.
             trainer: The round's trainer, if the local loop trains the client; `can_loop` is true. By default a
-                `Trainer` of its own trains it.
+                `Trainer` of its own trains it, except with `dp_sgd`, which only the local loop applies.
         """
+        trainer = trainer or (self.idle_trainer if self.training.dp_sgd else None)
         try:
             slot = self.modules.intact_slot() if trainer else None
             module = self.modules.receive(task, slot)
@@ -423,8 +467,41 @@ class Worker:
         """Train a client's module by the local loop, inside the round's `Trainer.fit`, and return its optimizer."""
         if not module.weight_memory.flat:  # newly built
             module.to(self.device).train()
-        data = self.client_data
-        return fit_locally(module, data.batches(task), data.ready_to_train, self.idle_trainer, trainer)
+        data, options = self.client_data, self.idle_trainer
+        if self.training.dp_sgd:
+            batches = data.poisson_batches(task, secret=self.own_machine)
+            gradients = self._private_gradients(task, batches.expected)
+            return fit_locally(module, batches, data.ready_to_train, options, trainer, gradients)
+        return fit_locally(module, data.batches(task), data.ready_to_train, options, trainer)
+
+    def _private_gradients(self, task: Task, expected: int) -> PrivateGradients:
+        """Return the object that computes the noisy gradients of a client's fit.
+
+        Args:
+            task: The client's task.
+            expected: The expected number of samples in a batch.
+        """
+        options = self.training.dp_sgd
+        assert options
+        assert options.noise is not None
+        seed = None if self.own_machine else derive(self.seed, Stream.PRIVACY, task.round, task.client)
+        random = PrivateRandom(self.device, seed)
+        return PrivateGradients(options.clip, options.noise, expected, random, self.obstacle_to_vmap is None)
+
+    @cached_property
+    def obstacle_to_vmap(self) -> str | None:
+        """Why the gradients of single samples (`dp_sgd`) are computed one by one; None if `torch.vmap` batches them."""
+        states = RandomStates(self.device)
+        try:
+            module = self.modules.build().to(self.device).train()
+            module.trainer = cast(L.Trainer, ClientTrainerView(self.idle_trainer, self.idle_trainer, LocalWork(1, 1)))
+            for term in module.terms():
+                term.begin(module)
+            batch = next(iter(self.client_data.ordered_batches(None, one_width=False)))
+            return obstacle_to_vmap(module, batch, self.idle_trainer.precision_plugin.train_step_context)
+        finally:
+            with states.drawing():  # sets them back
+                pass
 
     def fit(self, module: ClientModule, task: Task) -> tuple[torch.optim.Optimizer, dict[str, float]]:
         """Train a client's module with a new `Trainer`. Return its optimizer, and the metrics that callbacks logged."""
@@ -456,7 +533,8 @@ class Worker:
             logged: Metrics that callbacks logged in the client's fit.
         """
         samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
-        training_batches = self.client_data.training_batches(task.client)
+        private = self.training.dp_sgd is not None
+        training_batches: Any = HiddenSamples() if private else self.client_data.training_batches(task.client)
         upload, memory, local, on_global = None, task.memory, None, None
         untrained = task.evaluate and not task.fit and self.algorithm.is_untrained(module, memory)
         runs_module = task.evaluates or module.knowledge or not self.algorithm.plain_exchange
@@ -477,7 +555,8 @@ class Worker:
                 on_global = self.scorer.score(module)
         result = Result(task.client, task.download.nbytes, upload, memory, {}, logged or {}, local, on_global)
         result = replace(result, untrained=untrained)
-        return unread_result(task, result, module.loss_record if task.fit else None)
+        sends_losses = task.fit and not (private and self.own_machine)
+        return unread_result(task, result, module.loss_record if sends_losses else None)
 
 
 def on_cpu(memory: State) -> State:

@@ -32,6 +32,9 @@ MODELS = re.compile(
     r"|global/(.+)|personal_on_global/(.+)_mean|architecture/[^/]+/(.+)_mean"
 )
 
+EPSILON = "privacy/epsilon"
+"""Beginning of the names of columns with the privacy that the rounds so far have cost."""
+
 LOSSES = ("global/loss", "client/loss_mean", "trained_client/loss_mean", "new_client/loss_mean", "client/train_loss")
 
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
@@ -126,6 +129,7 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     """Return the summary of a run: best and latest values of each metric, rounds to target accuracies, and total bytes.
 
     R_acc is the first round that reaches a target accuracy: of the global model or, without one, of the clients' mean.
+    If the last round has columns `privacy/epsilon...`, the summary has them, too.
     """
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
     architectures = architectures_of(rows)
@@ -137,6 +141,7 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
     for target in targets if "acc" in model_metrics(rows) or not model_metrics(rows) else ():
         summary[f"R_{target:g}"] = rounds_to(rows, target, judged)
+    summary |= {name: value for name, value in (rows[-1] if rows else {}).items() if name.startswith(EPSILON)}
     for way in ("up", "down"):
         summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))
     return summary

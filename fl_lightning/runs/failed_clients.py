@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Literal
 
-from fl_lightning.core.errors import TooFewClients
+from fl_lightning.core.errors import ClientFailure, TooFewClients
 from fl_lightning.core.task import Result
 from fl_lightning.data.federated_data import FederatedData
 
@@ -30,6 +31,20 @@ def accept_result(result: Result, on_client_failure: Literal["raise", "drop"], d
         raise result.failure
     warnings.warn(f"{result.failure}; dropped from this round", stacklevel=2)
     return False
+
+
+def warn_of_dropped_uploads(round: int, dropped: Mapping[int, str], data: FederatedData) -> None:
+    """Warn of each upload that the server has not aggregated.
+
+    Args:
+        round: The round.
+        dropped: The reasons by client id.
+        data: The data, for the names of the clients.
+    """
+    for client, reason in dropped.items():
+        failure = ClientFailure(client, round, f"its crafted upload is refused: {reason}")
+        failure.label = data.names.client(client)
+        warnings.warn(f"{failure}; dropped from this round", stacklevel=2)
 
 
 def require_uploads(round: int, uploads: int, participants: int, min_clients: int) -> None:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import APPLE, FedAvg, Local, Proximal
 from fl_lightning.algorithms.personalized import apple
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.message import Message, tensors_to_message, unbundle
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.evaluation import Evaluation

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from experiments import experiment, finished, same_bytes, untimed
+from experiments import digits, experiment, finished, same_bytes, untimed
 
 from fl_lightning.algorithms import (
     UAPDFL,
@@ -22,6 +22,7 @@ from fl_lightning.algorithms import (
     WeightedSampling,
 )
 from fl_lightning.algorithms.client_sampling import inclusion_probabilities
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.engines import StackedEngine
@@ -246,6 +247,56 @@ def test_rounds_of_different_sizes_can_be_stacked(tmp_path):
     assert len(sizes) > 1
     for name, value in one.state["model"].items():
         np.testing.assert_allclose(value, other.state["model"][name], atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked", pytest.param("processes", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("method", [FedAvgM, lambda: UAPDFL(n_com=1)])
+def test_an_empty_round_changes_nothing(tmp_path, engine, method):
+    options = {"client_sampler": PoissonSampling(), "clients_per_round": 1, "min_clients": 0, "seed": 40}
+    run = experiment(tmp_path, method(), engine=engine, rounds=4, scenario=digits(3), log_clients=True, **options)
+    states = []
+    run.callbacks.append(RecordStates(states))
+    run.fit()
+    sizes = [len(run.server.participants(round)) for round in range(1, 5)]
+    assert sizes == [0, 2, 0, 1]
+    for before, after, size in zip(states, states[1:], sizes, strict=False):
+        assert (before is after) == (not size)
+    assert [row.get("client/train_loss") is not None for row in run.csv.rows] == [bool(size) for size in sizes]
+    assert [row["comm/up_bytes"] > 0 for row in run.csv.rows] == [bool(size) and run.algorithm.server for size in sizes]
+
+
+class RecordStates(RoundCallback):
+    """Appends the server's state to a list, first of all the initial one."""
+
+    def __init__(self, states):
+        self.states = states
+
+    def on_round_start(self, run, participants):
+        self.states.append(run.state)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_run_can_be_resumed_after_an_empty_round(tmp_path, stop):
+    options = {"client_sampler": PoissonSampling(), "clients_per_round": 1, "min_clients": 0, "seed": 40}
+    whole = finished(tmp_path / "whole", scenario=digits(3), rounds=4, **options)
+    finished(tmp_path / "part", scenario=digits(3), rounds=stop, **options)
+    rest = experiment(tmp_path / "part", scenario=digits(3), rounds=4, **options)
+    rest.fit(resume=True)
+    assert same_bytes(whole.state["model"], rest.state["model"])
+    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
+
+
+def test_a_round_can_be_left_empty_by_failed_clients(tmp_path):
+    class Failing(FedAvg):
+        def upload(self, *args):
+            raise ValueError("no upload")
+
+    states = []
+    run = experiment(tmp_path, Failing(), on_client_failure="drop", min_clients=0, rounds=1)
+    run.callbacks.append(RecordStates(states))
+    with pytest.warns(UserWarning, match="dropped from this round"):
+        run.fit()
+    assert run.state is states[0]
 
 
 # --- Refusals ---

@@ -34,7 +34,8 @@ from fl_lightning.algorithms import (
     WeightDistribution,
 )
 from fl_lightning.algorithms.personalized import cwfedavg as cw
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.seeding import Stream, derive, generator

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedALA
 from fl_lightning.algorithms.personalized import fedala as ala
-from fl_lightning.client.module import FitContext
+from fl_lightning.client.loss_term import FitContext
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.evaluation.evaluation import Evaluation

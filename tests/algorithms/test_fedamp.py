@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAMP, HeurFedAMP, LastUploads
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
-from fl_lightning.client.module import Step
+from fl_lightning.client.loss_term import Step
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.state_dicts import VisibleState
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedDistill, FedDistillPlus, LogitDistillation, MeanLogits
 from fl_lightning.algorithms.personalized import feddistill as fd
-from fl_lightning.client.module import Step
+from fl_lightning.client.loss_term import Step
 
 pytestmark = pytest.mark.numeric
 

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import DistillingWeights, FedAvg, FedDW, SoftLabels
 from fl_lightning.algorithms.global_model import feddw as dw
 from fl_lightning.client.knowledge import class_sums
-from fl_lightning.client.module import ClientModule, FitContext, Step
+from fl_lightning.client.loss_term import FitContext, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round

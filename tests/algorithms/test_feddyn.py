@@ -8,7 +8,7 @@ from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DynamicRegularizer, FedDyn
-from fl_lightning.client.module import Step
+from fl_lightning.client.loss_term import Step
 
 
 @in_float64

@@ -31,7 +31,7 @@ from fl_lightning.algorithms.global_model.fedgen import (
     label_bounds,
     share_weighted_loss,
 )
-from fl_lightning.client.module import Step
+from fl_lightning.client.loss_term import Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator, seed_everything
 from fl_lightning.core.state_dicts import stack

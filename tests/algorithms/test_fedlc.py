@@ -15,7 +15,8 @@ from experiments import (
 from loops import assert_equals_loop, rounds_by_hand
 
 from fl_lightning.algorithms import CalibratedLoss, FedLC
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedNTD, NotTrueDistillation
 from fl_lightning.algorithms.global_model.fedntd import not_true, not_true_distillation
-from fl_lightning.client.module import Step
+from fl_lightning.client.loss_term import Step
 
 
 def distillation_by_hand(logits, teacher, targets, tau):

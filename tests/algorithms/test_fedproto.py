@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedProto, PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized import fedproto as fp
 from fl_lightning.client.knowledge import mean_over_holders
-from fl_lightning.client.module import Step
+from fl_lightning.client.loss_term import Step
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.evaluation.evaluation import Evaluation

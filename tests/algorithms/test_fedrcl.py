@@ -10,9 +10,11 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedRCL, RelaxedContrastive
 from fl_lightning.algorithms.global_model.fedrcl import contrastive_loss, level_taps, relaxation_loss, similarities
-from fl_lightning.client.module import ClientModule, LossTerm, Step, tapped
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import CNN, MLP, FastText, ResNet8, ResNet18
+from fl_lightning.models.base import tapped
 
 pytestmark = pytest.mark.numeric
 

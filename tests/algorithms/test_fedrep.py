@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedPAC, FedRep
 from fl_lightning.cli.main import main
-from fl_lightning.client.module import FitContext, LossTerm
+from fl_lightning.client.loss_term import FitContext, LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.engines import StackedEngine, Task

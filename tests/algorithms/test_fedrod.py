@@ -17,7 +17,8 @@ from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import BalancedSoftmax, FedROD
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, Head
 

@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import DualAggregation, FedAvg, FedSiamDA, HistoryContrast, SiameseAlignment
 from fl_lightning.algorithms.global_model import fedsiam_da as siam
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head

@@ -38,7 +38,8 @@ from fl_lightning.algorithms.global_model.fedskc.contrastive_loss import (
 )
 from fl_lightning.algorithms.global_model.fedskc.knowledge import global_knowledge, local_knowledge
 from fl_lightning.client.knowledge import class_sums
-from fl_lightning.client.module import ClientModule, FitContext, Step
+from fl_lightning.client.loss_term import FitContext, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round

@@ -18,7 +18,8 @@ from fl_lightning.algorithms.global_model.fedsr import (
     gaussian_divergence,
     gaussian_of,
 )
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, FromModule, Head
 

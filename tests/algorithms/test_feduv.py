@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import ClassifierVariance, FedUV, HypersphericalUniformity
 from fl_lightning.algorithms.global_model.feduv import uniformity_loss, variance_loss
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import algorithms
 from fl_lightning.algorithms import FedProx, Proximal
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP
 

@@ -12,7 +12,7 @@ from stacking import compare
 from fl_lightning import algorithms
 from fl_lightning.algorithms import PeerAlgorithm, WeightedMean
 from fl_lightning.analysis.study.sweep_file import parse_sweep
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import StackedEngine
 

@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import MOON, ModelContrast
 from fl_lightning.algorithms.global_model.moon import contrastive_loss
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, Head, frozen_encoder
 

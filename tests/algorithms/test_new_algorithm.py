@@ -14,7 +14,7 @@ ALGORITHM = '''"""FedHalf: FedAvg with half of the update."""
 
 from fl_lightning.algorithms.aggregators import ServerStep
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 
 
 class HalfTerm(LossTerm):

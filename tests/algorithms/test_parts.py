@@ -8,11 +8,14 @@ from experiments import digits, finished
 from methods import EPISODES, NAMES, SIAMESE
 
 from fl_lightning.algorithms import (
+    Bulyan,
     DistillingWeights,
     FedAvg,
     FedProx,
     FedSAM,
     GlobalPeriodReview,
+    Krum,
+    MultiKrum,
     NormalizedAveraging,
     Prototypical,
     Proximal,
@@ -23,6 +26,9 @@ from fl_lightning.core.errors import ClientFailure, ConfigError
 
 AGGREGATORS, TERMS = classes("aggregators"), classes("loss_terms")
 BUILD = {
+    "Krum": partial(Krum, 0),
+    "MultiKrum": partial(MultiKrum, 0),
+    "Bulyan": partial(Bulyan, 0),
     "Splits": partial(Splits, 0.4, 1.6, 0, 2, "uniform"),
     "Prototypical": partial(Prototypical, 2),
     "DistillingWeights": partial(DistillingWeights, allow_bias=True),

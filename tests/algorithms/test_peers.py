@@ -37,7 +37,7 @@ from fl_lightning.algorithms import (
 )
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.core.state_dicts import weighted_mean

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedAMP, FedAvg, WeightedMean
 from fl_lightning.algorithms.server import Server
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.round import Round
 from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.core.state_dicts import RunningMean

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import SCAFFOLD, ControlVariates, FedAvg, ServerMomentum
 from fl_lightning.algorithms.global_model import scaffold
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.engines.trainer import quiet_trainer

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, FedAvg, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.decentralized import ua_pdfl as ua
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.message import Message, Upload, tensors_to_message, unbundle
 from fl_lightning.core.round import Round
 from fl_lightning.core.seeding import Stream, generator

@@ -19,7 +19,7 @@ from experiments import (
 from methods import METHODS
 
 from fl_lightning.algorithms import FedALA, FedFomo, FedPer, Local, PeerAlgorithm, PFedMe
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.evaluation.evaluation import Evaluation
 
 RECEIVED = Evaluation(client_model="received")

@@ -25,7 +25,7 @@ from fl_lightning.runs.folder import lock_run_dir
 
 WITNESS = '''
 import os, torch
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 
 class Witness(LossTerm):
     """Encodes the threads and the environment of its process in the loss."""

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.client.loss_term import FitContext, LossTerm, Step
 from fl_lightning.client.losses import LossRecord
-from fl_lightning.client.module import ClientModule, FitContext, LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.arguments import describe
 from fl_lightning.core.errors import ConfigError, NonFiniteError
 from fl_lightning.models import MLP, FromModule

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms import Algorithm, FedAvg, FedPer
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import detached, loads_plainly, to_cpu
 from fl_lightning.core.message import Message
 from fl_lightning.engines import Task, module_copier

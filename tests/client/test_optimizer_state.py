@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, FedSiamDA, PeerAlgorithm
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_tensors
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine

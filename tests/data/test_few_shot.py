@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedSKC, Prototypical
-from fl_lightning.client.module import Step
+from fl_lightning.client.loss_term import Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import FC100, FewShot
 from fl_lightning.data.few_shot import (

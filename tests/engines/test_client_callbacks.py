@@ -14,7 +14,7 @@ from fl_lightning.algorithms import SCAFFOLD, FedAvg, FedCM, FedDC, FedNova, Fed
 from fl_lightning.callbacks import EarlyStopping as StopsRun
 from fl_lightning.callbacks import RowNorms
 from fl_lightning.cli.catalogue import names
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.engines import AutoEngine, SequentialEngine
 

@@ -14,7 +14,8 @@ from torch import nn
 from fl_lightning.algorithms import CwFedAvg, FedAvg, FedPer, WeightedMean
 from fl_lightning.algorithms.aggregators import fold_all
 from fl_lightning.callbacks import RoundCallback
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.flat_tensors import as_flat
 from fl_lightning.engines import SequentialEngine, Worker
 from fl_lightning.evaluation.evaluation import Evaluation

@@ -18,7 +18,7 @@ from fl_lightning.algorithms import (
     LocalContrastive,
     UnitAlignment,
 )
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine, SequentialEngine
 from fl_lightning.engines.base import in_client_order

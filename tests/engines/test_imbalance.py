@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import Ditto, FedAvg, FedDW, FedLC, FedProx
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.client.module import ClientModule, FitContext
+from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.objectives import Classification, MultiLabel

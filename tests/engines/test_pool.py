@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from task_runners import run_tasks, tasks_in
 
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Tasks

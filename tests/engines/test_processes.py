@@ -24,7 +24,7 @@ from worker_processes import Busy, Deadly, Harmless, Witness
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.local_training import LocalTraining
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.engines import ProcessesEngine, processes
 from fl_lightning.engines.pool import RemoteTraceback

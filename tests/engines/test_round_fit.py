@@ -21,7 +21,8 @@ from task_runners import run_tasks, tasks_in
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC, WeightedMean
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Tasks

@@ -46,7 +46,8 @@ from fl_lightning.algorithms import (
 )
 from fl_lightning.algorithms.base import Aggregation
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Tasks

@@ -10,7 +10,7 @@ from experiments import ONE_EPOCH, experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from fl_lightning.algorithms import FedAvg, FedBABU
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.engines import AutoEngine, ProcessesEngine, SequentialEngine, StackedEngine
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSiamDA, FedSKC, PeerAlgorithm
-from fl_lightning.client.module import FitContext
+from fl_lightning.client.loss_term import FitContext
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import Stream, derive

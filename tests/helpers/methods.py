@@ -14,15 +14,19 @@ from fl_lightning import algorithms
 from fl_lightning.algorithms import (
     UAPDFL,
     Algorithm,
+    Bucketing,
+    CenteredClipping,
     CwFedAvg,
     ErdosRenyi,
     FedAvg,
     FedDW,
+    FedDyn,
     FedPAC,
     FedRep,
     FedSKC,
     FlexLoRA,
     FLoRA,
+    Median,
     PeerAlgorithm,
     PeerCriticalFL,
     Prototypical,
@@ -87,6 +91,8 @@ METHODS = {
     "FedSKC with ProtoNet": (lambda: FedSKC(loss_terms=[Prototypical(2)]), {"scenario": EPISODES}),
     "FLoRA with ranks": (partial(FLoRA, ranks=[3, 1]), {"model": LowRankMLP}),
     "FlexLoRA with ranks": (partial(FlexLoRA, ranks=[3, 1]), {"model": LowRankMLP}),
+    "FedDyn with clipping": (lambda: FedDyn(aggregator=Bucketing(CenteredClipping(1.0))), {"model": NormMLP}),
+    "gossip with a median": (lambda: PeerAlgorithm(n_com=3, aggregator=Bucketing(Median())), {"model": NormMLP}),
     "many clients": (partial(PeerAlgorithm, n_com=3), {"scenario": digits(20, alpha=10.0), "clients_per_round": 15}),
 }
 

@@ -9,7 +9,7 @@ from experiments import experiment
 from task_runners import run_tasks
 
 from fl_lightning.algorithms import FedAvg
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Scenario
 from fl_lightning.data.transforms import CropFlip

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fl_lightning.client.fit import ClientTrainerView
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 
 
 class Witness(LossTerm):

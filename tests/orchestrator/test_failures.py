@@ -12,7 +12,7 @@ from task_runners import run_tasks
 
 from fl_lightning.algorithms import Aggregator, FedAvg
 from fl_lightning.algorithms.base import Aggregation
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ClientFailure, TooFewClients
 from fl_lightning.core.message import Message
 from fl_lightning.data import Arrays, Partition, Scenario

@@ -77,6 +77,7 @@ class FedExLoRA(FedIT):
     aggregator: Aggregator = field(init=False)
 
     whole = False
+    only_steps_read_data = True
 
     def own_aggregator(self) -> Aggregator:
         """Return the mean that corrects the frozen weights."""

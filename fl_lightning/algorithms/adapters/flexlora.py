@@ -102,6 +102,7 @@ class FlexLoRA(FedIT):
     aggregator: Aggregator = field(init=False)
 
     whole = False
+    only_steps_read_data = True
 
     def own_aggregator(self) -> Aggregator:
         """Return the server that decomposes the mean product."""

@@ -80,6 +80,8 @@ class FLoRA(FedExLoRA):
         ConfigError: A rank is below 1, or above that of the model's adapters.
     """
 
+    only_steps_read_data = True
+
     ranks: Sequence[int] = ()
 
     def own_aggregator(self) -> Aggregator:

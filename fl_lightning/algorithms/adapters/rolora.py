@@ -53,6 +53,7 @@ class RoLoRA(FedIT):
     aggregator: Aggregator = field(init=False)
 
     whole = False
+    only_steps_read_data = True
 
     def own_aggregator(self) -> Aggregator:
         """Return the mean of the entries that are uploaded."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from fl_lightning.algorithms.aggregators import Weighting, fold_all
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting, fold_all
 from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.global_model.criticalfl import (
@@ -69,6 +69,7 @@ class PeerCriticalFL(PeerAlgorithm):
     sure: int = 5
     max_share: float = number(0.75, "[0, 1]", "the paper's code uses 0.75")
     keep: float = number(0.2, "(0, 1]", "the paper's code uses 0.2")
+    aggregator: Aggregator = field(init=False)
     weighting: Weighting = field(default="samples", init=False)
 
     search_space: ClassVar = CriticalFL.search_space

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.core.message import Message, Tensors, Upload, peer_section, unbundle
 from fl_lightning.core.state_dicts import State, weighted_mean
@@ -52,6 +52,7 @@ class DFedAvgM(PeerAlgorithm):
         graph: The neighbours of each client. It should be undirected; complete by default.
     """
 
+    aggregator: Aggregator = field(init=False)
     weighting: Weighting = field(default="uniform", init=False)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.decentralized.peers import LAID_OUT, PeerAlgorithm
 from fl_lightning.client.module import ClientModule
@@ -164,6 +164,7 @@ class DisPFL(PeerAlgorithm):
     prune_rate: float = number(0.5, "[0, 1]", "the paper uses 0.5")
     search_rounds: int = number(500, "[1, inf)")
     regrow: Regrow = "gradient"
+    aggregator: Aggregator = field(init=False)
     weighting: Weighting = field(default="samples", init=False)
 
     search_space: ClassVar = {  # Dai et al.: 0.2 to 0.8

@@ -8,14 +8,13 @@ collected messages count as communication.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from fl_lightning.algorithms.aggregators import Aggregator, Weighting
+from fl_lightning.algorithms.aggregators import Weighting, fold_all, mean_or
 from fl_lightning.algorithms.base import OWN, UNSET, Aggregation, Algorithm, recall
 from fl_lightning.algorithms.decentralized.topology import Complete, Graph
 from fl_lightning.client.module import ClientModule
@@ -24,7 +23,7 @@ from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.core.round import Round
-from fl_lightning.core.state_dicts import ExchangedMean, State, VisibleState, weighted_mean
+from fl_lightning.core.state_dicts import ExchangedMean, State, VisibleState
 
 LAID_OUT = "laid_out"
 """The section of the client state with the message that the client last published."""
@@ -43,15 +42,17 @@ class PeerAlgorithm(Algorithm):
         n_com: Number of peers that a client collects from, drawn in each round; by default all that it is linked to.
         graph: The peers that each client can collect from; by default all.
         weighting: Weight a client and its peers by their number of `samples`, or equally (`uniform`).
+        aggregator: Computes the mean of a client's and its peers' models instead, such as a robust rule. Updates are
+            measured from the client's own model. The evaluated mean of all models does not change.
 
     Raises:
-        ConfigError: `n_com` is below 1, or above the number of other clients.
+        ConfigError: `n_com` is below 1, or above the number of other clients, or `aggregator` computes no kind of mean
+            or needs more models than a client has.
     """
 
     n_com: int | None = number(None, "[1, inf)")
     graph: Graph = UNSET
     weighting: Weighting = "samples"
-    aggregator: Aggregator = field(init=False)
 
     server = False
     public = LAID_OUT
@@ -60,6 +61,7 @@ class PeerAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         """Check the options. By default, all peers are linked."""
         super().__post_init__()
+        self.aggregator = mean_or(self.aggregator, self.weighting)
         self.graph = self.graph or Complete()
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
@@ -69,6 +71,8 @@ class PeerAlgorithm(Algorithm):
                 f"algorithm.n_com: {self.n_com} peers, but a client has only {clients - 1} others. Decrease it."
             )
         links = torch.from_numpy(self.graph.links(clients, rng))
+        fewest = int(links.sum(dim=1).min())
+        self.aggregator.require_uploads(1 + (fewest if self.n_com is None else min(self.n_com, fewest)))
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
     def add_client(self, state: State, memory: State) -> State:
@@ -103,9 +107,9 @@ class PeerAlgorithm(Algorithm):
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
         """Return the weights that a client starts training from: the mean of its own and the collected models."""
-        messages = [own, *(upload.message for upload in received)]
-        models = (message.section("model") for message in messages)
-        return weighted_mean(models, map(self.weight, messages))
+        round = Round(0, {"model": own.section("model")}, torch.initial_seed())
+        folded = fold_all(self.aggregator, [Upload(-1, own), *received], round)
+        return self.aggregator.finish(folded, round, {})["model"]
 
     def weight(self, publication: Message) -> float:
         """Return a client's weight in a mean of models: its number of training samples, or 1 if all weigh the same."""

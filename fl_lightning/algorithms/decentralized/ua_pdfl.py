@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -223,6 +224,7 @@ class UAPDFL(PeerAlgorithm):
     layerwise: bool = True
     unit: float = 1.0
     preset: Literal["paper", "reference"] = "paper"
+    aggregator: Aggregator = field(init=False)
     weighting: Weighting = field(default="samples", init=False)
 
     search_space: ClassVar = {  # our choice, as the paper has neither; a divergence is at most ln 2

@@ -274,7 +274,7 @@ class CriticalFL(Algorithm):
         """Check the options. Uploads are whole models only if `keep` is 1."""
         super().__post_init__()
         self.periods = CriticalPeriods(self.delta, self.window, self.every, self.sure)
-        self.whole = self.keep == 1
+        self.whole = self.uploads_weights = self.keep == 1
 
     def own_aggregator(self) -> Aggregator:
         """Return the mean of each entry over the clients that sent it."""

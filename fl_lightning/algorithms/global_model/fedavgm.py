@@ -6,7 +6,6 @@ Section 4.3.
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import ClassVar
 
 from torch import Tensor
@@ -40,12 +39,18 @@ class ServerMomentum(ServerStep):
         server_lr: Server learning rate η_s, above 0.
         nesterov: Step by `Δ + β v'` instead of `v'`.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+        inner: Computes the clients' mean instead, such as a robust rule. `weighting` has no effect then.
     """
 
     def __init__(
-        self, beta: float = 0.9, server_lr: float = 1.0, nesterov: bool = True, weighting: Weighting = "samples"
+        self,
+        beta: float = 0.9,
+        server_lr: float = 1.0,
+        nesterov: bool = True,
+        weighting: Weighting = "samples",
+        inner: Aggregator | None = None,
     ) -> None:
-        super().__init__(server_lr, weighting)
+        super().__init__(server_lr, weighting, inner)
         check_number("algorithm.beta", beta, "[0, 1)", "the paper uses 0 to 0.997")
         self.beta, self.nesterov = beta, nesterov
         self.moments = {"momentum": 0.0}
@@ -68,16 +73,17 @@ class FedAvgM(Algorithm):
         server_lr: Server learning rate η_s. With 1, a step without momentum ends at the clients' mean.
         nesterov: Use Nesterov's momentum, as in the paper's experiments.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+        aggregator: Computes the clients' mean instead, such as a robust rule.
     """
 
     beta: float = 0.9
     server_lr: float = 1.0
     nesterov: bool = True
     weighting: Weighting = "samples"
-    aggregator: Aggregator = field(init=False)
 
+    corrects_aggregator = True
     search_space: ClassVar = {"beta": {"values": [0.0, 0.7, 0.9, 0.97, 0.99, 0.997]}}  # Hsu et al., Section 4
 
     def own_aggregator(self) -> Aggregator:
         """Return the server step with momentum."""
-        return ServerMomentum(self.beta, self.server_lr, self.nesterov, self.weighting)
+        return ServerMomentum(self.beta, self.server_lr, self.nesterov, self.weighting, self.aggregator)

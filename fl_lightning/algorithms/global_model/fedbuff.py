@@ -6,16 +6,15 @@ AISTATS 2022, Algorithm 1.
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
-from fl_lightning.core.state_dicts import RunningMean, parameter_names
+from fl_lightning.core.state_dicts import State, parameter_names
 
 
 def staleness_weight(staleness: int, exponent: float) -> float:
@@ -28,16 +27,11 @@ def staleness_weight(staleness: int, exponent: float) -> float:
     return float((1 + staleness) ** -exponent)
 
 
-class UpdatesMean(RunningMean):
-    """Mean of models that are made from updates.
+class Folded(NamedTuple):
+    """A round in progress: the server's model, and what the inner aggregator folds uploads into."""
 
-    Args:
-        current: The server's model at the end of the round.
-    """
-
-    def __init__(self, current: Tensors) -> None:
-        super().__init__()
-        self.current = current
+    current: Tensors
+    inner: Any
 
 
 class BufferedUpdates(ServerStep):
@@ -48,29 +42,34 @@ class BufferedUpdates(ServerStep):
     Args:
         server_lr: Server learning rate η_s, above 0.
         exponent: a of the weights `s(τ) = (1 + τ)^-a`; 0 or more.
+        inner: Computes the mean of the weighted updates instead, such as a robust rule.
     """
 
     accepts_stale = True
 
-    def __init__(self, server_lr: float = 1.0, exponent: float = 0.5) -> None:
-        super().__init__(server_lr, "uniform")
+    def __init__(self, server_lr: float = 1.0, exponent: float = 0.5, inner: Aggregator | None = None) -> None:
+        super().__init__(server_lr, "uniform", inner)
         check_number("algorithm.exponent", exponent, "[0, inf)", "the paper uses 0.5, and 0 is without weights")
         self.exponent = exponent
 
-    def begin(self, round: Round) -> UpdatesMean:
-        """Return an empty mean of updates."""
-        return UpdatesMean(round.before["model"])
+    def begin(self, round: Round) -> Folded:
+        """Return the server's model, and an empty mean."""
+        return Folded(round.before["model"], self.inner.begin(round))
 
-    def fold(self, folded: RunningMean, upload: Upload) -> None:
-        """Add the model that the current one becomes by a client's weighted update, `w + s(τ) Δ`, to the mean."""
-        assert isinstance(folded, UpdatesMean)
+    def fold(self, folded: Folded, upload: Upload) -> None:
+        """Add the model that the server's becomes by a client's weighted update, `w + s(τ) Δ`, to the mean."""
         model, received, current = dict(upload.message.section("model")), upload.received, folded.current
         weight = staleness_weight(upload.staleness, self.exponent)
         if received is not None:
             for name in parameter_names(model, self.buffers):
                 update = model[name].double() - received[name].double()
                 model[name] = (current[name].double() + weight * update).to(model[name].dtype)
-        folded.add(model, 1)
+        message = Message.pack(upload.message.sections | {"model": model}, **upload.message.numbers)
+        self.inner.fold(folded.inner, Upload(upload.client, message, current))
+
+    def finish(self, folded: Folded, round: Round, knowledge: State) -> State:
+        """Return the server's model after the step."""
+        return super().finish(folded.inner, round, knowledge)
 
 
 class FedBuff(Algorithm):
@@ -84,14 +83,15 @@ class FedBuff(Algorithm):
     Args:
         server_lr: Server learning rate η_s.
         exponent: a; an update that is τ rounds old has the weight `(1 + τ)^-a`.
+        aggregator: Computes the mean of the weighted updates instead, such as a robust rule.
     """
 
     server_lr: float = number(1.0, "(0, inf)", "1 adds the mean of the updates")
     exponent: float = number(0.5, "[0, inf)", "the paper uses 0.5, and 0 is without weights")
-    aggregator: Aggregator = field(init=False)
 
+    corrects_aggregator = True
     search_space: ClassVar = {"server_lr": {"values": [0.1, 0.3, 1.0]}}
 
     def own_aggregator(self) -> Aggregator:
         """Return the server that adds weighted updates."""
-        return BufferedUpdates(self.server_lr, self.exponent)
+        return BufferedUpdates(self.server_lr, self.exponent, self.aggregator)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
 from fl_lightning.algorithms.base import Algorithm, Batches
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -113,11 +114,11 @@ class DirectionServer(ServerStep):
         """Return the initial descent direction `Δ`, all zeros."""
         return {DIRECTION: {name: torch.zeros_like(model[name]) for name in parameter_names(model, self.buffers)}}
 
-    def begin(self, round: Round) -> PathMeans:  # type: ignore[override]
+    def begin(self, round: Round) -> PathMeans:
         """Return two empty means: an unweighted one, and one weighted by `1 / (steps * learning rate)`."""
         return PathMeans(RunningMean(), RunningMean())
 
-    def fold(self, folded: PathMeans, upload: Upload) -> None:  # type: ignore[override]
+    def fold(self, folded: PathMeans, upload: Upload) -> None:
         """Add an uploaded model to both means. A client without steps has weight 0 in the second one."""
         model, length = upload.message.section("model"), upload.message.numbers[LENGTH]
         inverse = 1 / length if length else 0.0
@@ -125,7 +126,7 @@ class DirectionServer(ServerStep):
         folded.by_path.add(model, inverse)
         folded.inverses += inverse
 
-    def finish(self, folded: PathMeans, round: Round, knowledge: State) -> State:  # type: ignore[override]
+    def finish(self, folded: PathMeans, round: Round, knowledge: State) -> State:
         """Return the model after the server's step, and the next descent direction."""
         old, mean, inverse = round.before["model"], folded.by_path.value(), folded.inverses / folded.models.count
         direction = {
@@ -146,6 +147,8 @@ class FedCM(Algorithm):
         alpha: α, the share of the client's own gradient, in (0, 1].
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
+
+    only_steps_read_data = True
 
     alpha: float = 0.1
     server_lr: float = 1.0

@@ -17,7 +17,8 @@ from torch import Tensor
 from fl_lightning.algorithms.aggregators import Aggregator, DriftCorrection
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import unfixed_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
@@ -75,12 +76,13 @@ class FedDC(SCAFFOLD):
 
     Args:
         alpha: α, the weight of the penalty on the drift, 0 or more.
+        aggregator: Computes the participants' mean instead, such as a robust rule.
     """
 
     alpha: float = 0.1
     server_lr: float = field(default=1.0, init=False)
-    aggregator: Aggregator = field(init=False)
 
+    corrects_aggregator = True
     search_space: ClassVar = {"alpha": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.5}}  # Gao et al.
 
     def own_terms(self) -> list[LossTerm]:
@@ -89,4 +91,4 @@ class FedDC(SCAFFOLD):
 
     def own_aggregator(self) -> Aggregator:
         """Return the mean of the models plus the mean drift."""
-        return DriftCorrection()
+        return DriftCorrection(self.aggregator)

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast

@@ -6,7 +6,6 @@ Algorithm 1.
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator, DriftCorrection
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
 
@@ -91,11 +91,12 @@ class FedDyn(Algorithm):
 
     Args:
         alpha: α, the weight of the regularizer, above 0. The paper uses 0.1 for CIFAR-10 and 0.01 for others.
+        aggregator: Computes the participants' mean instead, such as a robust rule.
     """
 
     alpha: float = 0.1
-    aggregator: Aggregator = field(init=False)
 
+    corrects_aggregator = True
     search_space: ClassVar = {"alpha": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}}  # Acar et al.
 
     def own_terms(self) -> list[LossTerm]:
@@ -104,4 +105,4 @@ class FedDyn(Algorithm):
 
     def own_aggregator(self) -> Aggregator:
         """Return the mean of the models plus the mean drift."""
-        return DriftCorrection()
+        return DriftCorrection(self.aggregator)

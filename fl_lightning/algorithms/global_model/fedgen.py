@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Aggregation, Algorithm
 from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.losses import distillation_loss
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend, load_optimizer_tensors, optimizer_tensors
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number

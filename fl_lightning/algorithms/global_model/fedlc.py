@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.precision import at_least_float32
 

@@ -12,7 +12,8 @@ from typing import ClassVar
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.global_model.fedprox import Proximal
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import check_equal_steps, check_one_rate, sgd_groups
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload

@@ -52,6 +52,7 @@ class AdaptiveServer(ServerStep):
         tau: Degree of adaptivity τ, above 0. A smaller τ is more adaptive.
         initial_v: Initial second moment, 0 or more; τ² by default.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+        inner: Computes the clients' mean instead, such as a robust rule. `weighting` has no effect then.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class AdaptiveServer(ServerStep):
         tau: float = 1e-3,
         initial_v: float | None = None,
         weighting: Weighting = "samples",
+        inner: Aggregator | None = None,
     ) -> None:
-        super().__init__(server_lr, weighting)
+        super().__init__(server_lr, weighting, inner)
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
             check_number(f"algorithm.{name}", beta, "[0, 1)")
         check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 1e-3")
@@ -94,6 +96,7 @@ class FedAdam(Algorithm):
         tau: Degree of adaptivity τ. A smaller τ is more adaptive.
         initial_v: Initial second moment; τ² by default.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+        aggregator: Computes the clients' mean instead, such as a robust rule.
     """
 
     server_lr: float = 0.01
@@ -102,8 +105,8 @@ class FedAdam(Algorithm):
     tau: float = 1e-3
     initial_v: float | None = None
     weighting: Weighting = "samples"
-    aggregator: Aggregator = field(init=False)
 
+    corrects_aggregator = True
     search_space: ClassVar = {  # within the grid of Reddi et al., Appendix D
         "server_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
         "tau": {"distribution": "log_uniform_values", "min": 1e-5, "max": 0.1},
@@ -113,7 +116,7 @@ class FedAdam(Algorithm):
     def own_aggregator(self) -> Aggregator:
         """Return the server step of `rule`."""
         moments = self.beta1, self.beta2, self.tau, self.initial_v
-        return AdaptiveServer(self.rule, self.server_lr, *moments, self.weighting)
+        return AdaptiveServer(self.rule, self.server_lr, *moments, self.weighting, self.aggregator)
 
 
 class FedAdagrad(FedAdam):

@@ -11,7 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import unfixed_parameters
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors

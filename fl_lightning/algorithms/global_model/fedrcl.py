@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models.base import with_encoder

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
 from fl_lightning.algorithms.base import Algorithm, Buffers
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.fixed_tensors import copy_network

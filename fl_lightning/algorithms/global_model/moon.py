@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.client.module import LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.precision import without_autocast
 from fl_lightning.data.few_shot import prototype_logits

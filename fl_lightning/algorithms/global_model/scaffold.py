@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
 from fl_lightning.algorithms.base import Aggregation, Algorithm, Batches
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.algorithms.robust.rule import RobustMean, find_rule
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import plain_sgd_rate
 from fl_lightning.client.weights import to_cpu, trainable_parameters
 from fl_lightning.core.message import Message, Tensors, Upload
@@ -154,6 +156,8 @@ class SCAFFOLD(Algorithm):
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
+    only_steps_read_data = True
+
     server_lr: float = 1.0
 
     search_space: ClassVar = {  # around the 1 of Karimireddy et al.
@@ -196,11 +200,15 @@ class SCAFFOLD(Algorithm):
 
 
 class ControlAggregation(Aggregation):
-    """The mean of a round's models, and the server's next control variate `c` from the mean of the uploaded `Δc`."""
+    """The mean of a round's models, and the server's next control variate `c` from the mean of the uploaded `Δc`.
+
+    If the models are averaged by a robust rule, so are the `Δc`, independently of the models.
+    """
 
     def __init__(self, algorithm: SCAFFOLD, round: Round) -> None:
         super().__init__(algorithm, round)
-        self.changes = RunningMean()
+        rule = find_rule(algorithm.aggregator)
+        self.changes = RobustMean(rule, round, {}, {}) if rule else RunningMean()
 
     def add(self, upload: Upload) -> None:
         """Add an upload's weights and its `Δc` to their means."""

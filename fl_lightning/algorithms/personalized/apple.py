@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import to_cpu, trainable_parameters
 from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors, Upload, bundle, message_to_tensors, tensors_to_message, unbundle

@@ -19,7 +19,8 @@ from torch import Tensor
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import UNSET, Algorithm, Buffers
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast

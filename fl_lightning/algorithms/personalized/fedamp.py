@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.algorithms.global_model.fedprox import Proximal
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_weights
 from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors, Upload

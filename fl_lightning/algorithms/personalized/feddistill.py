@@ -20,7 +20,8 @@ from torch import Tensor
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.knowledge import ClassMeans
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.precision import at_least_float32

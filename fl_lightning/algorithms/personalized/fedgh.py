@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.knowledge import ClassMeans, Seen, SharedKnowledge
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
 from fl_lightning.client.weights import beginnings, trainable_parameters
 from fl_lightning.core.arguments import number
@@ -165,6 +166,7 @@ class FedGH(Algorithm):
         "server_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
     }
     one_model = False
+    uploads_weights = False
 
     def own_aggregator(self) -> Aggregator:
         """Return the aggregator that trains the head."""

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
 from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.personalized.fml import FML, output_loss
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.own_network import TwoLearners
 from fl_lightning.client.sgd import check_one_rate
 from fl_lightning.client.weights import load_weights, to_cpu
@@ -336,6 +337,7 @@ class FedKD(FML):
         "distillation": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
     }
     whole = False
+    uploads_weights = False
 
     def __post_init__(self) -> None:
         """Check the options."""

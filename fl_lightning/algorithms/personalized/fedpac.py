@@ -21,7 +21,8 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.personalized.fedproto import PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized.fedrep import HeadThenBody
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
-from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.knowledge import ClassMeans, Seen
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.precision import at_least_float32
 from fl_lightning.models.base import with_encoder, with_features

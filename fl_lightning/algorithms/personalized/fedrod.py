@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
-from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.loss_term import LossTerm, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAlignment, Prototypes
 from fl_lightning.client.knowledge import Seen, mean_over_holders
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.client.optimizers import descend
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.client.loss_term import Step
 from fl_lightning.client.losses import distillation_loss
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.client.own_network import TwoLearners
 from fl_lightning.client.weights import kept_model, load_weights

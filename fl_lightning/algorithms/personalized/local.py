@@ -33,6 +33,7 @@ class Local(Algorithm):
 
     personal = ("",)
     one_model = False
+    only_steps_read_data = True
 
     def __post_init__(self) -> None:
         """Refuse loss terms that need shared knowledge."""

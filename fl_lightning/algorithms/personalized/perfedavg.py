@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.client.loss_term import Step
 from fl_lightning.client.losses import loss_with_gradients, total_loss
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_parameters, trainable_parameters
 from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors

@@ -111,6 +111,7 @@ class PFedMe(Algorithm):
         "beta": {"values": [1.0, 2.0]},
     }
     trains_new_clients = True
+    releases_only_model = True  # the upload is the local model
     aggregator_options = ("beta", "weighting")
 
     def __post_init__(self) -> None:

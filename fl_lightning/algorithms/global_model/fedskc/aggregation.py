@@ -15,7 +15,7 @@ from fl_lightning.algorithms.global_model.fedskc.knowledge import (
 )
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.core.errors import ConfigError, check_number
-from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.message import Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, extrapolate, weighted_mean
 
@@ -172,12 +172,11 @@ class GlobalPeriodReview(Aggregator):
         knowledge: StructuralKnowledge | None = None,
     ) -> None:
         check_number("algorithm.beta", beta, "[0, 1]", "the paper uses 0.95")
-        self.inner: Aggregator = inner or WeightedMean()
+        self.inner: Aggregator = self.wrap(inner or WeightedMean())
         if not self.inner.sends_one_model:
             name = type(self.inner).__name__
             reason = f"{name} sends clients other weights than its model, which GlobalPeriodReview corrects"
             raise ConfigError(f"algorithm.aggregator.inner: {reason}. Use one of them without the other.")
-        self.leaves = self.inner.leaves
         self.beta, self.review = beta, review
         self.compared = known_in_each_round if reference else known_in_both_rounds
         self.structural = knowledge or knowledge_class(reference)(similar_clients)
@@ -186,23 +185,6 @@ class GlobalPeriodReview(Aggregator):
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
         """The shared knowledge of GPR (mean logits per class) and of the inner aggregator."""
         return (self.structural, *self.inner.knowledge)
-
-    def initial(self, model: Tensors, num_classes: int) -> State:
-        """Return what the inner (wrapped) aggregator stores in the server's state before round 1."""
-        return self.inner.initial(model, num_classes)
-
-    @property
-    def only_averages(self) -> bool:  # type: ignore[override]
-        """Whether the inner aggregator only averages the uploaded weights."""
-        return self.inner.only_averages
-
-    def begin(self, round: Round) -> object:
-        """Return what the inner (wrapped) aggregator folds uploads into."""
-        return self.inner.begin(round)
-
-    def fold(self, folded: object, upload: Upload) -> None:
-        """Add an upload as the inner (wrapped) aggregator does."""
-        self.inner.fold(folded, upload)
 
     def finish(self, folded: object, round: Round, knowledge: State) -> State:
         """Return the inner (wrapped) aggregator's model, corrected with the previous round's global model (Eq. 5)."""

@@ -29,7 +29,7 @@ from fl_lightning.algorithms.global_model.fedskc.aggregation import (
 )
 from fl_lightning.algorithms.global_model.fedskc.contrastive_loss import LocalContrastive, Spread
 from fl_lightning.algorithms.global_model.fedskc.knowledge import knowledge_class
-from fl_lightning.client.module import LossTerm
+from fl_lightning.client.loss_term import LossTerm
 
 
 class FedSKC(Algorithm):

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sums_over
-from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.client.loss_term import Step
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.round import Round

@@ -1,0 +1,186 @@
+"""`RobustRule`: the common part of all robust rules, and `RobustMean`, to which a round's models are added."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.robust.vectors import Vectors
+from fl_lightning.core.arguments import ArgumentsMixin
+from fl_lightning.core.errors import ConfigError, TooFewClients
+from fl_lightning.core.flat_tensors import Tensors
+from fl_lightning.core.message import Upload
+from fl_lightning.core.round import Round
+from fl_lightning.core.state_dicts import State, parameter_names
+
+CENTRE = "centre"
+"""The section of the state with the last aggregated update, from which `CenteredClipping` clips."""
+
+
+class RobustRule(ArgumentsMixin):
+    """Mixin of aggregators that replace the mean of the clients' models by a robust rule.
+
+    A rule is applied to two vectors of each client: its parameters, and its floating-point buffers (BatchNorm's
+    statistics). So neither can hide an attack on the other, and large statistics do not outweigh the parameters. Of
+    integer entries (`num_batches_tracked`), the largest is kept after `extremes` of the largest are left out.
+
+    Attributes:
+        f: Number of attackers that the rule assumes. Rules without this option do not need it.
+        weighting: How clients weigh: most rules take all as equal, because a client can send any number of samples.
+    """
+
+    is_mean = True
+    buffers: frozenset[str] = frozenset()
+    weighting = "uniform"
+    f: int | None = None
+
+    def combine(self, vectors: Vectors, round: Round) -> Tensors:
+        """Return the robust mean of the vectors, as a state dict of float64 entries.
+
+        Args:
+            vectors: The clients' vectors.
+            round: The round, for its random numbers.
+        """
+        raise NotImplementedError
+
+    def shortage(self, count: int) -> str | None:
+        """Return why a number of models is too small for the rule, or None if it is large enough."""
+        return self.need(count, 1, "one")
+
+    def need(self, count: int, least: int, formula: str) -> str | None:
+        """Return the `shortage` of a rule that needs at least `least` models, with the formula of this number."""
+        if count >= least:
+            return None
+        options = "" if self.f is None else f" with f {self.f}"
+        return f"{type(self).__name__}{options} needs at least {least} models a round ({formula}), not {count}"
+
+    def require_uploads(self, count: int) -> None:
+        """Check before round 1 that a round has enough clients.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        if reason := self.shortage(count):
+            fix = "Decrease f, or increase clients_per_round (n_com without a server)"
+            raise ConfigError(f"algorithm.aggregator: {reason}. {fix}.")
+
+    def extremes(self, count: int) -> int:
+        """Return how many of the largest values of an integer entry are left out, of `count` clients' values.
+
+        By default f. Rules without f leave out all above the median.
+        """
+        return (count - 1) // 2 if self.f is None else min(self.f, count - 1)
+
+    def begin(self, round: Round) -> RobustMean:
+        """Return an empty robust mean."""
+        return RobustMean(self, round, round.before.get("model", {}), round.before.get(CENTRE, {}))
+
+    def fold(self, folded: RobustMean, upload: Upload) -> None:
+        """Keep an uploaded model, and the weights that the clients received."""
+        if upload.received is not None:
+            folded.origin = upload.received
+        folded.add(upload.message.section("model"), upload.n_samples if self.weighting == "samples" else 1)
+
+    def finish(self, folded: RobustMean, round: Round, knowledge: State) -> State:
+        """Return the robust mean of the round's models as the next model, and the state of the rule, if any."""
+        model = folded.value()
+        return {"model": model} | self.next_state(model, folded.origin)
+
+    def next_state(self, model: Tensors, origin: Tensors) -> State:
+        """Return the sections of the state that the rule keeps until the next round.
+
+        Args:
+            model: The new model.
+            origin: The weights that the clients received.
+        """
+        return {}
+
+
+class PreAggregator(RobustRule):
+    """Mixin of rules that average groups of models, and apply another rule, `inner`, to the averages.
+
+    Args:
+        inner: The robust rule.
+
+    Raises:
+        ConfigError: `inner` is no robust rule, or weights clients, which are not alike after averaging.
+    """
+
+    inner: Aggregator | None = None
+
+    def __init__(self, inner: Aggregator) -> None:
+        name, key = type(self).__name__, "algorithm.aggregator.inner"
+        if not isinstance(inner, RobustRule):
+            raise ConfigError(f"{key}: {type(inner).__name__} is no robust rule. Give {name} one, such as Median.")
+        if inner.weighting != "uniform":
+            raise ConfigError(f"{key}.weighting: {inner.weighting} has no effect within {name}. Set it to uniform.")
+        self.inner = inner
+        self.rule: RobustRule = inner
+
+    def next_state(self, model: Tensors, origin: Tensors) -> State:
+        """Return the inner rule's state for the next round."""
+        return self.rule.next_state(model, origin)
+
+
+class RobustMean:
+    """Robust mean of state dicts that arrive one at a time. It is used like `RunningMean`, but keeps all of them.
+
+    Args:
+        rule: The rule.
+        round: The round, for its number and random numbers.
+        origin: The weights from which updates are measured. Missing entries are 0.
+        centre: The state of `CenteredClipping`.
+    """
+
+    def __init__(self, rule: RobustRule, round: Round, origin: Tensors, centre: Tensors) -> None:
+        self.rule, self.round, self.origin, self.centre = rule, round, origin, centre
+        self._states: list[Tensors] = []
+        self._weights: list[float] = []
+
+    @property
+    def count(self) -> int:
+        """Number of state dicts that were added."""
+        return len(self._states)
+
+    def add(self, state: Tensors, weight: float) -> None:
+        """Add a state dict. Only some rules use its weight.
+
+        Raises:
+            ValueError: The entries differ from those of the state dicts added before.
+        """
+        if self._states and state.keys() != self._states[0].keys():
+            odd = sorted(state.keys() ^ self._states[0].keys())[0]
+            raise ValueError(f"state dicts of different models: {odd!r} is in one of them only")
+        self._states.append(state)
+        self._weights.append(weight)
+
+    def value(self) -> Tensors:
+        """Return the robust mean of the state dicts added so far.
+
+        Raises:
+            TooFewClients: Too few were added for the rule.
+        """
+        if reason := self.rule.shortage(self.count):
+            fix = "Decrease algorithm.aggregator.f, or increase clients_per_round and min_clients"
+            raise TooFewClients(f"round {self.round.number}: {reason}. {fix}.")
+        first = self._states[0]
+        parameters = parameter_names(first, self.rule.buffers)
+        statistics = [name for name, v in first.items() if v.is_floating_point() and name not in set(parameters)]
+        means: Tensors = {}
+        for names in filter(None, (parameters, statistics)):
+            means |= self.rule.combine(self._vectors(names), self.round)
+        return {name: means[name].to(v.dtype) if name in means else self._integer(name) for name, v in first.items()}
+
+    def _vectors(self, names: list[str]) -> Vectors:
+        weights = torch.tensor(self._weights, dtype=torch.float64)
+        return Vectors(self._states, names, self.origin, self.centre, weights)
+
+    def _integer(self, name: str) -> Tensor:
+        values = torch.stack([state[name] for state in self._states])
+        return values.sort(dim=0, descending=True).values[self.rule.extremes(len(values))].clone()
+
+
+def find_rule(aggregator: Aggregator) -> RobustRule | None:
+    """Return the outermost robust rule of an aggregator and the aggregators within it, or None."""
+    return next((one for one in aggregator.chain() if isinstance(one, RobustRule)), None)

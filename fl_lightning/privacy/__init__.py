@@ -1,0 +1,1 @@
+"""Differential privacy: the epsilon of noisy rounds and steps."""
