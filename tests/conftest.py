@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: the workers would fight over the cores
 
@@ -158,8 +159,8 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make networks, plain tensors and the samples of scenarios float64."""
     build = Scenario.build
 
-    def build_double(self: Scenario, seed: int) -> FederatedData:
-        built = build(self, seed)
+    def build_double(self: Scenario, *args: Any) -> FederatedData:
+        built = build(self, *args)
         tensors = {name: value for name, value in vars(built.data).items() if isinstance(value, torch.Tensor)}
         built.data = replace(built.data, **to_float64(tensors))
         return built
