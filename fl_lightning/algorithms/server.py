@@ -277,6 +277,10 @@ class Server:
         A round without uploads changes nothing, unless the aggregator asks for it.
         """
         self._sent.clear()
+        if self.schedule:
+            at_work = {one.version for one in self.schedule.running}
+            states = self.earlier_states | {self._aggregation.round.number - 1: self.state}
+            self.earlier_states = {version: state for version, state in states.items() if version in at_work}
         if not self._is_empty or self.algorithm.aggregator.finishes_empty_rounds:
             self.state = self._aggregation.finish()
         self.memory.end_round()
