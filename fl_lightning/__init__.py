@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.client.module import LossTerm as LossTerm
     from fl_lightning.client.module import Step as Step
     from fl_lightning.client.schedules import WarmupCosine as WarmupCosine
+    from fl_lightning.compression import *
     from fl_lightning.core.errors import CheckpointError as CheckpointError
     from fl_lightning.core.errors import ClientFailure as ClientFailure
     from fl_lightning.core.errors import ConfigError as ConfigError
@@ -61,6 +62,7 @@ _NAMES = {
     "client.local_training": "LocalTraining",
     "client.module": "ClientModule FitContext LossTerm Step",
     "client.schedules": "WarmupCosine",
+    "compression": "Compressor Float16 QSGD RandomK SignSGD TopK",
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses DomainFolder
         Domains EMNIST FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB

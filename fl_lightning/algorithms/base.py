@@ -76,6 +76,8 @@ class Algorithm(FieldsMixin, Capable):
             frozen layers. They are equal everywhere, so they are neither sent nor kept. `start` sets it.
         plain_exchange: Whether `receive` only loads tensors into the module, `upload` and `remember` only copy its
             tensors, and `aggregation` leaves the weights to the aggregator. Engines then save copies.
+        compressible: Whether clients receive and upload whole entries of their network's weights, in the section
+            `model`. Otherwise the options for compression are refused.
         starts_alike: Whether all clients without a personal part start from the same model, if the aggregator sends
             one model.
         weighting: How the clients weigh in the method's own aggregator. Methods with this option declare it as a field.
@@ -99,6 +101,7 @@ class Algorithm(FieldsMixin, Capable):
     search_space: ClassVar[dict[str, dict[str, Any]]] = {}
     plain_exchange = True
     starts_alike = True
+    compressible = True
     server = True
     drop_last = False
     one_model = True

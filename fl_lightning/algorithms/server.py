@@ -11,6 +11,7 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.algorithms.protocols import SizesCohort
 from fl_lightning.client.optimizers import LRScales
+from fl_lightning.compression.codec import Codec
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
@@ -47,6 +48,7 @@ class Server:
         memory: The clients' states. They are kept here, but only the client itself and, for `Algorithm.public`, its
             peers read them.
         lr_scales: The factor on the clients' learning rates in each round.
+        codec: Compresses downloads and restores uploads. By default, messages are not compressed.
 
     Attributes:
         state: The shared state after the last finished round.
@@ -61,9 +63,11 @@ class Server:
         seed: int,
         memory: ClientStates,
         lr_scales: LRScales,
+        codec: Codec | None = None,
     ) -> None:
         self.algorithm, self.clients, self.clients_per_round = algorithm, clients, clients_per_round
         self.sampler, self.seed, self.memory, self.lr_scales = sampler, seed, memory, lr_scales
+        self.codec = codec or Codec()
         self.state: State = {}
         self._sent: dict[int, Tensors] = {}
 
@@ -121,6 +125,10 @@ class Server:
 
     def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
         """Yield the message that each client in turn receives. A message is built only when it is requested."""
+        return (self.codec.compress_download(message, round) for message in self.dense_downloads(round, clients))
+
+    def dense_downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
+        """Yield the message to each client in turn before its compression."""
         draws = type(self.algorithm).download is not Algorithm.download  # the base method draws nothing
         unused = generator(self.seed, Stream.DOWNLOAD, round)
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
@@ -138,7 +146,7 @@ class Server:
         """
         task = Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **options)
         if task.upload:
-            self._sent[client] = download.section("model")
+            self._sent[client] = self.codec.restore_download(download, client).section("model")
         return task
 
     def new_client_tasks(
@@ -164,7 +172,8 @@ class Server:
             rng = generator(self.seed, Stream.DOWNLOAD, round, client)
             with blame(f"scenario.held_out_clients: {refusal}"):
                 visible = self._visible(algorithm.add_client(state, memory), memory)
-                download = algorithm.download(visible, self.clients, rng)
+                dense = algorithm.download(visible, self.clients, rng)
+            download = self.codec.compress_download(dense, round)
             options = {"fit": fit, "upload": False, "evaluate": True, "new_client": True}
             yield Task(round, client, download, memory, lr_scale, **options)
 
@@ -173,14 +182,20 @@ class Server:
         seed = derive(self.seed, Stream.AGGREGATION, round)
         self._aggregation = self.algorithm.aggregation(Round(round, self.visible_state, seed))
 
+    def restore(self, result: Result) -> Message:
+        """Return the upload of a client that has just finished its task, with dense weights."""
+        assert result.upload
+        round = self._aggregation.round.number
+        return self.codec.restore_upload(result.upload, self._sent.get(result.client), round, result.client)
+
     def add(self, result: Result) -> None:
         """Add a client's upload to the round's aggregation, and store the client's state.
 
         Results are added in ascending order of client ids.
         """
-        assert result.upload
+        upload = self.restore(result)
         self.memory.put(result.client, self._aggregation.round.number, result.memory)
-        self._aggregation.add(Upload(result.client, result.upload, self._sent.pop(result.client, None)))
+        self._aggregation.add(Upload(result.client, upload, self._sent.pop(result.client, None)))
 
     def end_round(self) -> dict[str, float]:
         """Make the aggregated state the server's state. Return the metrics that the aggregation has reported."""

@@ -22,6 +22,7 @@ BASES: dict[str, tuple[str, str, str]] = {
     "aggregators": ("algorithms.Aggregator", "algorithms", "algorithm.aggregator"),
     "graphs": ("algorithms.decentralized.topology.Graph", "algorithms", "algorithm.graph"),
     "client_samplers": ("algorithms.client_sampling.ClientSampler", "algorithms", "client_sampler"),
+    "compressors": ("compression.Compressor", "compression", "compression"),
     "datasets": ("data.Dataset", "data", "scenario.dataset"),
     "models": ("models.Backbone", "models", "model"),
     "partitions": ("data.Partition", "data", "scenario.partition"),
@@ -56,8 +57,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 SEVERAL = {"models": ("Mixed",)}
 """Classes that stand for several objects of a kind, whose base class they do not have."""
 
-SAME_KIND = {"model.models": "model"}
-"""Keys that take a list of the classes that another key takes."""
+SAME_KIND = {"model.models": "model", "download_compression": "compression"}
+"""Keys that take the classes that another key takes, or a list of them."""
 
 CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS, *SAME_KIND}
 """Keys that take a class, or a list of them."""

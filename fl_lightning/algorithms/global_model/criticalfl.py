@@ -269,6 +269,7 @@ class CriticalFL(Algorithm):
         "keep": {"distribution": "uniform", "min": 0.1, "max": 1.0},
     }
     module_class = MeasuredModule
+    compressible = False  # it has a compression of its own
 
     def __post_init__(self) -> None:
         """Check the options. Uploads are whole models only if `keep` is 1."""

@@ -165,6 +165,7 @@ class FedGH(Algorithm):
         "server_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1},
     }
     one_model = False
+    compressible = False
 
     def own_aggregator(self) -> Aggregator:
         """Return the aggregator that trains the head."""

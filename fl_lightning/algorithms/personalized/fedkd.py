@@ -336,6 +336,7 @@ class FedKD(FML):
         "distillation": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
     }
     whole = False
+    compressible = False  # it has a compression of its own
 
     def __post_init__(self) -> None:
         """Check the options."""
