@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, record_rounds, same_bytes, samples_of
+from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, record_rounds, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import assert_equals_loop, cross_entropy_steps, steps_of
+from loops import assert_equals_loop, cross_entropy_steps, loss_by_hand, steps_of
 from peers import mean_by_hand
-from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedDGGA, GeneralizationAdjustment
 from fl_lightning.algorithms.global_model.feddgga import adjusted_weights
@@ -62,13 +61,6 @@ def test_a_client_with_a_gap_above_the_mean_gets_a_larger_weight():
 def test_the_step_decreases_linearly_to_zero():
     steps = [GeneralizationAdjustment(0.5, 4).step(round) for round in range(1, 7)]
     assert steps == [0.375, 0.25, 0.125, 0.0, 0.0, 0.0]
-
-
-def loss_by_hand(run, client, network):
-    """Return a network's mean loss over a client's training data, in eval mode."""
-    x, y = samples_of(run, client)
-    with torch.no_grad():
-        return float(F.cross_entropy(copy.deepcopy(network).eval()(x.double()), y))
 
 
 @in_float64

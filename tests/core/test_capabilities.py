@@ -32,6 +32,10 @@ class Mixed(Mixin, FedAvg):
     pass
 
 
+ONLY_A_LOSS = (algorithms.AFL, algorithms.FedDGGA, algorithms.QFFL)
+"""Methods whose `prepare` only computes a loss, so that all clients start alike."""
+
+
 def test_an_override_removes_a_capability_and_a_declaration_restores_it():
     assert [kind.only_averages for kind in (WeightedMean, OwnFold, Declares, Inherits)] == [True, False, True, False]
     assert (OwnFold.sends_one_model, Mixed.plain_exchange, FedAvg.plain_exchange) == (True, False, True)
@@ -52,7 +56,7 @@ def test_no_class_of_the_package_has_a_wrong_capability(base):
             if capability == "only_averages":  # `fold` itself says so: `WeightedMean`'s, and what is built on it
                 averages = getattr_static(kind, "fold") is getattr_static(WeightedMean, "fold")
                 assert (has is True) == averages or kind is algorithms.GlobalPeriodReview, kind
-            elif (kind, capability) != (algorithms.FedDGGA, "starts_alike"):  # its `prepare` only computes a loss
+            elif capability != "starts_alike" or kind not in ONLY_A_LOSS:
                 assert has is not overrides, (kind, capability)
                 lost |= {capability} if overrides else set()
     assert lost == base.capabilities.keys() - {"only_averages"}
