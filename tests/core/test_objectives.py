@@ -300,7 +300,7 @@ PLAIN = {
     *("FedAdam", "FedAvg", "FedAvgM", "FedBABU", "FedFomo", "FedPer", "FedProx", "FedRep", "FedSiamDA", "FedYogi"),
     *("APFL", "FedACG", "FedBN", "FedCM", "FedDC", "FedDyn", "FedNova", "FedSAM", "LGFedAvg", "MoFedSAM", "PFedMe"),
     *("HeteroFL", "HeurFedAMP", "IFCA", "Local", "MOON", "PeerAlgorithm", "PeerCriticalFL", "PeerFedPer"),
-    *("FedDGGA", "PerFedAvg", "SCAFFOLD", *ADAPTERS),
+    *("AFL", "FedDGGA", "PerFedAvg", "QFFL", "SCAFFOLD", *ADAPTERS),
 }
 """Methods that take every objective: each is run on numbers below."""
 
