@@ -12,6 +12,7 @@ from fl_lightning.callbacks.drift import ClientDrift
 from fl_lightning.callbacks.early_stopping import EarlyStopping
 from fl_lightning.callbacks.figures import RoundFigure as RoundFigure  # a base class, which `list` does not show
 from fl_lightning.callbacks.knowledge_map import KnowledgeMap
+from fl_lightning.callbacks.membership_audit import MembershipAudit
 from fl_lightning.callbacks.predicted_masks import PredictedMasks
 from fl_lightning.callbacks.progress import RoundProgress
 from fl_lightning.callbacks.row_norms import RowNorms
@@ -28,6 +29,7 @@ __all__ = [
     "ConfusionMatrix",
     "EarlyStopping",
     "KnowledgeMap",
+    "MembershipAudit",
     "PredictedMasks",
     "RoundCallback",
     "RoundProgress",

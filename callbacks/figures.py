@@ -186,8 +186,8 @@ def trained_model(run: FederatedRun, result: Result) -> Tensors:
 
     It consists of the upload, the personal part and, for tensors in neither, the values that the client started from.
     """
-    assert result.upload
-    known = result.memory.get(OWN, {}) | result.upload.on_cpu().section("model")
+    upload = run.evaluator.server.restore(result).on_cpu()
+    known = result.memory.get(OWN, {}) | upload.section("model")
     if run.worker.for_client(result.client).template.backbone.state_dict().keys() <= known.keys():
         return known
     return run.starting_module(result.client).backbone.state_dict() | known

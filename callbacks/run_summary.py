@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from fl_lightning.algorithms import WeightedMean
+from fl_lightning.compression.codec import COMPRESSED
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.inputs import describe_inputs
 from fl_lightning.data.datasets import first_samples
@@ -53,7 +54,7 @@ def sent_sections(run: FederatedRun) -> list[str]:
     model = [f"model without {own}" if own else "model"] * bool(algorithm.shared_names(run.worker.template.backbone))
     download = run.evaluator.server.download(run.round + 1, 0).sections if algorithm.server else {}
     sections = dict.fromkeys([*(piece.name for piece in algorithm.knowledge), *download])
-    return [*model, *(name for name in sections if name != "model")]
+    return [*model, *(name for name in sections if name not in ("model", COMPRESSED))]
 
 
 def describe_data(run: FederatedRun) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.client.loss_term import Step as Step
     from fl_lightning.client.module import ClientModule as ClientModule
     from fl_lightning.client.schedules import WarmupCosine as WarmupCosine
+    from fl_lightning.compression import *
     from fl_lightning.core.errors import CheckpointError as CheckpointError
     from fl_lightning.core.errors import ClientFailure as ClientFailure
     from fl_lightning.core.errors import ConfigError as ConfigError
@@ -67,6 +68,7 @@ _NAMES = {
     "client.loss_term": "FitContext LossTerm Step",
     "client.module": "ClientModule",
     "client.schedules": "WarmupCosine",
+    "compression": "Compressor Float16 QSGD RandomK SignSGD TopK",
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 ClientSplits Dataset Digits Dirichlet DisjointClasses DomainFolder
         Domains EMNIST FashionMNIST FC100 FederatedData FEMNIST FewShot HuggingFace IID ImageFolder ImageTable IMDB

@@ -21,6 +21,7 @@ from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, w
 from fl_lightning.callbacks.monitor import logged_by_clients
 from fl_lightning.callbacks.progress import describe_end, describe_progress
 from fl_lightning.client.local_training import LocalTraining
+from fl_lightning.compression import Compressor
 from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.processor_time import processor_seconds
@@ -70,6 +71,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         engine: How the clients of a round are trained: `sequential` (one after another), `stacked` (vectorised),
             `processes` (in parallel), `ray`, `auto` (the fastest of the first three), or an engine with its options.
             Results are the same except for rounding.
+        compression: Compresses the clients' updates, such as `TopK`. By default, whole models are uploaded.
+        download_compression: Compresses the weights that clients receive: `Float16` or `QSGD`.
         evaluation: What is evaluated besides the global model, and how often.
         client_store: Where the clients' state is kept between rounds: in `memory`, or only on `disk`.
         on_client_failure: What happens if a client fails: `raise` ends the run, `drop` continues without its upload.
@@ -114,6 +117,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         seed: int = 0,
         round_lr_scheduler: LRSchedulerCallable | None = None,
         engine: Engine | EngineName = "sequential",
+        compression: Compressor | None = None,
+        download_compression: Compressor | None = None,
         evaluation: Evaluation = Evaluation(),
         client_store: Literal["memory", "disk"] = "memory",
         on_client_failure: Literal["raise", "drop"] = "raise",
@@ -140,6 +145,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             evaluation=evaluation,
             min_clients=min_clients,
             adversary=adversary,
+            compression=compression,
+            download_compression=download_compression,
         )
         self.on_client_failure = on_client_failure
         self.callbacks = with_defaults(callbacks or [], private=training.dp_sgd is not None)

@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
-    *("core", "evaluation", "data", "attacks", "models", "privacy", "client", "scheduling", "algorithms", "engines"),
-    *("loggers", "runs", "callbacks", "orchestrator", "flower", "analysis", "cli"),
+    *("core", "evaluation", "data", "attacks", "models", "privacy", "compression", "client", "scheduling"),
+    *("algorithms", "engines", "loggers", "runs", "callbacks", "orchestrator", "flower", "analysis", "cli"),
 )
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
         UnitAlignment as UnitAlignment,
         UnitRepresentation as UnitRepresentation,
     )
+    from fl_lightning.algorithms.global_model.afl import AFL as AFL, AgnosticMean as AgnosticMean
     from fl_lightning.algorithms.global_model.ccvr import CCVR as CCVR
     from fl_lightning.algorithms.global_model.criticalfl import CriticalFL as CriticalFL, EntryMean as EntryMean
     from fl_lightning.algorithms.global_model.fedacg import FedACG as FedACG, LookAhead as LookAhead
@@ -108,6 +109,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     from fl_lightning.algorithms.global_model.heterofl import HeteroFL as HeteroFL, SliceMean as SliceMean
     from fl_lightning.algorithms.global_model.moon import MOON as MOON, ModelContrast as ModelContrast
     from fl_lightning.algorithms.global_model.protonet import Prototypical as Prototypical
+    from fl_lightning.algorithms.global_model.qffl import QFFL as QFFL, FairAveraging as FairAveraging
     from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD as SCAFFOLD, ControlVariates as ControlVariates
     from fl_lightning.algorithms.decentralized.topology import (
         Adjacency as Adjacency,

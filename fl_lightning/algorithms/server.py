@@ -12,6 +12,7 @@ from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.algorithms.protocols import SizesCohort
 from fl_lightning.attacks.base import Adversary, fault_of, no_weights
 from fl_lightning.client.optimizers import LRScales
+from fl_lightning.compression.codec import Codec
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
@@ -50,6 +51,7 @@ class Server:
             peers read them.
         lr_scales: The factor on the clients' learning rates in each round.
         adversary: Which clients attack, and what they send. It has been started.
+        codec: Compresses downloads and restores uploads. By default, messages are not compressed.
 
     Attributes:
         state: The shared state after the last finished round.
@@ -69,10 +71,12 @@ class Server:
         memory: ClientStates,
         lr_scales: LRScales,
         adversary: Adversary,
+        codec: Codec | None = None,
     ) -> None:
         self.algorithm, self.clients, self.clients_per_round = algorithm, clients, clients_per_round
         self.sampler, self.seed, self.memory, self.lr_scales = sampler, seed, memory, lr_scales
         self.adversary, self.dropped = adversary, dict[int, str]()
+        self.codec = codec or Codec()
         self.state: State = {}
         self.schedule: Schedule | None = None
         self.earlier_states: dict[int, State] = {}
@@ -167,6 +171,12 @@ class Server:
             clients: The clients' ids.
             versions: The round whose state a client receives, by client id, if it is not the last finished round.
         """
+        return (self.codec.compress_download(each, round) for each in self.dense_downloads(round, clients, versions))
+
+    def dense_downloads(
+        self, round: int, clients: Sequence[int], versions: Mapping[int, int] = {}
+    ) -> Iterator[Message]:
+        """Yield the message to each client in turn before its compression. The arguments are those of `downloads`."""
         draws = type(self.algorithm).download is not Algorithm.download  # the base method draws nothing
         unused = generator(self.seed, Stream.DOWNLOAD, round)
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
@@ -184,7 +194,7 @@ class Server:
         """
         task = Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **options)
         if task.upload:
-            self._sent[client] = download.section("model")
+            self._sent[client] = self.codec.restore_download(download, client).section("model")
         return task
 
     def new_client_tasks(
@@ -210,7 +220,8 @@ class Server:
             rng = generator(self.seed, Stream.DOWNLOAD, round, client)
             with blame(f"scenario.held_out_clients: {refusal}"):
                 visible = self._visible(algorithm.add_client(state, memory), memory)
-                download = algorithm.download(visible, self.clients, rng)
+                dense = algorithm.download(visible, self.clients, rng)
+            download = self.codec.compress_download(dense, round)
             options = {"fit": fit, "upload": False, "evaluate": True, "new_client": True}
             yield Task(round, client, download, memory, lr_scale, **options)
 
@@ -220,18 +231,24 @@ class Server:
         self._held, self.dropped = [], {}
         self._aggregation = self.algorithm.aggregation(Round(round, self.visible_state, seed))
 
+    def restore(self, result: Result) -> Message:
+        """Return the upload of a client that has just finished its task, with dense weights."""
+        assert result.upload
+        round = self._aggregation.round.number
+        return self.codec.restore_upload(result.upload, self._sent.get(result.client), round, result.client)
+
     def add(self, result: Result) -> None:
         """Add a client's upload to the round's aggregation, and store the client's state.
 
         Results are added in ascending order of client ids. If an adversary needs the uploads, they are only stored.
         """
-        assert result.upload
+        message = self.restore(result)
         self.memory.put(result.client, self._aggregation.round.number, result.memory)
         received, newest = self._sent.pop(result.client, None), self._aggregation.round.number - 1
         staleness = newest - self.plan.versions.get(result.client, newest)
-        upload = Upload(result.client, result.upload, received, staleness)
+        upload = Upload(result.client, message, received, staleness)
         if self.holds_uploads:
-            self._held.append(upload._replace(message=upload.message.on_cpu()))
+            self._held.append(upload._replace(message=message.on_cpu()))
         else:
             self._aggregate(upload)
 
@@ -251,10 +268,19 @@ class Server:
         received = self.adversary.replace_uploads(held, number, buffers)
         for honest, upload in zip(held, received, strict=True):
             fault = None if upload is honest else fault_of(upload.message, honest.message)
+            if self.codec.upload and upload is not honest and not fault:
+                upload = self._as_restored(upload)
+                fault = fault_of(upload.message, honest.message)
             if fault:
                 self.dropped[upload.client] = fault
             else:
                 self._aggregate(upload)
+
+    def _as_restored(self, upload: Upload) -> Upload:
+        """Return a crafted upload as the server gets it: compressed and restored, as those of all clients."""
+        client, received, round = upload.client, upload.received or {}, self._aggregation.round.number
+        sent, _ = self.codec.compress_upload(upload.message, received, {}, round, client)
+        return upload._replace(message=self.codec.restore_upload(sent, received, round, client))
 
     def attack_metrics(self, participants: Sequence[int]) -> dict[str, float]:
         """Return how many attackers took part in a round, and how many of their uploads were dropped.

@@ -25,6 +25,7 @@ BASES: dict[str, tuple[str, str, str]] = {
     "clocks": ("scheduling.Clock", "scheduling", "clock"),
     "round_policies": ("scheduling.RoundPolicy", "scheduling", "round_policy"),
     "adversaries": ("attacks.Adversary", "attacks", "adversary"),
+    "compressors": ("compression.Compressor", "compression", "compression"),
     "datasets": ("data.Dataset", "data", "scenario.dataset"),
     "models": ("models.Backbone", "models", "model"),
     "partitions": ("data.Partition", "data", "scenario.partition"),
@@ -59,7 +60,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 SEVERAL = {"models": ("Mixed",)}
 """Classes that stand for several objects of a kind, whose base class they do not have."""
 
-SAME_KIND = {"model.models": "model", "adversary.data": "adversary"}
+SAME_KIND = {"model.models": "model", "adversary.data": "adversary", "download_compression": "compression"}
 """Keys that take classes that another key takes, or a list of them."""
 
 CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS, *SAME_KIND}

@@ -22,6 +22,7 @@ HEADINGS = {
     "task and method": ("config", "scenario.", "model", "algorithm", "baselines"),
     "length": ("rounds", "clients_per_round", "client_sampler", "clock", "round_policy", "seed", "fast"),
     "attackers": ("adversary",),
+    "messages": ("compression", "download_compression"),
     "training of each client": (
         *("batch_size", "batch_sampler", "class_weights", "mixup", "cutmix"),
         *("optimizer", "optimizer_state", "lr_factors"),

@@ -147,6 +147,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--client": value(int | None, "Export client K's next model; the global one by default.", metavar="K"),
         "--prepare": switch("Include the scaling and normalization, so that the model takes stored samples."),
         "--merge": switch("Add LoRA adapters to the weights of their layers, so that the model needs no peft."),
+        "--peft": switch("Write the adapters as a folder for peft's PeftModel.from_pretrained; -o names the folder."),
         "--checkpoint": CHECKPOINT,
         "--trust": TRUST,
     },

@@ -12,6 +12,7 @@ from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.names import join_names
 from fl_lightning.data.custom_data import KEY, Samples, existing_path
 from fl_lightning.data.files import BadFile, check_exists, files_in, read_text
+from fl_lightning.data.image_files import naming_path
 from fl_lightning.data.image_folder import ImageFolder, labelled_samples, subfolders
 from fl_lightning.data.images import Augment
 from fl_lightning.data.partitions import ClientSplits, Partition, assign_samples, equal_sizes
@@ -249,7 +250,7 @@ class DomainFolder(ImageFolder):
 
     def _samples(self) -> Samples:
         root = existing_path(self.path, folder=True)
-        with self._naming_path():
+        with naming_path():
             domains = self._domains(root)
             lists = self._lists(root, domains)
             if lists:

@@ -34,6 +34,7 @@ from fl_lightning.data.files import (
     read_mapped,
 )
 from fl_lightning.data.images import Augment, make_augment
+from fl_lightning.data.lazy import LazySamples
 from fl_lightning.data.transforms import Normalize
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
@@ -117,6 +118,13 @@ class ImageOptions:
             x[i] = image
         return torch.from_numpy(x)
 
+    def on_demand(self, images: Sequence[EncodedImage]) -> LazySamples:
+        """Return images that are decoded when they are needed, `(n, channels, height, width)`, `uint8`.
+
+        Only the files' headers are read now.
+        """
+        return LazySamples([ImageReader(images, self.shape(images))], draws=False)
+
     def _map_cache(self, folder: Path, images: Sequence[EncodedImage]) -> Tensor:
         """Return decoded images, memory-mapped from a cache file. If the file is missing or damaged, write it first."""
         path = folder / f"pictures-{self._fingerprint(images)}.npy"  # the name in earlier versions
@@ -165,7 +173,7 @@ class ImageOptions:
             known.append([os.path.relpath(path, root), status.st_size, status.st_mtime_ns])
         return hashlib.sha256(json.dumps([known, self.size, self.channels]).encode()).hexdigest()[:16]
 
-    def transforms(self, x: Tensor, fitted: np.ndarray) -> dict[str, Any]:
+    def transforms(self, x: Tensor | LazySamples, fitted: np.ndarray) -> dict[str, Any]:
         """Return functions for normalization and augmentation, as a dict with the keys `prepare` and `augment`.
 
         The keys are fields of `LoadedData`.
@@ -184,7 +192,42 @@ class ImageOptions:
         return {"prepare": Normalize(mean, std), "augment": make_augment(self.augment)}
 
 
+class ImageReader:
+    """Decodes image files one at a time, for `LazySamples`.
+
+    Args:
+        images: The images.
+        shape: The shape of each after decoding.
+    """
+
+    who = KEY
+
+    def __init__(self, images: Sequence[EncodedImage], shape: ImageShape) -> None:
+        self.images, self.shape = images, shape
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, item: int) -> Tensor:
+        """Decode an image.
+
+        Raises:
+            ConfigError: Its file is missing or damaged.
+        """
+        with naming_path():
+            return torch.from_numpy(decode(self.images[item], self.shape).copy())
+
+
 # --- Decoding ---
+
+
+@contextmanager
+def naming_path() -> Iterator[None]:
+    """Context in which errors about an image's file name the dataset's `path`."""
+    try:
+        yield
+    except BadFile as error:
+        raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
 
 
 @contextmanager
@@ -249,7 +292,7 @@ def check_memory(n: int, shape: ImageShape) -> None:
         )
 
 
-def channel_statistics(x: Tensor, rows: Tensor) -> tuple[list[float], list[float]]:
+def channel_statistics(x: Tensor | LazySamples, rows: Tensor) -> tuple[list[float], list[float]]:
     """Return each channel's mean and standard deviation over the images at `rows`, with pixels scaled to [0, 1].
 
     A standard deviation of 0 is replaced by 1. The sums are integers, so that the order of summation changes no bit of
@@ -257,8 +300,8 @@ def channel_statistics(x: Tensor, rows: Tensor) -> tuple[list[float], list[float
     """
     total = torch.zeros(2, x.shape[1], dtype=torch.int64)
     for piece in rows.split(max(1, CHUNK_BYTES // max(1, x[:1].nbytes))):
-        pixels = x[piece].to(torch.int32)
+        pixels = x.index_select(0, piece).to(torch.int32)
         total += torch.stack([values.sum(dim=(0, 2, 3), dtype=torch.int64) for values in (pixels, pixels.square())])
-    mean, square = (total.double() / (len(rows) * x[0, 0].numel())).tolist()
+    mean, square = (total.double() / (len(rows) * prod(x.shape[2:]))).tolist()
     std = [math.sqrt(max(b - a * a, 0)) for a, b in zip(mean, square, strict=True)]
     return [value / 255 for value in mean], [value / 255 or 1.0 for value in std]

@@ -6,7 +6,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +17,8 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.names import join_names
 from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path, split_of
 from fl_lightning.data.datasets import refuse_unknown_classes
-from fl_lightning.data.files import BadFile, files_in, is_left_behind, naming_file
-from fl_lightning.data.image_files import EncodedImage, ImageOptions
+from fl_lightning.data.files import files_in, is_left_behind, naming_file
+from fl_lightning.data.image_files import EncodedImage, ImageOptions, naming_path
 from fl_lightning.data.images import Augment
 
 if TYPE_CHECKING:
@@ -56,9 +55,11 @@ class ImageFolder(CustomDataset):
             hospital, for the partition `ByClient`) and `{split}` (`train`, `test` or `val`), for example
             `{client}/{class}/*` or `{class}/{client}_*.png`. `*` is any text and `?` any character, but no slash. A
             field is as short as possible.
+        lazy: Read and decode images when batches need them, for data that do not fit into memory. If `mean` and `std`
+            are not given, the training images are also decoded once at the start.
 
     Raises:
-        ConfigError: A number is out of range.
+        ConfigError: A number is out of range, or `lazy` and `cache` are both set.
     """
 
     label_key = client_key = "path"
@@ -74,9 +75,12 @@ class ImageFolder(CustomDataset):
         std: list[float] | None = None,
         augment: Augment = "none",
         pattern: str | None = None,
+        lazy: bool = False,
     ) -> None:
         super().__init__(test_share)
-        self.path, self.pattern = path, None if pattern is None else PathPattern(pattern)
+        if lazy and cache:
+            raise ConfigError(f"{KEY}.lazy: true reads the image files, not a cache. Leave out lazy or cache")
+        self.path, self.pattern, self.lazy = path, None if pattern is None else PathPattern(pattern), lazy
         self.options = ImageOptions(size, channels, mean, std, augment, cache)
         self.has_statistics = mean is None
 
@@ -84,7 +88,7 @@ class ImageFolder(CustomDataset):
         if self.path.endswith((".csv", ".parquet")) and os.path.isfile(self.path):
             raise ConfigError(f"{KEY}.path: {one_line(self.path)}: is a file. Did you mean --{KEY} ImageTable?")
         root = existing_path(self.path, folder=True)
-        with self._naming_path():
+        with naming_path():
             if self.pattern:
                 return self._matching_samples(self.pattern, root)
             splits = self._split_folders(root)
@@ -137,18 +141,11 @@ class ImageFolder(CustomDataset):
         client = frame["client"].to_numpy(str) if "client" in frame else None
         return labelled_samples(frame["path"].tolist(), frame["class"].to_numpy(str), client, test, self)
 
-    def _inputs(self, source: list[Path], order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
+    def _inputs(self, source: list[Path], order: np.ndarray, fitted: np.ndarray) -> tuple[Any, dict[str, Any]]:
         images = [EncodedImage(str(source[i]), source[i]) for i in order]
-        with self._naming_path():
-            x = self.options.read(images)
+        with naming_path():
+            x = self.options.on_demand(images) if self.lazy else self.options.read(images)
         return x, self.options.transforms(x, fitted)
-
-    @contextmanager
-    def _naming_path(self) -> Iterator[None]:
-        try:
-            yield
-        except BadFile as error:
-            raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
 
     def _classes(self, folder: Path) -> list[str]:
         classes = subfolders(folder)

@@ -14,7 +14,7 @@ from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
 from fl_lightning.data.datasets import LoadedData, count_outputs
 from fl_lightning.data.files import BadFile, files_in, naming_file, open_file
-from fl_lightning.data.image_files import FORMATS, EncodedImage, ImageOptions
+from fl_lightning.data.image_files import FORMATS, EncodedImage, ImageOptions, naming_path
 from fl_lightning.data.image_folder import subfolders
 
 
@@ -75,7 +75,7 @@ class MaskFolder(CustomDataset):
 
     def _samples(self) -> Samples:
         root = existing_path(self.path, folder=True)
-        try:
+        with naming_path():
             sites = [name for name in subfolders(root) if self.images in subfolders(root / name)]
             alone = self.images in subfolders(root)
             if not sites and not alone:
@@ -84,8 +84,6 @@ class MaskFolder(CustomDataset):
             pairs = [(pair, site) for site in ([""] if alone else sites) for pair in self._pairs(root / site)]
             files = [image for (image, _), _ in pairs]
             y = torch.from_numpy(stack_masks([mask for (_, mask), _ in pairs], self.options.size))
-        except BadFile as error:
-            raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
         outputs = self.num_classes or max(2, count_outputs(y))
         client = None if alone else np.array([site for _, site in pairs])
         return Samples(files, Labels(y, outputs, [str(number) for number in range(outputs)]), client)
@@ -102,10 +100,8 @@ class MaskFolder(CustomDataset):
         return pairs
 
     def _inputs(self, source: list[Path], order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
-        try:
+        with naming_path():
             x = self.options.read([EncodedImage(str(source[i]), source[i]) for i in order])
-        except BadFile as error:
-            raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
         return x, self.options.transforms(x, fitted)
 
 

@@ -15,6 +15,7 @@ from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.client.weights import buffer_names
+from fl_lightning.compression import Compressor
 from fl_lightning.core.errors import ConfigError, blame, check_instance, check_number, check_positive
 from fl_lightning.core.fixed_tensors import copy_shared_tensors
 from fl_lightning.core.message import Message
@@ -22,6 +23,7 @@ from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Worker, engine_of
+from fl_lightning.engines.compression_checks import check_compression
 from fl_lightning.engines.evaluator import Evaluator
 from fl_lightning.engines.exchange import check_exchange
 from fl_lightning.engines.simulated_time import check_round_policy, planned_work
@@ -60,6 +62,8 @@ class Experiment:
         evaluation: Evaluation,
         min_clients: int,
         adversary: Adversary | None,
+        compression: Compressor | None = None,
+        download_compression: Compressor | None = None,
     ) -> None:
         fix = "Give Scenario(dataset, partition). For one dataset per client, join them and use the partition ByClient"
         check_instance("scenario", scenario, Scenario, fix)
@@ -73,6 +77,7 @@ class Experiment:
         self.client_sampler, self.min_clients = client_sampler or UniformSampling(), min_clients
         self.clock, self.round_policy = clock, round_policy
         self.adversary = adversary or Adversary(clients=0)
+        self.compression, self.download_compression = compression, download_compression
         self.round = 0
         if scenario.clients is not None:  # otherwise the number comes from the data
             self._set_clients(scenario.training_clients(scenario.clients))
@@ -84,7 +89,9 @@ class Experiment:
     def _build(self) -> None:
         data = self._load_data()
         metrics, positive_class = self.evaluation.metrics, self.evaluation.positive_class
-        self._set_up(Worker(self.seed, self.algorithm, self._model, data, self.training, metrics, positive_class))
+        common = (self.seed, self.algorithm, self._model, data, self.training, metrics, positive_class)
+        up, down = self.compression, self.download_compression
+        self._set_up(Worker(*common, compression=up, download_compression=down))
 
     def _load_data(self, test_set: bool = False) -> FederatedData:
         """Load the data, split them among the clients, choose the attackers, and let them change their samples.
@@ -117,10 +124,10 @@ class Experiment:
         for aggregator in self.algorithm.aggregator.chain():
             if isinstance(aggregator, StartsRun):
                 aggregator.start_run(plan)
-        self.server = Server(
-            self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales, self.adversary
-        )
+        common = (self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
+        self.server = Server(*common, self.adversary, worker.codec)
         self.server.start(worker.template.backbone, self.data.data.num_classes)
+        check_compression(worker, self.server)
         if self.clock or self.round_policy:
             self.server.schedule = self._build_schedule()
         self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -234,13 +234,26 @@ class FlowerEngine(Engine):
             contents = unpack(answer.content, self.max_megabytes * MEGABYTE)
             result = unpack_result(task, contents, worker.algorithm.public)
             if not result.failure:
-                check_result(result, task, expected_answer(worker, task.client, self.logged))
+                dense = with_dense_upload(worker, task, result)
+                check_result(dense, task, expected_answer(worker, task.client, self.logged))
         except Exception as error:  # whatever a client sends, it is the failure of this client only
             return failed_result(task, BadMessage(one_short_line(describe_error(error))))
         if task.upload and not result.failure:
             before = [round for round in self._trained.get(task.client, []) if round < task.round]
             self._trained[task.client] = [*before[-1:], task.round]
         return result
+
+
+def with_dense_upload(worker: Worker, task: Task, result: Result) -> Result:
+    """Return a client's result with an upload whose weights are not compressed, as the checks expect it.
+
+    Raises:
+        ValueError: The upload is not compressed as the run's compressor does it.
+    """
+    if not result.upload:
+        return result
+    received = worker.codec.restore_download(task.download, task.client).section("model")
+    return replace(result, upload=worker.codec.restore_upload(result.upload, received, task.round, task.client))
 
 
 def warn_of_absence(task: Task) -> None:

@@ -12,6 +12,7 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import FitContext
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import WeightMemory, load_weights, loads_plainly
+from fl_lightning.compression.codec import Codec
 from fl_lightning.core.fixed_tensors import copy_network, share, shared_tensors
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
@@ -33,6 +34,7 @@ class ModuleFactory:
         trainer: Provides the device and the precision.
         seed: The run's seed.
         compile: Whether backbones are compiled, once for all clients and rounds.
+        codec: Restores compressed downloads.
     """
 
     def __init__(
@@ -43,14 +45,16 @@ class ModuleFactory:
         trainer: L.Trainer,
         seed: int,
         compile: bool = False,
+        codec: Codec | None = None,
     ) -> None:
         self.template, self.algorithm, self.clients, self.trainer = template, algorithm, clients, trainer
-        self.seed, self.compile = seed, compile
+        self.seed, self.compile, self.codec = seed, compile, codec or Codec()
         loads = algorithm.plain_exchange
         device = trainer.strategy.root_device
         self._built_on = device if loads else torch.device("cpu")
         self._overwrites = loads and loads_plainly(template.backbone)  # nothing reads the initial weights before
-        self._uploads_stay = algorithm.only_averages and has_doubles(device)  # they are averaged there
+        averages = algorithm.only_averages and not self.codec.upload
+        self._uploads_stay = averages and has_doubles(device)  # they are averaged there
         self._send = DeviceCopies(device)
 
     def build(self, blank: Iterable[str] = ()) -> ClientModule:
@@ -85,7 +89,8 @@ class ModuleFactory:
             task: The task.
             slot: Holds the module of an earlier client, which is reset. By default a new module is built.
         """
-        download = self._send(task.download) if self._built_on.type != "cpu" else task.download
+        download = self.codec.restore_download(task.download, task.client)
+        download = self._send(download) if self._built_on.type != "cpu" else download
         overwritten = download.section("model") if self._overwrites else {}
         # before seeding: compilation and copying may use random numbers
         module = slot.reset(overwritten.keys()) if slot else self.build(overwritten)

@@ -43,6 +43,8 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.private_random import PrivateRandom
 from fl_lightning.client.weights import to_cpu
+from fl_lightning.compression import Compressor
+from fl_lightning.compression.codec import Codec
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.core.fixed_tensors import (
     fixed_tensors,
@@ -110,6 +112,8 @@ class Worker:
         positive_class: Of two classes, the one that binary metrics count as positive.
         own_machine: Whether this is a client's own machine. With `dp_sgd`, noise and batches are then random instead of
             seeded, and training losses are not sent.
+        compression: Compresses the clients' updates.
+        download_compression: Compresses the weights that clients receive.
         group: With a `Mixed`, the number of this worker's network. The run's worker has the first one, and builds a
             further worker for each of the others.
 
@@ -126,6 +130,8 @@ class Worker:
     metrics: Sequence[str | dict[str, Any]] = ()
     positive_class: int = 1
     own_machine: bool = False
+    compression: Compressor | None = None
+    download_compression: Compressor | None = None
     group: int = 0
     has_fitted: bool = field(default=False, init=False)
     mapped: dict[int, Tensors] = field(default_factory=dict, init=False)
@@ -193,12 +199,26 @@ class Worker:
         """Return a worker for another group, which uses this one's trainer and its copy of the data on the device."""
         other = replace(self, group=group, algorithm=copy.copy(self.algorithm))
         other.mapped, other.idle_trainer, other.shown = self.mapped, self.idle_trainer, self.shown
+        other.codec = self.codec
         other.algorithm.fixed = frozenset(other.fixed)
         data, template, images = self.client_data, other.template, other.uses_channels_last
         other.client_data = replace(
             data, algorithm=other.algorithm, template=template, channels_last=images, other=data
         )
         return other
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The object that compresses and restores the messages of all clients."""
+        buffers = self.algorithm.aggregator.buffers
+        how = (self.compression, self.download_compression)
+        return Codec(self.seed, *how, lambda client: self.for_client(client).exchanged, buffers)
+
+    @cached_property
+    def exchanged(self) -> Tensors:
+        """The entries of the network, with initial weights, that clients and server exchange."""
+        entries = self.template.backbone.state_dict()
+        return {name: entries[name] for name in self.algorithm.shared_names(self.template.backbone)}
 
     @property
     def fixed(self) -> Tensors:
@@ -296,6 +316,7 @@ class Worker:
             self.idle_trainer,
             self.seed,
             compile=self.training.compile,
+            codec=self.codec,
         )
 
     @cached_property
@@ -538,7 +559,7 @@ class Worker:
         upload, memory, local, on_global = None, task.memory, None, None
         untrained = task.evaluate and not task.fit and self.algorithm.is_untrained(module, memory)
         runs_module = task.evaluates or module.knowledge or not self.algorithm.plain_exchange
-        if runs_module and task.fit:
+        if (runs_module or self.compression) and task.fit:
             module.loss_record.settle()  # a NaN is reported as such, not as an error that it causes here
         with inference(module, self.idle_trainer) if runs_module else torch.no_grad():
             if task.upload:
@@ -547,6 +568,9 @@ class Worker:
                 if optimizer_state:
                     memory = memory | to_cpu({"optimizer": optimizer_state})
                 memory = memory if self.device.type == "cpu" else on_cpu(memory)
+                received = self.codec.restore_download(task.download, task.client).section("model")
+                upload, residual = self.codec.compress_upload(upload, received, task.memory, task.round, task.client)
+                memory = memory | residual
             if task.evaluates:
                 self.algorithm.personalize(module, training_batches)
             if task.evaluate:

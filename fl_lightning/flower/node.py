@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.client.module import ClientModule
+from fl_lightning.compression.codec import COMPRESSED
 from fl_lightning.core.errors import ConfigError, describe_error
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result
@@ -215,10 +216,12 @@ def sent_kinds(result: Result, public: str | None) -> set[str]:
     """Return the names of all values that a client sends to the server, except the number of samples.
 
     They are tensor groups (sections) and numbers of the upload, and the public section of the client's state.
+    Compressed weights are named `model`, too.
 
     Args:
         result: The result.
         public: The section of the client's state that its peers may read, if any.
     """
     upload, published = result.upload or Message(), [name for name in result.memory if name == public]
-    return {*upload.sections, *upload.numbers, *published} - {"n_samples"}
+    sections = {"model" if name == COMPRESSED else name for name in upload.sections}
+    return {*sections, *upload.numbers, *published} - {"n_samples"}

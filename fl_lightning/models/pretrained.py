@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +85,7 @@ class Pretrained(Backbone):
         probe = torch.zeros(2, *in_shape) if task == "image_classification" else torch.ones(2, 3, dtype=torch.int64)
         expected = _outputs(HiddenOutputs(network), probe, path)
         network.set_submodule(name, nn.Identity())
-        super().__init__(HiddenOutputs(network), head, head.in_features)
+        super().__init__(HiddenOutputs(network, name), head, head.in_features)
         if not torch.allclose(_outputs(self, probe, path), expected, rtol=SAME, atol=SAME):
             fix = "Wrap it in an nn.Module of your own, which returns its `.logits`"
             raise ConfigError(f"model.path: {type(network).__name__} changes the outputs of its last layer. {fix}.")
@@ -99,11 +100,12 @@ class HiddenOutputs(nn.Module):
 
     Args:
         network: The model. Without its last layer, the logits are the features.
+        output_layer: The name of the last layer in the model, if `nn.Identity` replaces it.
     """
 
-    def __init__(self, network: PreTrainedModel) -> None:
+    def __init__(self, network: PreTrainedModel, output_layer: str = "") -> None:
         super().__init__()
-        self.network = network
+        self.network, self.output_layer = network, output_layer
 
     def forward(self, x: Tensor | Inputs | dict[str, Tensor]) -> Tensor:
         """Return the outputs of a batch: a tensor of token ids or images, or inputs by name.
@@ -116,6 +118,38 @@ class HiddenOutputs(nn.Module):
         if "input_ids" in inputs and "attention_mask" not in inputs and padding is not None:
             inputs["attention_mask"] = (inputs["input_ids"] != padding).long()
         return self.network(**inputs).logits
+
+
+def whole_model(backbone: nn.Module) -> PreTrainedModel:
+    """Return a copy of the Hugging Face model in a `Pretrained`, or in an `Adapted` of one, with its last layer.
+
+    Raises:
+        ConfigError: The backbone has no such model.
+    """
+    encoder, head = getattr(backbone, "encoder", None), getattr(backbone, "head", None)
+    if not (isinstance(encoder, HiddenOutputs) and isinstance(head, nn.Module)):
+        fix = "Its base has to be Pretrained."
+        raise ConfigError(f"model: {type(backbone).__name__} contains no model of Hugging Face. {fix}")
+    network, head = copy.deepcopy((encoder.network, head))
+    network.set_submodule(encoder.output_layer, head)
+    return network
+
+
+def model_name(entry: str, output_layer: str) -> str:
+    """Return the name in the Hugging Face model of a layer or an entry of a `Pretrained` or `Adapted` backbone.
+
+    Args:
+        entry: The name in the backbone, such as `encoder.network.bert.pooler.dense` or `head.weight`.
+        output_layer: The name of the last layer in the model.
+
+    Example:
+        >>> model_name("encoder.network.bert.pooler.dense", "classifier"), model_name("head.weight", "classifier")
+        ('bert.pooler.dense', 'classifier.weight')
+    """
+    part, _, rest = entry.partition(".")
+    if part == "head":
+        return f"{output_layer}.{rest}" if rest else output_layer
+    return entry.removeprefix("encoder.network.")
 
 
 def load_network(

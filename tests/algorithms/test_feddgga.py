@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, record_rounds, same_bytes, samples_of
+from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, record_rounds, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import assert_equals_loop, cross_entropy_steps, steps_of
+from loops import assert_equals_loop, cross_entropy_steps, loss_by_hand, steps_of
 from peers import mean_by_hand
-from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedDGGA, GeneralizationAdjustment
 from fl_lightning.algorithms.global_model.feddgga import adjusted_weights
@@ -68,13 +67,6 @@ def test_the_authors_code_decreases_the_step_at_the_end_of_its_rounds_from_0():
     """`refine_weight_dict_by_GA` is called at the end of round i with `d - (i - 1) d / R`, for round `r = i + 2`."""
     method = GeneralizationAdjustment(0.5, 4, reference=True)
     assert [method.step(i + 2) for i in range(4)] == [0.5 - (i - 1) * 0.5 / 4 for i in range(4)]
-
-
-def loss_by_hand(run, client, network):
-    """Return a network's mean loss over a client's training data, in eval mode."""
-    x, y = samples_of(run, client)
-    with torch.no_grad():
-        return float(F.cross_entropy(copy.deepcopy(network).eval()(x.double()), y))
 
 
 @in_float64

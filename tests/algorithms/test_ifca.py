@@ -24,8 +24,9 @@ from peers import mean_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import IFCA, ClusterMeans
-from fl_lightning.algorithms.clustered.ifca import best_cluster, mean_loss
+from fl_lightning.algorithms.clustered.ifca import best_cluster
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.received_loss import mean_loss
 from fl_lightning.client.weights import reinitialised
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload

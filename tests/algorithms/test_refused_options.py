@@ -35,6 +35,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 
 REFUSED = {
+    "AFL": {"weight_lr": [-0.1, nan]},
     "APPLE": {"dr_lr": [-1], "mu": [-1], "length": [-1]},
     "CCVR": {"features": [0], "epochs": [-1]},
     "CFL": {"eps1": [-1.0], "eps2": [-1.0], "min_rounds": [-1], "min_size": [0]},
@@ -83,6 +84,7 @@ REFUSED = {
     "PeerAlgorithm": {"n_com": [0, -1]},
     "PeerCriticalFL": {"window": [0], "max_share": [2.0], "keep": [0.0], "n_com": [0]},
     "PerFedAvg": {"alpha": [-0.1], "delta": [0.0], "adapt_steps": [-1]},
+    "QFFL": {"q": [-0.5, 31.0, nan], "lipschitz": [0.0, -1.0]},
     "SCAFFOLD": {"server_lr": [-1]},
     "UAPDFL": {"th_i": [-0.1, nan], "mu": [-1.0, nan], "n_com": [0]},
 }

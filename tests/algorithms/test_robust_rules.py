@@ -22,12 +22,15 @@ from fl_lightning.algorithms import (
 )
 from fl_lightning.algorithms.aggregators import fold_all
 from fl_lightning.algorithms.robust import vectors
+from fl_lightning.algorithms.robust.bulyan import select_by_krum
+from fl_lightning.algorithms.robust.krum import krum_order as ranking
 from fl_lightning.core.errors import ConfigError, TooFewClients
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
 
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (7,)}
 SIZE = 22
+EXACT = "donot_use_mm_for_euclid_dist"
 RULES = {
     "Median": Median,
     "TrimmedMean": partial(TrimmedMean, 2),
@@ -95,10 +98,15 @@ def trimmed(rows, f):
     return np.array([np.mean(sorted(column)[f : len(rows) - f]) for column in rows.T])
 
 
-def bulyan(rows, f):
+def bulyan_choice(rows, f):
     left, chosen = list(range(len(rows))), []
     while len(chosen) < len(rows) - 2 * f:
         chosen.append(left.pop(krum_order(rows[left], f, max(1, len(left) - f - 2))[0]))
+    return chosen
+
+
+def bulyan(rows, f):
+    chosen = bulyan_choice(rows, f)
     keep = len(chosen) - 2 * f
     result = []
     for column in rows[chosen].T:
@@ -164,6 +172,18 @@ def test_a_rule_is_that_of_its_equation(n, seed, monkeypatch):
     }
     for rule, value in expected.items():
         assert np.abs(apply(rule, rows, origin, samples) - value).max() < 1e-12, rule
+
+
+def test_the_order_of_krum_and_the_choice_of_bulyan_are_those_of_loops():
+    for seed in range(20):
+        rows = np.random.default_rng(seed).normal(size=(9, 3))
+        gaps = torch.cdist(torch.from_numpy(rows), torch.from_numpy(rows), compute_mode=EXACT).square()
+        for f in (0, 1, 2):
+            assert ranking(gaps, 9 - f - 2) == krum_order(rows, f)
+        for f in (1, 2):
+            assert select_by_krum(gaps, f) == sorted(bulyan_choice(rows, f))
+        models = draw(9, seed)
+        assert np.array_equal(apply(Krum(2), models), models[krum_order(models, 2)[0]])
 
 
 def test_centred_clipping_starts_from_the_last_aggregated_update_which_it_keeps():

@@ -1,7 +1,9 @@
 """Robust rules within the methods: on the server, inside server steps, for control variates and between peers."""
 
 import inspect
+import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from aggregation import aggregate, finish
 from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished, same_bytes, untimed
 from methods import CLASSES, METHODS, assert_same_run
 
+from fl_lightning import algorithms
 from fl_lightning.algorithms import (
     SCAFFOLD,
     AdaptiveServer,
@@ -35,6 +38,7 @@ from fl_lightning.algorithms import (
     WeightedMean,
     WeightedSampling,
 )
+from fl_lightning.algorithms.robust.rule import RobustRule
 from fl_lightning.core.errors import ConfigError, TooFewClients
 from fl_lightning.core.message import Message, Upload
 
@@ -260,3 +264,45 @@ def test_one_attacker_spoils_the_mean_but_not_a_rule(tmp_path):
     }
     assert accuracies.pop("WeightedMean") < 0.3
     assert min(accuracies.values()) > 0.7
+
+
+# --- docs/robust-aggregation.md -------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "robust-aggregation.md").read_text()
+IN_PROSE = {
+    "CwFedAvg": "cwFedAVG",
+    "FFALoRA": "FFA-LoRA",
+    "FedDGGA": "FedDG-GA",
+    "FedDistillPlus": "FedDistill+",
+    "FedExLoRA": "FedEx-LoRA",
+    "FedSALoRA": "FedSA-LoRA",
+    "FedSiamDA": "FedSiam-DA",
+    "LGFedAvg": "LG-FedAvg",
+    "PFedMe": "pFedMe",
+    "PeerCriticalFL": "CriticalFL between peers",
+    "UAPDFL": "UA-PDFL",
+}
+
+
+def test_the_page_names_every_method_once():
+    table = PAGE.partition("## Methods")[2].partition("## What")[0]
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", table, re.M)
+    found = {name: effect for names, effect in rows for name in names.replace("`", "").split(", ")}
+    for name in CLASSES.keys() - {"Algorithm"}:
+        assert found[IN_PROSE.get(name, name)].startswith("refused") == (name in REFUSED), name
+    assert len(found) == len(CLASSES)  # with the head of the table, and without `Algorithm`
+
+
+def test_the_page_names_every_rule_and_its_options():
+    named = set(re.findall(r"^\| `(\w+)` \|.*?`", PAGE, re.M))
+    rules = {name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), RobustRule)}
+    assert named == rules
+    for name in rules:
+        (row,) = re.findall(rf"^\| `{name}` \| (.*)", PAGE, re.M)
+        options = inspect.signature(getattr(algorithms, name)).parameters
+        assert set(options) <= set(re.findall(r"`(\w+)`", row)), name
+
+
+def test_the_code_of_the_page_prints_what_the_page_shows(capsys):
+    exec(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], {})
+    assert capsys.readouterr().out == re.search(r"```text\n(.*?)```", PAGE, re.S)[1]

@@ -160,7 +160,7 @@ WATCHERS = {
 }
 FEW_SHOT = {"ProtoNet", "FedSKC with ProtoNet"}  # whose test samples have other classes
 SKC = {"FedSKC", "received", "FedSKC with ProtoNet"}
-WEIGHING = {*SKC, "FedDGGA", "FedSiamDA", "CwFedAvg", "class shares", "cwFedAVG's code"}
+WEIGHING = {*SKC, "AFL", "FedDGGA", "FedSiamDA", "CwFedAvg", "QFFL", "class shares", "cwFedAVG's code"}
 HIDDEN = {  # the server does not receive a client's model as it was trained
     *("APPLE", "CriticalFL", "DisPFL", "FLoRA", "FLoRA with ranks", "FedExLoRA", "FedKD", "FlexLoRA"),
     *("FlexLoRA with ranks", "RoLoRA"),

@@ -240,6 +240,8 @@ def test_the_sum_is_divided_by_the_expected_batch_size():
     module = client(nn.Linear(3, 4), dtype=torch.float64)
     batch = samples((3,), dtype=torch.float64)
     torch.testing.assert_close(step(module, batch, expected=10) * 2, step(module, batch, expected=5))
+    first, second = module.loss_record.settle()  # of the losses, too
+    assert 2 * first == pytest.approx(second)
 
 
 def test_samples_in_several_chunks_give_the_same_sum(monkeypatch):

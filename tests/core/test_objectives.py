@@ -301,7 +301,7 @@ PLAIN = {
     *("APFL", "FedACG", "FedAsync", "FedBN", "FedBuff", "FedCM", "FedDC", "FedDyn", "FedNova", "FedSAM"),
     *("LGFedAvg", "MoFedSAM", "PFedMe"),
     *("HeteroFL", "HeurFedAMP", "IFCA", "Local", "MOON", "PeerAlgorithm", "PeerCriticalFL", "PeerFedPer"),
-    *("FedDGGA", "PerFedAvg", "SCAFFOLD", *ADAPTERS),
+    *("AFL", "FedDGGA", "PerFedAvg", "QFFL", "SCAFFOLD", *ADAPTERS),
 }
 """Methods that take every objective: each is run on numbers below."""
 

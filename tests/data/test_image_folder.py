@@ -1,5 +1,6 @@
 """Image folders with a pattern of class, client and split."""
 
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -9,10 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from experiments import finished, same_bytes, untimed
 from layouts import SITES, write_image, write_sites
+from PIL import Image
 from refusals import check_refused, refusal
 
-from fl_lightning.data import ByClient, ImageFolder, LoadedData, Scenario
+from fl_lightning import ConfigError
+from fl_lightning.data import IID, ByClient, ImageFolder, LoadedData, Scenario, image_files
+from fl_lightning.data.lazy import LazySamples
+from fl_lightning.engines import ProcessesEngine, SequentialEngine, StackedEngine
 
 FORMS = {
     "{client}/{class}/*": "{site}/{kind}/{i:03}.png",
@@ -256,3 +263,68 @@ def test_the_pattern_in_the_message_knows_names_of_splits(form: str, names: tupl
     data = ImageFolder(str(tmp_path), pattern=pattern).checked()
     assert data.class_names == ["cat", "dog"]
     assert sorted(data.x_test[:, 0, 0, 0].tolist()) == [i for i in range(60) if i // 6 % 3 == 2]
+
+
+# --- Images that are decoded when batches need them ---
+
+
+def write_noise(root: Path) -> Path:
+    """Write 60 images of random pixels and of several sizes, in two classes, and return their folder."""
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        path = root / ("cat", "dog")[i % 2] / f"{i:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (6 + i % 3, 8, 3), dtype=np.uint8)).save(path)
+    return root
+
+
+def lazy_run(tmp_path: Path, name: str, **options: Any) -> Any:
+    dataset = ImageFolder(str(tmp_path / "images"), size=6, lazy=name != "eager", augment="per_sample")
+    scenario = Scenario(dataset, IID(), 3)
+    return finished(tmp_path / name, scenario=scenario, rounds=2, clients_per_round=2, batch_size=8, **options)
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine(), pytest.param(StackedEngine(), marks=pytest.mark.thorough)])
+def test_images_decoded_on_demand_give_the_same_bytes(tmp_path: Path, engine: Any) -> None:
+    write_noise(tmp_path / "images")
+    eager, lazy = (lazy_run(tmp_path, name, engine=engine) for name in ("eager", "lazy"))
+    assert isinstance(lazy.data.data.x_train, LazySamples)
+    assert same_bytes(lazy.state["model"], eager.state["model"])
+    assert untimed(lazy.csv.rows) == untimed(eager.csv.rows)
+
+
+@pytest.mark.thorough
+def test_worker_processes_decode_images_too(tmp_path: Path) -> None:
+    write_noise(tmp_path / "images")
+    lazy, processes = lazy_run(tmp_path, "lazy"), lazy_run(tmp_path, "processes", engine=ProcessesEngine(2))
+    assert same_bytes(lazy.state["model"], processes.state["model"])
+
+
+def test_only_the_images_of_a_batch_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+
+    def counted(image: image_files.EncodedImage, shape: image_files.ImageShape) -> Any:
+        decoded.append(image.name)
+        return original(image, shape)
+
+    original = image_files.decode
+    monkeypatch.setattr(image_files, "decode", counted)
+    options = {"mean": [0.5] * 3, "std": [0.2] * 3, "size": 6}
+    lazy = ImageFolder(str(write_noise(tmp_path)), lazy=True, **options).load()
+    assert len(decoded) == 1  # for the shape
+    batch = lazy.x_train.index_select(0, torch.arange(5))
+    assert len(decoded) == 6
+    assert torch.equal(batch, ImageFolder(str(tmp_path), **options).load().x_train[:5])
+    assert torch.equal(pickle.loads(pickle.dumps(lazy.x_train)).index_select(0, torch.arange(5)), batch)
+
+
+def test_an_image_that_disappears_is_named_when_it_is_read(tmp_path: Path) -> None:
+    lazy = ImageFolder(str(write_noise(tmp_path)), size=6, lazy=True).load()
+    shutil.rmtree(tmp_path / "cat")
+    with pytest.raises(ConfigError, match=r"^scenario\.dataset\.path: .*/cat/"):
+        lazy.x_train.index_select(0, torch.arange(len(lazy.x_train)))
+
+
+def test_a_cache_of_images_that_are_decoded_on_demand_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^scenario\.dataset\.lazy: "):
+        ImageFolder(str(tmp_path), lazy=True, cache=str(tmp_path / "cache"))

@@ -27,6 +27,7 @@ METRICS = ["AUROC", "F1Score", "MulticlassCalibrationError"]
 
 # The others send each client its own, do something to what they are sent, or keep the model themselves.
 TOGETHER = {
+    "AFL",
     "CCVR",
     "FedAdagrad",
     "FedAdam",
@@ -51,6 +52,7 @@ TOGETHER = {
     "Local",
     "MOON",
     "ProtoNet",
+    "QFFL",
     "dropped buffers",
     "kept optimizer",
     "local buffers",

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import IFCA, MOON, FedALA, FedBABU, PerFedAvg
-from fl_lightning.algorithms.clustered.ifca import mean_loss
 from fl_lightning.algorithms.personalized.perfedavg import adapt
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.received_loss import mean_loss
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import CausalLM, TokenClassification
 from fl_lightning.data import (

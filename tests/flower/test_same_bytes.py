@@ -1,10 +1,12 @@
 """Clients on their own machines give the bytes of the sequential engine, for every method."""
 
 import pytest
+from compressors import name_of
 from experiments import experiment, same_bytes, untimed
 from flower_grid import flower, remote_experiment  # noqa: F401
 from methods import METHODS, elements
 
+from fl_lightning import QSGD, Float16, RandomK, SignSGD, TopK
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
 
@@ -36,6 +38,16 @@ def test_same_bytes(tmp_path, name):
     newest = [max(run.run_dir.glob("checkpoints/*/state.pt")) for run in (alone, remote)]
     assert elements(newest[0]) == elements(newest[1])
     assert alone.record.run.algorithm.one_model == (remote.run_dir / "final" / "model.pt").exists()
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("compressor", [TopK(keep=0.1), RandomK(keep=0.1), QSGD(), SignSGD(), Float16()], ids=name_of)
+def test_compressed_messages_have_the_same_bytes(tmp_path, compressor):
+    options = {"compression": compressor, "download_compression": QSGD(levels=1000)}
+    alone, remote, _ = both(tmp_path, "FedAvg", **options)
+    assert same_bytes(alone.state["model"], remote.state["model"])
+    assert untimed(alone.csv.rows) == untimed(remote.csv.rows)
+    assert not any(remote.memory[client] for client in remote.memory)  # residuals stay on the clients' machines
 
 
 @pytest.mark.parametrize(("name", "key"), [("CCVR", "algorithm"), ("received", "evaluation.personal_on_global")])

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import torch
-from experiments import assert_near, descend, local_batches
+from experiments import assert_near, descend, local_batches, samples_of
 from peers import mean_by_hand, model_of, published
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -44,6 +44,13 @@ def cross_entropy_steps(network: nn.Module, batches: Iterator[tuple[Tensor, Tens
     """Train a network by plain gradient descent on the cross-entropy."""
     for x, y in batches:
         descend(network, F.cross_entropy(network(x), y), lr)
+
+
+def loss_by_hand(run: FederatedOrchestrator, client: int, network: nn.Module) -> float:
+    """Return a network's mean cross-entropy over a client's training data, in eval mode."""
+    x, y = samples_of(run, client)
+    with torch.no_grad():
+        return float(F.cross_entropy(copy.deepcopy(network).eval()(x.double()), y))
 
 
 def plain_training(network: nn.Module, client: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:

@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 def test_the_commands_of_the_page_run(folder, capsys):
     (block,) = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
     lines = block.splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in lines:
         words = shlex.split(line)[1:]
         assert main([*words, *(["--rounds", "1", "--trainer.max_epochs", "1"] if words[0] == "fit" else [])]) == 0
@@ -44,6 +44,10 @@ def test_the_commands_of_the_page_run(folder, capsys):
     assert not err
     exported = torch.load("adapters.pt", weights_only=True)
     assert exported["head.weight"].shape == (2, 32)
+    example = re.search(r"```python\n(from peft .*?)```", PAGE, re.S)[1]
+    exec(example, names := {})
+    head = names["model"].base_model.model.classifier.modules_to_save["default"]
+    assert torch.equal(head.weight, exported["head.weight"])
 
 
 def test_an_exported_checkpoint_is_opened_without_the_run(folder):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.received_loss import mean_loss
 from fl_lightning.client.weights import load_weights, reinitialised
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number
@@ -26,17 +27,6 @@ from fl_lightning.core.state_dicts import RunningMean, State
 
 CHOICE = "choice"
 """The section of a module's notes with the chosen cluster."""
-
-
-def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
-    """Return `F_i(θ)`, a model's mean loss over all samples of client i, as a scalar tensor.
-
-    If the objective averages over other units than samples, such as tokens, it is the mean over these.
-    """
-    objective = module.objective
-    sums = [(objective.loss(module(x).float(), y, "sum"), objective.units(y)) for x, y in batches]
-    losses, units = (torch.stack(part).double().sum() for part in zip(*sums, strict=True))
-    return losses / units
 
 
 def best_cluster(losses: Tensor) -> int:
@@ -170,10 +160,9 @@ class IFCA(Algorithm):
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
         """Choose the cluster whose model has the lowest loss on the client's training data, and load its model."""
         losses = []
-        with torch.no_grad():
-            for cluster in range(self.clusters):
-                load_cluster(module, cluster)
-                losses.append(mean_loss(module, batches))
+        for cluster in range(self.clusters):
+            load_cluster(module, cluster)
+            losses.append(mean_loss(module, batches))
         chosen = best_cluster(torch.stack(losses))
         load_cluster(module, chosen)
         module.notes = {CHOICE: {"cluster": torch.tensor(chosen)}}

@@ -16,18 +16,15 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.received_loss import RECEIVED_LOSS, keep_received_loss, mean_loss, received_loss
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Upload
-from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, weighted_mean
 
 ADJUSTMENT = "adjustment"
 """The section of the state with each client's weight and the loss of its last model."""
-
-LOSSES = "losses"
-"""The section of a module's notes with the loss of the received model on the client's training data."""
 
 
 def adjusted_weights(weights: Tensor, gaps: Tensor, step: float, centred: bool = True) -> Tensor:
@@ -160,19 +157,10 @@ class FedDGGA(Algorithm):
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
         """Compute the loss of the received model on the client's training data."""
-        module.notes = {LOSSES: {"received": training_loss(module, batches)}}
+        keep_received_loss(module, batches)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained weights, and the losses of the received and of the trained model."""
         message = super().upload(module, batches, n_samples, num_classes)
-        losses = {"received": module.notes[LOSSES]["received"], "trained": training_loss(module, batches)}
-        numbers = {f"{kind}_loss": float(loss) for kind, loss in losses.items()}
+        numbers = {RECEIVED_LOSS: received_loss(module), "trained_loss": float(mean_loss(module, batches))}
         return Message.pack(message.sections, **message.numbers, **numbers)
-
-
-def training_loss(module: ClientModule, batches: Batches) -> Tensor:
-    """Return a model's mean loss over all samples, as a float64 scalar on the model's device."""
-    with torch.no_grad():
-        sums = [(module.objective.loss(at_least_float32(module(x)), y, "sum"), len(y)) for x, y in batches]
-    losses, counts = zip(*sums, strict=True)
-    return torch.stack(losses).double().sum() / sum(counts)

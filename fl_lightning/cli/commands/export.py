@@ -1,4 +1,4 @@
-"""`fl-lightning export`: write a run's model to a file that other programs can open."""
+"""`fl-lightning export`: write a run's model to a file, or its adapters to a folder, for other programs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fl_lightning.analysis.export import (
     takes_rows,
     write_network,
 )
+from fl_lightning.analysis.peft_folder import refuse_folder, write_adapter
 from fl_lightning.cli.experiment import load_run
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import describe_inputs
@@ -31,16 +32,25 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if not given.out:
         raise ConfigError(f"-o: which file? Its ending says the format: {', '.join(FORMATS)}")
     path = Path(given.out)
-    refuse_target(path, given.prepare)
+    if given.peft:
+        refuse_folder(path, given.merge, given.prepare)
+    else:
+        refuse_target(path, given.prepare)
     run = load_run(Path(given.run), given.checkpoint, given.trust)
     group = run.worker.for_client(given.client or 0).group
     described = described_model(read_config(Path(given.run)), group, shared=given.client is None)
+    about = f"{describe_model(run, given.client)} after round {run.round}"
+    if given.peft:
+        write_adapter(network_of(run, described, given.client), path)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        echo(f"wrote {path} (peft's folder, {size / 1e6:.2f} MB): the adapters of {about}")
+        return 0
     has_rows = takes_rows(run.data, path)
     network = network_of(run, described, given.client, given.prepare or has_rows)
     network = merged_network(network) if given.merge else network
     write_network(network, path)
-    about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
-    echo(f"wrote {path} ({about}): {describe_model(run, given.client)} after round {run.round}")
+    kind, size = FORMATS[path.suffix].name, path.stat().st_size
+    echo(f"wrote {path} ({kind}, {size / 1e6:.2f} MB): {about}")
     taken = "samples as they are stored" if given.prepare else "samples as scenario.dataset prepares them"
     if network.schema:
         where = schema_path(path) if path.suffix == ".pt" else "the file"
