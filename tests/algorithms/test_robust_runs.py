@@ -22,9 +22,11 @@ from fl_lightning.algorithms import (
     FedACG,
     FedAvg,
     FedAvgM,
+    FedCM,
     FedDC,
     FedDyn,
     FedSKC,
+    GlobalPeriodReview,
     Krum,
     LookAhead,
     Median,
@@ -117,12 +119,30 @@ def test_a_server_step_takes_the_mean_of_its_inner_rule(build):
     assert all(same_bytes(one[section], other[section]) for section in one)
 
 
-def test_a_server_step_keeps_the_state_of_its_inner_rule():
+@pytest.mark.parametrize("build", [ServerMomentum, LookAhead, DriftCorrection])
+def test_a_server_step_keeps_the_state_of_its_inner_rule(build):
     before, uploads = uploads_of(VALUES, 0.5)
-    rule, step = CenteredClipping(1.0), ServerMomentum(inner=CenteredClipping(1.0))
+    rule, step = CenteredClipping(1.0), build(inner=CenteredClipping(1.0))
+    step.clients = 10
     state = {"model": before} | step.initial(before, 10)
-    assert state.keys() == {"model", "momentum", "centre"}
+    assert state.keys() == {"model", "drift" if build is DriftCorrection else "momentum", "centre"}
     assert same_bytes(finish(step, uploads, state)["centre"], finish(rule, uploads, state)["centre"])
+
+
+def test_updates_are_measured_from_the_weights_that_clients_received():
+    """FedACG's clients, for example, do not receive the server's model."""
+    _, uploads = uploads_of([0.5, 0.5, 0.5], 0.5)
+    state = {"model": {name: value + 9 for name, value in uploads[0].received.items()}}
+    for rule in (NormBound(1e-3), CenteredClipping(1e-3)):
+        assert float(finish(rule, uploads, state)["model"]["bn.running_mean"]) == 0.5
+
+
+def test_uploads_are_only_averaged_if_the_inner_aggregator_does_so():
+    assert ServerMomentum().only_averages
+    assert FedSKC(aggregator=GlobalPeriodReview()).aggregator.only_averages
+    assert not ServerMomentum(inner=Median()).only_averages
+    assert not GlobalPeriodReview(ServerMomentum(inner=Median())).only_averages
+    assert not FedCM().aggregator.only_averages
 
 
 @pytest.mark.parametrize("kind", [FedAvgM, FedACG, FedDyn, FedDC])

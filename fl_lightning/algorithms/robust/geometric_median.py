@@ -16,7 +16,7 @@ from fl_lightning.core.round import Round
 
 
 class GeometricMedian(RobustRule, Aggregator):
-    """The point with the smallest sum of distances to the clients' models. It tolerates attackers below half.
+    """The point with the smallest sum of distances to the clients' models. It tolerates fewer attackers than half.
 
     Weiszfeld's algorithm starts from the weights that the clients received. In each iteration, it moves to the mean of
     the models `x_k` with weights `α_k / max(ν, ||z - x_k||)`, where `z` is the current point.
