@@ -25,7 +25,8 @@ SHOWN_PARTS = 3
 def summarize_run(run: FederatedRun) -> list[str]:
     """Return the lines of the summary: method, data and clients, input, model, device, folder."""
     return [
-        f"method: {describe_method(run.algorithm)}; sends {', '.join(sent_sections(run)) or 'nothing'}",
+        f"method: {describe_method(run.algorithm)}; sends {', '.join(sent_sections(run)) or 'nothing'}"
+        + describe_compression(run),
         f"data: {describe_data(run)}",
         describe_input(run),
         f"model: {describe_model(run)}",
@@ -40,6 +41,13 @@ def describe_method(algorithm: Algorithm) -> str:
     parts = [*algorithm.loss_terms, *([] if type(aggregator) is WeightedMean else [aggregator])]
     names = ", ".join(type(part).__name__ for part in parts)
     return type(algorithm).__name__ + (f" with {names}" if names else "")
+
+
+def describe_compression(run: FederatedRun) -> str:
+    """Return a text with the names of the run's compressors, such as `, compressed by TopK (up)`, or an empty text."""
+    both = {"up": run.worker.compression, "down": run.worker.download_compression}
+    names = [f"{type(compressor).__name__} ({way})" for way, compressor in both.items() if compressor]
+    return f", compressed by {' and '.join(names)}" if names else ""
 
 
 def sent_sections(run: FederatedRun) -> list[str]:

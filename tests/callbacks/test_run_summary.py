@@ -21,6 +21,7 @@ from fl_lightning.algorithms import (
     Proximal,
 )
 from fl_lightning.callbacks import RoundProgress
+from fl_lightning.compression import Float16, TopK
 from fl_lightning.data import IID, Scenario, Table
 from fl_lightning.models import MLP, FromModule
 
@@ -51,6 +52,11 @@ def test_a_run_begins_with_six_lines(tmp_path):
     ]
     again, _ = summary(tmp_path / "run", FedSKC(), resume=True, rounds=2)
     assert again == [*lines[:-1], f"folder: {tmp_path / 'run'}, resumed after round 1"]
+
+
+def test_the_first_line_names_the_compressors(tmp_path):
+    lines, _ = summary(tmp_path, compression=TopK(), download_compression=Float16())
+    assert lines[0] == "method: FedAvg; sends model, compressed by TopK (up) and Float16 (down)"
 
 
 @pytest.mark.parametrize(
