@@ -171,7 +171,7 @@ def describe(run: FederatedOrchestrator, run_dir: Path) -> None:
     parameters = list(run.worker.template.backbone.parameters())
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     total = sum(p.numel() for p in parameters)
-    print(f"{total:,} parameters, of which {sum(p.numel() for p in parameters if p.requires_grad):,} train")
+    print(f"{total:,} parameters, {sum(p.numel() for p in parameters if p.requires_grad):,} of them trained")
     print(f"deep copy of the network: {milliseconds(lambda: copy.deepcopy(run.worker.template.backbone)):.1f} ms")
     print(f"client ready to train: {milliseconds(lambda: modules.receive(task, slot)):.2f} ms")
     print(f"client ready to train, without a reusable module: {milliseconds(lambda: modules.receive(task)):.2f} ms")

@@ -135,7 +135,7 @@ def network_of(work: Workload) -> nn.Module:
 
 
 def write_data(work: Workload, path: Path) -> None:
-    """Write a pattern for each class under noise; for texts, words of which some belong to a class."""
+    """Write a pattern for each class under noise; for texts, words that partly belong to a class."""
     rng = np.random.default_rng(0)
     patterns = rng.normal(size=(CLASSES, *work.shape), scale=0.5).astype(np.float32)
 

@@ -57,7 +57,7 @@ class Workload:
         network: Builds the network.
         device: Where clients train.
         precision: `bf16-mixed` or `32-true`.
-        clients: Number of clients, all of which are in every round.
+        clients: Number of clients. All of them are in every round.
         samples: Training images of each client.
         batch: Batch size.
         size: Height and width of an image.

@@ -2,7 +2,7 @@
 
     python benchmarks/metrics.py
 
-There are two experiments: `digits_fedavg.yaml` as it is, and with 100 clients of which 10 train per round and all are
+There are two experiments: `digits_fedavg.yaml` as it is, and with 100 clients: 10 train per round and all are
 evaluated. After each round, the global model is evaluated on the global test set and on each client's test split, in
 both ways. The script prints medians, and how much longer a round would take with torchmetrics.
 """

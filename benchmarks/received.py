@@ -2,7 +2,7 @@
 
     python benchmarks/received.py
 
-There are 1,000 clients, of which 50 train per round. The model is an MLP on random images of Fashion-MNIST's shape.
+There are 1,000 clients, and 50 of them train per round. The model is an MLP on random images of Fashion-MNIST's shape.
 After each round, the model that each client would receive is evaluated on the client's own test split
 (`evaluation.client_model: received`). Short runs of the two methods alternate in one process with one thread. The
 script prints the median seconds of a round and their ratio.

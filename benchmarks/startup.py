@@ -79,7 +79,7 @@ def of_processor(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def told(figures: list[float]) -> str:
+def interval(figures: list[float]) -> str:
     """Format the median, minimum and maximum."""
     return f"{statistics.median(figures):.2f} ({min(figures):.2f} - {max(figures):.2f})"
 
@@ -102,7 +102,7 @@ def main() -> None:
                     figures[place].append(one)
         for place, found in figures.items():
             wall, worked = zip(*found, strict=True)
-            print(f"| `{name}` | {place} | {told(list(wall))} | {told(list(worked))} |", flush=True)
+            print(f"| `{name}` | {place} | {interval(list(wall))} | {interval(list(worked))} |", flush=True)
 
 
 if __name__ == "__main__":

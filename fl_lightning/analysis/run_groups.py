@@ -108,12 +108,9 @@ class Grouping(NamedTuple):
     targets: Sequence[float]
     across: str = ""
 
-    def varied_within(self, runs: Iterable[Run]) -> dict[str, set[Any]]:
-        """Return the settings in which the given runs differ, as the keys of a dict.
-
-        See `varied_settings` for the values of the dict.
-        """
-        return varied_settings({run: self.texts[run] for run in runs})
+    def varied_within(self, runs: Iterable[Run]) -> list[str]:
+        """Return the keys of the settings in which the given runs differ."""
+        return [*varied_settings({run: self.texts[run] for run in runs})]
 
 
 def build_group(runs: list[Run], grouping: Grouping) -> Group:
@@ -153,7 +150,7 @@ def reference_difference(group: Group, base: Group | None, grouping: Grouping) -
     if base is None or base is group:
         return None
     keys, texts = grouping.keys, grouping.texts
-    varied = grouping.varied_within(group.runs) | grouping.varied_within(base.runs)
+    varied = dict.fromkeys([*grouping.varied_within(group.runs), *grouping.varied_within(base.runs)])
     inner = [key for key in varied if key not in keys and not is_below(key, keys)]
 
     def last_values(runs: list[Run]) -> dict[Any, float]:

@@ -68,7 +68,12 @@ class RunScreen:
         """Yield the parts of the view from top to bottom. The plots fill the lines that the other parts do not need."""
         terminal = Terminal(options.max_width, bool(console.color_system) and not console.no_color, console.encoding)
         status = self.status
-        above: list[RenderableType] = [*heading(status, terminal), progress(status), terminal.text(state(status)), ""]
+        above: list[RenderableType] = [
+            *heading(status, terminal),
+            progress(status),
+            terminal.text(describe_state(status)),
+            "",
+        ]
         below: list[RenderableType] = ["", *map(terminal.text, clients(status)), *last_warnings(status, terminal)]
         lines = None
         if self.height is not None:
@@ -135,7 +140,7 @@ def progress(status: RunStatus) -> Table:
     return line
 
 
-def state(status: RunStatus) -> str:
+def describe_state(status: RunStatus) -> str:
     """Return the line that describes the state of the run: waiting, in progress, without recent changes, or ended."""
     done, seconds = len(status.run.rounds), status.round_seconds
     if status.ended:

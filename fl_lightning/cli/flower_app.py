@@ -63,7 +63,7 @@ def connected_clients(run: FederatedOrchestrator, config: dict[str, Any], resume
     if run.engine.superlink is None:
         fix = "Name its connection in Flower's config.toml, such as --engine.superlink federation"
         raise ConfigError(f"engine.superlink: which SuperLink reaches the clients? {fix}")
-    with raise_on_signal(signal.SIGTERM), start_run(run.engine.superlink) as grid:  # which tells the SuperLink
+    with raise_on_signal(signal.SIGTERM), start_run(run.engine.superlink) as grid:  # the SuperLink learns of the signal
         connect_clients(run, config, grid, resume)
         yield
 

@@ -75,7 +75,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def shared_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers that copies of a network share, by name."""
+    """Return the tensors of a network that `share` has marked, by name: all copies of the network use their memory."""
     return {name: tensor for name, tensor in named_tensors(network) if is_shared(tensor)}
 
 
@@ -102,7 +102,7 @@ def use_memory(network: nn.Module, memory: dict[str, Tensor]) -> None:
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells a tensor from others: its address and form. A view may begin at its tensor's address."""
+    """Return the address and form of a tensor, which identify it. A view may begin at its tensor's address."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -13,7 +13,7 @@ def fold(name: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that is most similar to a name, ignoring case, `_` and `-`; None if none is similar.
+    """Return the one of `names` that is most similar to a name, ignoring case, `_` and `-`; None if no name is similar.
 
     Example:
         >>> nearest("fed_skc", ["FedAvg", "FedSKC"])

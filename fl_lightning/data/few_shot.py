@@ -74,7 +74,7 @@ class FewShot:
             check_number(f"scenario.dataset.few_shot.{name}", getattr(self, name), f"[{least}, inf)")
 
     def cut(self, x: Tensor, y: Tensor, index: Tensor, batch_size: int, seed: int, min_batch: int) -> EpisodeBatches:
-        """Return a client's training batches, each of which is one few-shot episode.
+        """Return a client's training batches: each batch is one few-shot episode.
 
         `batch_size` and `min_batch` are ignored.
         """

@@ -126,7 +126,7 @@ class FlowerEngine(Engine):
         check_number("engine.max_megabytes", max_megabytes, "(0, inf)")
         self.superlink, self.wait = superlink, wait
         self.timeout, self.max_megabytes, self.logged = timeout, max_megabytes, list(logged or [])
-        self._link: ClientLink | None = None
+        self.link: ClientLink | None = None
         self._experiment = ""
         self._run = uuid4().hex
         self._missed: set[int] = set()  # clients that did not answer in time in their last round
@@ -139,7 +139,7 @@ class FlowerEngine(Engine):
             link: The connection. It knows the machine of each client.
             experiment: The experiment's config, from which the clients' machines build it.
         """
-        self._link, self._experiment = link, experiment
+        self.link, self._experiment = link, experiment
 
     def check(self, worker: Worker) -> None:
         """Check that the data are on the clients' machines, and that the algorithm does not need them on the server.
@@ -160,9 +160,9 @@ class FlowerEngine(Engine):
         Raises:
             ConfigError: The run was not started from the command line.
         """
-        if self._link is None:
+        if self.link is None:
             raise ConfigError("engine: FlowerEngine needs the command line. Start the run with `fl-lightning fit`")
-        link, waiting, limit = self._link, dict[int, Waiting](), self.timeout or float("inf")
+        link, waiting, limit = self.link, dict[int, Waiting](), self.timeout or float("inf")
         link.check_interrupt = self.check_interrupt
         link.idle.clear()
         away = self._missed - link.connected_clients() if self._missed else set()

@@ -83,10 +83,13 @@ class PoolEngine(Engine):
 
     The largest tasks run first, tensors that tasks share are sent once, and tasks of lost workers are repeated. Workers
     are started when there are tasks for them, and kept from round to round.
+
+    Attributes:
+        pool_workers: The workers that have been started and are not lost.
     """
 
     def __init__(self) -> None:
-        self._pool_workers: list[PoolWorker] = []
+        self.pool_workers: list[PoolWorker] = []
         self._loaded: Worker | None = None
         self._handle: Any = None
         self._lost: Counter[int | None] = Counter()  # by client; None: lost before it was ready
@@ -141,13 +144,13 @@ class PoolEngine(Engine):
                 waiting = list(islice(arriving, FETCHED * size))
                 for task in waiting:
                     store.add(task)
-            self._start_workers(min(size, len(waiting) + sum(bool(one.tasks) for one in self._pool_workers)))
-            self._assign(waiting, store, lambda task: len(worker.data.shard(task.client).train))
-            if not waiting and not any(one.tasks for one in self._pool_workers):
+            self.start_workers(min(size, len(waiting) + sum(bool(one.tasks) for one in self.pool_workers)))
+            self.assign(waiting, store, lambda task: len(worker.data.shard(task.client).train))
+            if not waiting and not any(one.tasks for one in self.pool_workers):
                 return
-            for pool_worker in self._next_to_answer():
+            for pool_worker in self.wait_for_answers():
                 result = self._receive(pool_worker, worker.shown)
-                if pool_worker not in self._pool_workers:
+                if pool_worker not in self.pool_workers:
                     waiting += pool_worker.tasks
                 if result:
                     done(result)
@@ -160,17 +163,17 @@ class PoolEngine(Engine):
             WorkerLost: The workers end before they have loaded the `Worker` object.
         """
         size = self._load(worker)
-        self._start_workers(size)
-        while not all(pool_worker.ready for pool_worker in self._pool_workers):
-            for pool_worker in self._next_to_answer():
+        self.start_workers(size)
+        while not all(pool_worker.ready for pool_worker in self.pool_workers):
+            for pool_worker in self.wait_for_answers():
                 self._receive(pool_worker, worker.shown)
-            self._start_workers(size)
+            self.start_workers(size)
 
     def close(self) -> None:
         """Stop all worker processes or actors."""
-        for pool_worker in self._pool_workers:
+        for pool_worker in self.pool_workers:
             pool_worker.end()
-        self._pool_workers.clear()
+        self.pool_workers.clear()
         self._loaded = self._handle = None
 
     def _load(self, worker: Worker) -> int:
@@ -180,16 +183,16 @@ class PoolEngine(Engine):
         """
         self._lost.clear()
         size = min(self.size(worker), len(worker.data.shards))
-        for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:
+        for pool_worker in [pool_worker for pool_worker in self.pool_workers if pool_worker.tasks]:
             self._remove(pool_worker)
         if worker is not self._loaded:
             self._handle, self._loaded = self._new_storage()(serialize_worker(worker)), worker
-            for pool_worker in self._pool_workers:
+            for pool_worker in self.pool_workers:
                 pool_worker.ready = False
                 pool_worker.send(self._handle)
         return size
 
-    def _next_to_answer(self) -> Sequence[PoolWorker]:
+    def wait_for_answers(self) -> Sequence[PoolWorker]:
         """Wait until at least one worker has answered or is lost, and return all such workers. A signal ends the wait.
 
         Raises:
@@ -199,24 +202,25 @@ class PoolEngine(Engine):
             self.check_interrupt()
         return answering
 
-    def _start_workers(self, number: int) -> None:
-        while len(self._pool_workers) < number:
+    def start_workers(self, number: int) -> None:
+        """Start workers until there are `number`, and send each the run's experiment (`Worker`)."""
+        while len(self.pool_workers) < number:
             pool_worker = self._start_worker()
-            self._pool_workers.append(pool_worker)
+            self.pool_workers.append(pool_worker)
             pool_worker.send(self._handle)
 
     def _remove(self, pool_worker: PoolWorker) -> None:
-        self._pool_workers.remove(pool_worker)
+        self.pool_workers.remove(pool_worker)
         pool_worker.end()
 
-    def _assign(self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int]) -> None:
+    def assign(self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int]) -> None:
         """Assign waiting tasks, largest first, each to the worker whose queued tasks have the fewest samples."""
 
         def load(pool_worker: PoolWorker) -> int:
             return sum(work(task) for task in pool_worker.tasks)
 
         waiting.sort(key=work)
-        ready = [pool_worker for pool_worker in self._pool_workers if pool_worker.ready]
+        ready = [pool_worker for pool_worker in self.pool_workers if pool_worker.ready]
         while waiting and ready and len((pool_worker := min(ready, key=load)).tasks) < QUEUED:
             task = waiting.pop()
             serialized = SerializedValue(task, store)
@@ -241,7 +245,7 @@ class PoolEngine(Engine):
                 shown.add(text)
                 warnings.warn_explicit(text, category, file, line)
         if answer.refused:
-            for other in [other for other in self._pool_workers if not other.ready]:  # they would fail, too
+            for other in [other for other in self.pool_workers if not other.ready]:  # they would fail, too
                 self._remove(other)
             raise ConfigError(
                 f"engine: a worker process could not load the experiment: {answer.refused}; "

@@ -77,7 +77,7 @@ class ProcessesEngine(PoolEngine):
             self._context.set_forkserver_preload([__name__])
         self._places: list[int] = []
         # without this, Python and the worker processes wait for each other at exit
-        self._at_exit = util.Finalize(self, end_all, args=(self._pool_workers,), exitpriority=1)
+        self._at_exit = util.Finalize(self, end_all, args=(self.pool_workers,), exitpriority=1)
 
     def size(self, worker: Worker) -> int:
         """Return the number of worker processes: `workers`, or one per GPU, or as many as the CPU cores allow.
@@ -126,7 +126,7 @@ class ProcessesEngine(PoolEngine):
     @property
     def _processes(self) -> list[Process]:
         """The worker processes. This engine has no other workers."""
-        return [pool_worker for pool_worker in self._pool_workers if isinstance(pool_worker, Process)]
+        return [pool_worker for pool_worker in self.pool_workers if isinstance(pool_worker, Process)]
 
 
 class Process(PoolWorker):

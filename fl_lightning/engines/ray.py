@@ -57,7 +57,7 @@ class RayEngine(PoolEngine):
         check_positive("engine.", workers=workers, threads=threads)
         check_number("engine.gpus", gpus, "[0, inf)")
         self.address, self.workers, self.threads, self.gpus = address, workers, threads, gpus
-        self._gpus = 0.0
+        self.gpus_per_actor = 0.0
         self._started, self._reported = False, 0.0
 
     def size(self, worker: Worker) -> int:
@@ -66,12 +66,12 @@ class RayEngine(PoolEngine):
         Raises:
             ConfigError: Ray is not installed, the cluster cannot be reached, or no machine has room for an actor.
         """
-        ray = self._connected()
-        self._gpus = self.gpus if self.gpus is not None else float(worker.device.type == "cuda")
+        ray = self.connect()
+        self.gpus_per_actor = self.gpus if self.gpus is not None else float(worker.device.type == "cuda")
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        places = sum(places_on(node, self.threads, self._gpus) for node in nodes)
+        places = sum(places_on(node, self.threads, self.gpus_per_actor) for node in nodes)
         if not places:
-            needs = f"{self.threads} core(s)" + (f" and {self._gpus:g} GPU(s)" if self._gpus else "")
+            needs = f"{self.threads} core(s)" + (f" and {self.gpus_per_actor:g} GPU(s)" if self.gpus_per_actor else "")
             raise ConfigError(f"engine: no machine of the Ray cluster has {needs} for a worker; set threads or gpus")
         return self.workers or places
 
@@ -82,7 +82,8 @@ class RayEngine(PoolEngine):
             import_ray().shutdown()
             self._started = False
 
-    def _connected(self) -> ModuleType:
+    def connect(self) -> ModuleType:
+        """Connect to the Ray cluster, or start one on this machine, and return the module `ray`."""
         ray = import_ray()
         if not ray.is_initialized():
             check_address(self.address)
@@ -97,13 +98,13 @@ class RayEngine(PoolEngine):
 
     def _start_worker(self) -> Actor:
         self._reported = time.monotonic()
-        return Actor(self.threads, self._gpus)
+        return Actor(self.threads, self.gpus_per_actor)
 
     def _new_storage(self) -> Callable[[SerializedValue], Any]:
         return lambda serialized: import_ray().put(serialized.parts)
 
     def _wait(self, seconds: float) -> Sequence[PoolWorker]:
-        by_reference = {one.expected[0]: one for one in self._pool_workers if isinstance(one, Actor) and one.expected}
+        by_reference = {one.expected[0]: one for one in self.pool_workers if isinstance(one, Actor) and one.expected}
         references = list(by_reference)
         ready, _ = import_ray().wait(references, num_returns=1, timeout=seconds)
         if not ready:
@@ -114,13 +115,13 @@ class RayEngine(PoolEngine):
 
     def _report_waiting(self) -> None:
         """Print what the actors wait for, every few seconds until one of them has started."""
-        started = any(isinstance(one, Actor) and one.started for one in self._pool_workers)
+        started = any(isinstance(one, Actor) and one.started for one in self.pool_workers)
         if started or time.monotonic() - self._reported < REPORT:
             return
         self._reported = time.monotonic()
         ray = import_ray()
         free, total = ray.available_resources(), ray.cluster_resources()
-        needs = {"CPU": self.threads} | ({"GPU": self._gpus} if self._gpus else {})
+        needs = {"CPU": self.threads} | ({"GPU": self.gpus_per_actor} if self.gpus_per_actor else {})
         wanted = " and ".join(f"{count:g} {kind}" for kind, count in needs.items())
         found = " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind} free" for kind in needs)
         echo(f"engine: waiting for {wanted} to start an actor. The cluster has {found}.", to_stderr=True)

@@ -373,7 +373,7 @@ class SharedTrainer:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("global_step", "num_training_batches", "estimated_stepping_batches"):
-            raise ConfigError(f"it looks at trainer.{name}, of which each client has its own")
+            raise ConfigError(f"it reads trainer.{name}, which differs between clients")
         return getattr(self.trainer, name)
 
 

@@ -91,7 +91,6 @@ class Node:
         folder: Folder of the client's states.
         build: Builds an experiment from the text of its config. The second argument is whether the config may name
             classes outside of this package.
-
         write: Writes the client's model at the end of a run, to the file that the site names. Its arguments are the
             module, the client's data, the text of the experiment's config and the number of the client's network.
 
@@ -106,7 +105,7 @@ class Node:
         build: Callable[[str, bool], FederatedOrchestrator],
         write: Callable[[ClientModule, FederatedData, str, int], None] = lambda *_: None,
     ) -> None:
-        self.site, self.folder, self._build, self._write = site, folder, build, write
+        self.site, self.folder, self.build, self.write = site, folder, build, write
         self.data: FederatedData = load_own(site.dataset, site.client, site.local_test)
         shard, loaded = self.data.shards[site.client], self.data.data
         digest = sha256([loaded.x_train, loaded.y_train, shard.train, shard.test])  # type: ignore[list-item]
@@ -145,7 +144,7 @@ class Node:
             uncompiled = replace(worker, training=replace(worker.training, compile=False))
             own = self._context.run(uncompiled.for_client, self.site.client)
             module = self._context.run(own.modules.personalize, task)
-            self._write(module, self.data, values["experiment"], own.group)
+            self.write(module, self.data, values["experiment"], own.group)
             return pack_result(Result(self.site.client, task.download.nbytes), worker.algorithm.public)
         result = self._context.run(worker.run, task)
         self._check_sent(worker, sent_kinds(result, worker.algorithm.public))
@@ -179,7 +178,7 @@ class Node:
         return self._worker, self._states
 
     def _build_worker(self, experiment: str, digest: str) -> Worker:
-        orchestrator = self._build(experiment, digest in self.site.allow)
+        orchestrator = self.build(experiment, digest in self.site.allow)
         described = getattr(orchestrator.scenario.dataset, "described", None)
         if not described or self.site.client >= len(described):
             raise BadMessage(f"the experiment has no client {self.site.client}")

@@ -63,7 +63,7 @@ def write_counts(path: Path, data: FederatedData, architectures: Sequence[str] =
         architectures: The name of each client's architecture, for a column `architecture` before `name`.
     """
     classes = labels(data.data.class_names or (), range(data.data.num_classes))
-    has_classes = data.objective.classes and not data.is_remote  # remote clients tell only their number of samples
+    has_classes = data.objective.classes and not data.is_remote  # remote clients report only their number of samples
     columns = [f"class_{one_line(name)}" for name in classes] if has_classes else ["samples"]
     ids = data.client_ids if data.names.clients else None
     clients = len(data.shards) + len(data.held_out)

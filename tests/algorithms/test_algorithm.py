@@ -141,7 +141,8 @@ def test_prepare_gets_the_training_and_the_validation_share(tmp_path):
     torch.testing.assert_close(added[:2], torch.tensor([len(train), float(back)]), rtol=1e-3, atol=1e-2)
     result = run.worker.run(task_of_round(run, 1, client))
     assert result.upload.numbers["n_samples"] == len(train)
-    assert len(list(run.worker.client_data.batches(task_of_round(run, 1, client)))) == -(-len(train) // 32)
+    batches = list(run.worker.client_data.batches(task_of_round(run, 1, client)))
+    assert len(batches) == -(-len(train) // run.training.batch_size)
 
 
 @pytest.mark.parametrize("method", [FedAvg, AddsSampleCounts])

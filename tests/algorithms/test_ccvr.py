@@ -94,7 +94,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         drawn.append(own.mean(dim=0) + noise[label] @ (u * s.sqrt()) @ u.T)
     drawn, classes = torch.cat(drawn), torch.arange(70) // 7
     for _ in range(2):
-        for chosen in torch.randperm(70).split(32):
+        for chosen in torch.randperm(70).split(64):
             step(model.head, F.cross_entropy(model.head(drawn[chosen]), classes[chosen]))
     final = torch.load(tmp_path / "final" / "model.pt", weights_only=True)
     assert_near(final, model.state_dict(), 1e-6)  # roots of eigenvalues near 0

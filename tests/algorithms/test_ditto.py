@@ -71,7 +71,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         for client in run.server.participants(round):
             w, v = copy.deepcopy(shared), own.setdefault(client, copy.deepcopy(initial))
             index = run.data.shards[client].train
-            batches = Batches(x, y, index, 32, derive(0, Stream.BATCHES, round, client))
+            batches = Batches(x, y, index, 64, derive(0, Stream.BATCHES, round, client))
             optimizers = [SGD(model.parameters()) for model in (w, v)]
             for _ in range(2):
                 for chosen, labels in batches:

@@ -194,7 +194,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         if not same_bytes(own, received):
             x, y = samples_of(run, client)
             seed_everything(0, Stream.PREPARATION, round, client)
-            chunks, losses = torch.randperm(len(y)).split(32), []
+            chunks, losses = torch.randperm(len(y)).split(64), []
             weights = mixing.get(client, {name: torch.ones_like(value) for name, value in own.items()})
             for _ in range(1 if client in mixing else 15):
                 if len(losses) > 10 and statistics.pstdev(losses[-10:]) < threshold:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.numeric
 
 
 def test_a_run_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
-    seed, rounds, epochs, batch_size, lr, momentum = 3, 3, 2, 32, 0.1, 0.9
+    seed, rounds, epochs, batch_size, lr, momentum = 3, 3, 2, 64, 0.1, 0.9
 
     def spawned(*key):
         return np.random.SeedSequence(seed, spawn_key=key)

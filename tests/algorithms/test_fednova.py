@@ -22,7 +22,7 @@ from fl_lightning.algorithms import FedNova, FedProx
 from fl_lightning.algorithms.global_model.fednova import effective_steps
 from fl_lightning.core.errors import ConfigError
 
-OPTIONS = {"scenario": digits(4, alpha=0.1), "clients_per_round": 3, "batch_size": 16}
+OPTIONS = {"scenario": digits(4, alpha=0.1), "clients_per_round": 3, "batch_size": 32}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 13])

@@ -228,7 +228,7 @@ def test_steps_that_leave_none_for_the_body_of_the_largest_client_are_refused(tm
         return experiment(tmp_path / "run", method(**options), trainer=trainer, rounds=1)
 
     (first := run(1, head_epochs=0)).load()
-    per_epoch = math.ceil(max(len(shard.train) for shard in first.data.shards) / 32)
+    per_epoch = math.ceil(max(len(shard.train) for shard in first.data.shards) / first.training.batch_size)
     with pytest.raises(ConfigError) as refused:
         run(2 * per_epoch, head_epochs=2).fit()
     assert str(refused.value) == (

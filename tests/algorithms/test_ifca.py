@@ -165,7 +165,7 @@ def test_shared_layers_are_sent_once(tmp_path):
 
 
 def test_the_received_models_of_all_clients_are_evaluated(tmp_path):
-    run = finished(tmp_path, IFCA(), evaluation=Evaluation(client_model="received"))
+    run = finished(tmp_path, IFCA(), evaluation=Evaluation(client_model="received"), batch_size=32)
     assert "global/acc" not in run.csv.rows[-1]
     assert run.csv.rows[-1]["client/acc_mean"] > 0.5
     test = run.data.shards[1].test

@@ -29,7 +29,7 @@ def test_each_client_trains_its_own_model_as_in_a_plain_loop(tmp_path):
             seed_everything(0, Stream.TRAINING, round, client)
             order = derive(0, Stream.BATCHES, round, client)
             own = data.shards[client].train
-            batches = Batches(data.data.x_train, data.data.y_train, own, 32, order, run.worker.client_data.min_batch)
+            batches = Batches(data.data.x_train, data.data.y_train, own, 64, order, run.worker.client_data.min_batch)
             optimizer = SGD(net.parameters())
             for _ in range(2):
                 for x, y in batches:

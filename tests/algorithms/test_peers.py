@@ -78,7 +78,7 @@ def publications(clients, seed=0):
 
 def plain_worker(run, model=MODEL):
     """Return FedAvg's worker, which trains from the weights that it receives."""
-    training = LocalTraining(32, trainer={"accelerator": "cpu", "max_epochs": 1}, optimizer=SGD)
+    training = LocalTraining(64, trainer={"accelerator": "cpu", "max_epochs": 1}, optimizer=SGD)
     return Worker(run.seed, FedAvg(), model, run.data, training)
 
 

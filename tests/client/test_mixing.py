@@ -93,7 +93,7 @@ def test_training_is_that_of_a_plain_loop_with_soft_targets(tmp_path, engine, ki
             shuffle = torch.Generator().manual_seed(derive(run.seed, Stream.BATCHES, round, client))
             seed_everything(run.seed, Stream.TRAINING, round, client)
             for _ in range(2):
-                for chosen in shard.train[torch.randperm(len(shard.train), generator=shuffle)].split(32):
+                for chosen in shard.train[torch.randperm(len(shard.train), generator=shuffle)].split(64):
                     share = random.betavariate(0.4, 0.4)
                     if kind == "mixup":
                         mixed = share * x[chosen] + (1 - share) * x[chosen.roll(1)]

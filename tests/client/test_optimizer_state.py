@@ -19,7 +19,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head
 
-SEED, EPOCHS, BATCH, CLIENTS = 3, 2, 32, 6
+SEED, EPOCHS, BATCH, CLIENTS = 3, 2, 64, 6
 MODEL = partial(MLP, hidden=(16,))
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),

@@ -78,7 +78,7 @@ def by_hand(scenario: Scenario, loss, mu: float = 0.0, rounds: int = 3):
             shuffle = torch.Generator().manual_seed(order_seed)
             own = data.shards[client].train
             for _ in range(2):
-                for batch in own[torch.randperm(len(own), generator=shuffle)].split(32):
+                for batch in own[torch.randperm(len(own), generator=shuffle)].split(64):
                     optimizer.zero_grad()
                     value = loss(local(x[batch]), y[batch])
                     if mu:

@@ -21,7 +21,7 @@ OBJECTIVES = (TokenClassification(), CausalLM())
 
 
 class Sentence:
-    """The logits of one text without padding, `(length, C)`, and its labels, of which some are not used."""
+    """The logits of one text without padding, `(length, C)`, and its labels. Some of the labels are not used."""
 
     def __init__(self, length: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -68,7 +68,7 @@ def test_each_image_is_changed_before_it_is_normalized(tmp_path, engine):
         shuffle = torch.Generator().manual_seed(derive(run.seed, Stream.BATCHES, 1, client))
         seed_everything(run.seed, Stream.TRAINING, 1, client)
         for _ in range(2):
-            for chosen in shard.train[torch.randperm(len(shard.train), generator=shuffle)].split(32):
+            for chosen in shard.train[torch.randperm(len(shard.train), generator=shuffle)].split(64):
                 x = torch.stack([augment(image) for image in data.x_train[chosen]])
                 optimizer.zero_grad()
                 cross_entropy(network(data.prepare(x).double()), data.y_train[chosen]).backward()

@@ -6,11 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TREES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text())
-    for folder in ("fl_lightning", "callbacks")
-    for path in (ROOT / folder).rglob("*.py")
-}
 PUBLIC = {"_replace", "_asdict", "_make", "_fields", "_exit", "_repr_png_"}
 """Documented, although their names begin with an underscore: of named tuples, `os` and IPython."""
 
@@ -63,7 +58,9 @@ def foreign(tree: ast.Module, all_own: set[str]) -> Iterator[str]:
 
 
 def test_private_parts_of_other_libraries_are_those_of_the_design():
-    all_own = set().union(*map(defined, TREES.values()))
-    found = {(file, name) for file, tree in TREES.items() for name in foreign(tree, all_own) if is_private(name)}
+    files = [path for folder in ("fl_lightning", "callbacks") for path in (ROOT / folder).rglob("*.py")]
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in files}
+    all_own = set().union(*map(defined, trees.values()))
+    found = {(file, name) for file, tree in trees.items() for name in foreign(tree, all_own) if is_private(name)}
     table = re.findall(r"^\| `([\w/]+\.py)` \| (`_.*?`) \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
     assert found == {(file, name) for file, names in table for name in re.findall(r"`(\w+)`", names)}

@@ -95,10 +95,10 @@ def test_every_count_is_refused_in_one_line_or_runs(kind, cls, name, value, tmp_
 )
 def test_a_number_is_in_its_interval(within, inside, outside):
     for value in [None, *inside]:
-        check_number("key", value, within, "mend")
+        check_number("key", value, within, "fix")
     for value, message in outside.items():
-        with pytest.raises(ConfigError, match=rf"^key: {value} is {message}.*; mend$"):
-            check_number("key", value, within, "mend")
+        with pytest.raises(ConfigError, match=rf"^key: {value} is {message}.*; fix$"):
+            check_number("key", value, within, "fix")
 
 
 @pytest.mark.parametrize("number", [10**12 + 1, 10**30])

@@ -37,7 +37,7 @@ class Counts(Callback):
 
 
 class Epochs(Callback):
-    """Tells the logger how many epochs began."""
+    """Logs how many epochs began."""
 
     def __init__(self):
         self.begun = 0
@@ -48,7 +48,7 @@ class Epochs(Callback):
 
 
 class Leaves(Callback):
-    """Tries to leave something behind for the next fit, and tells what it finds."""
+    """Changes objects that the next fit might share, and logs the changes that it finds."""
 
     def __init__(self, box):
         self.box, self.count = box, 0
@@ -109,7 +109,7 @@ def one_client(tmp_path, *given, epochs=3, **options):
 
 
 def batches_of_one_client(run):
-    return -(-len(run.data.shards[0].train) // 32)
+    return -(-len(run.data.shards[0].train) // run.training.batch_size)
 
 
 # --- What they log ---
@@ -339,7 +339,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, given,
 
 
 def test_another_callback_may_log_what_is_watched(tmp_path):
-    """A metric of which nobody says beforehand that it is there is looked for in the fit."""
+    """A metric that is not known before the fit is looked up in the fit."""
     run = one_client(tmp_path, Counts(), Epochs(), EarlyStopping("mean_number", patience=0), epochs=4)
     run.fit()
     assert run.csv.rows[0]["client/epochs"] == 2

@@ -79,7 +79,7 @@ class Watched(SequentialEngine):
 
 
 def after(tmp_path: Any, algorithm: Any, rounds: int = 2, **options: Any) -> Any:
-    """A short run of which half the clients have taken part."""
+    """A short run in which half of the clients have taken part."""
     short = {"trainer": {"accelerator": "cpu", "max_epochs": 1}, "clients_per_round": 3, "rounds": rounds}
     run = experiment(tmp_path, algorithm, **short | options)
     run.fit()

@@ -151,7 +151,7 @@ def test_balanced_batches_draw_each_class_equally_often(tmp_path, round):
         _, y = samples_of(run, client)
         passes = [list(run.worker.client_data.batches(task).indices()) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*passes, strict=True))  # only the seed decides
-        assert [len(batch) for batch in passes[0]] == [len(batch) for batch in torch.arange(len(y)).split(32)]
+        assert [len(batch) for batch in passes[0]] == [len(batch) for batch in torch.arange(len(y)).split(64)]
         assert set(torch.cat(passes[0]).tolist()) <= set(run.data.shards[client].train.tolist())
         batches = run.worker.client_data.batches(task)
         drawn = run.data.data.y_train[torch.cat([torch.cat(list(batches.indices())) for _ in range(40)])]

@@ -83,9 +83,9 @@ def test_equal_networks_average_as_one_network_but_start_apart(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_three_architectures_train_and_resume_byte_for_byte(tmp_path, method):
-    whole = finished(tmp_path / "whole", method(), **QUICK | {"rounds": 3})
-    half = finished(tmp_path / "half", method(), **QUICK)
-    resumed = experiment(half.run_dir, method(), **QUICK | {"rounds": 3})
+    whole = finished(tmp_path / "whole", method(), **QUICK)
+    half = finished(tmp_path / "half", method(), **QUICK | {"rounds": 1})
+    resumed = experiment(half.run_dir, method(), **QUICK)
     resumed.fit(resume=True)
     assert_same_run(whole, resumed)
     widths = {len(whole.client_module(client).backbone.state_dict()) for client in range(3)}
@@ -132,7 +132,8 @@ def networks_by_hand(run):
 
 @in_float64
 def test_prototypes_of_different_networks_equal_a_loop(tmp_path):
-    run = experiment(tmp_path, FedProto(lam=0.7), model=Mixed(MODELS[:2], feature_dim=8), rounds=3, **UNEQUAL)
+    options = {"model": Mixed(MODELS[:2], feature_dim=8), "rounds": 3, "trainer": ONE_EPOCH} | UNEQUAL
+    run = experiment(tmp_path, FedProto(lam=0.7), **options)
     run.check()
     networks, prototypes, participants = networks_by_hand(run), {}, []
     for round in range(1, 4):
@@ -155,7 +156,7 @@ def test_prototypes_of_different_networks_equal_a_loop(tmp_path):
             for label in y.unique().tolist():
                 means.setdefault(label, []).append(features[y == label].mean(dim=0))
         prototypes |= {label: sum(each) / len(each) for label, each in means.items()}
-    run = finished(tmp_path / "run", FedProto(lam=0.7), model=Mixed(MODELS[:2], feature_dim=8), rounds=3, **UNEQUAL)
+    run = finished(tmp_path / "run", FedProto(lam=0.7), **options)
     values = run.state["prototypes"]["values"]
     assert run.state["prototypes"]["known"].nonzero().flatten().tolist() == sorted(prototypes)
     for label, prototype in prototypes.items():

@@ -202,7 +202,7 @@ class LocalPool(PoolEngine):
         return lambda serialized: stored.append(serialized) or serialized.parts
 
     def _wait(self, seconds):
-        return [worker for worker in self._pool_workers if worker.inbox][-1:]
+        return [worker for worker in self.pool_workers if worker.inbox][-1:]
 
 
 def same(one, other):
@@ -296,7 +296,7 @@ def test_start_starts_all_workers(tmp_path):
     run, tasks = started(tmp_path, engine)
     for _ in range(2):
         engine.start(run.worker)
-        assert [worker.ready for worker in engine._pool_workers] == [True] * 6  # no more than clients
+        assert [worker.ready for worker in engine.pool_workers] == [True] * 6  # no more than clients
     assert len(run_tasks(engine, run.worker, tasks)) == 6
     assert engine.started == 7
     with pytest.raises(WorkerLost, match="3 workers ended before they could begin"):
@@ -386,8 +386,8 @@ def test_the_worker_with_the_least_work_gets_the_next_task(tmp_path):
     workers = [LocalWorker(engine), LocalWorker(engine)]
     for worker in workers:
         worker.ready = True
-    engine._pool_workers = workers
-    engine._assign(tasks[:4], SharedTensorStore(lambda serialized: None), lambda one: 1 if one.client else 100)
+    engine.pool_workers = workers
+    engine.assign(tasks[:4], SharedTensorStore(lambda serialized: None), lambda one: 1 if one.client else 100)
     assert [len(worker.tasks) for worker in workers] == [1, 2]
     assert workers[0].tasks[0].client == 0
 

@@ -438,11 +438,11 @@ def test_workers_are_distributed_over_gpus(monkeypatch, arguments, trainer, size
     monkeypatch.setattr("fl_lightning.engines.processes.Process", Placed)
     assert engine.size(on_gpus(monkeypatch, 3, trainer)) == size
     for _ in range(size):
-        engine._pool_workers.append(engine._start_worker())
-    assert [one.device for one in engine._pool_workers] == devices
-    engine._pool_workers.pop(0)  # who takes a lost one's place takes its GPU
+        engine.pool_workers.append(engine._start_worker())
+    assert [one.device for one in engine.pool_workers] == devices
+    engine.pool_workers.pop(0)  # who takes a lost one's place takes its GPU
     assert engine._start_worker().device == devices[0]
-    engine._pool_workers.clear()
+    engine.pool_workers.clear()
 
 
 class Placed:

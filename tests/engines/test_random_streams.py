@@ -41,7 +41,7 @@ def test_a_run_equals_a_loop_that_draws_everything_itself(tmp_path):
             local.load_state_dict(model.state_dict())
             seed_all(derived(5, round, client))
             for _ in range(2):
-                batches = index[torch.randperm(len(index), generator=shuffle)].split(32)
+                batches = index[torch.randperm(len(index), generator=shuffle)].split(64)
                 for batch in (batch for batch in batches if len(batch) > 1):
                     descend(local, F.cross_entropy(local(x[batch]), y[batch]), 0.2)
             ends.append(local.state_dict())

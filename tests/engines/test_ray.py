@@ -68,8 +68,8 @@ def both(tmp_path, engine, name):
 def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
     warm_up(tmp_path, engine)
     assert_same_run(*both(tmp_path, engine, name))
-    nodes = {actor_node(one) for one in engine._pool_workers}
-    assert len(nodes) == len(engine._pool_workers) == 2
+    nodes = {actor_node(one) for one in engine.pool_workers}
+    assert len(nodes) == len(engine.pool_workers) == 2
 
 
 def test_an_actor_has_its_threads_and_a_fit_for_several(tmp_path, engine):
@@ -91,7 +91,7 @@ def warm_up(tmp_path, engine):
     """Run short experiments until both workers are there."""
     for number in itertools.count():
         experiment(tmp_path / f"warm-{number}", engine=engine, rounds=1).fit()
-        if sum(one.ready for one in engine._pool_workers) == 2:
+        if sum(one.ready for one in engine.pool_workers) == 2:
             return
 
 
@@ -118,7 +118,7 @@ def test_a_node_killed_in_mid_round_changes_nothing(tmp_path, cluster, engine):
         def run(self, worker, tasks, done):
             def strike(result):
                 if self.rounds == 2 and cluster.worker_nodes:
-                    self.struck = [len(one.tasks) for one in self._pool_workers]
+                    self.struck = [len(one.tasks) for one in self.pool_workers]
                     cluster.remove_node(next(iter(cluster.worker_nodes)))
                 done(result)
 
@@ -127,7 +127,7 @@ def test_a_node_killed_in_mid_round_changes_nothing(tmp_path, cluster, engine):
 
     warm_up(tmp_path, engine)
     losing = Losing()
-    losing.rounds, losing._pool_workers = 0, engine._pool_workers
+    losing.rounds, losing.pool_workers = 0, engine.pool_workers
     alone, shared = (
         experiment(tmp_path / str(number), FedSKC(), engine=one, clients_per_round=None)
         for number, one in enumerate(("sequential", losing))

@@ -43,15 +43,15 @@ def waiting(monkeypatch, cluster, **options):
     monkeypatch.setattr(ray_engine, "import_ray", lambda: cluster)
     monkeypatch.setattr(ray_engine, "time", SimpleNamespace(monotonic=lambda: cluster.clock))
     engine = RayEngine(**options)
-    engine._gpus = options.get("gpus") or 0.0
-    engine._start_workers(1)
+    engine.gpus_per_actor = options.get("gpus") or 0.0
+    engine.start_workers(1)
     return engine
 
 
 def test_what_is_waited_for_is_printed_every_few_seconds(monkeypatch, capsys):
     engine = waiting(monkeypatch, Cluster(polls=12))
-    (actor,) = engine._next_to_answer()
-    assert actor is engine._pool_workers[0]
+    (actor,) = engine.wait_for_answers()
+    assert actor is engine.pool_workers[0]
     assert (
         capsys.readouterr().err.splitlines()
         == ["engine: waiting for 1 CPU to start an actor. The cluster has 0 of 2 CPU free."] * 2
@@ -60,16 +60,16 @@ def test_what_is_waited_for_is_printed_every_few_seconds(monkeypatch, capsys):
 
 def test_gpus_and_fractions_are_printed(monkeypatch, capsys):
     cluster = Cluster(6, {"CPU": 7.0, "GPU": 0.25}, {"CPU": 8.0, "GPU": 1.0})
-    waiting(monkeypatch, cluster, threads=2, gpus=0.5)._next_to_answer()
+    waiting(monkeypatch, cluster, threads=2, gpus=0.5).wait_for_answers()
     assert "waiting for 2 CPU and 0.5 GPU" in (text := capsys.readouterr().err)
     assert "7 of 8 CPU free and 0.25 of 1 GPU free" in text
 
 
 def test_nothing_is_printed_if_an_actor_starts_soon_or_has_started(monkeypatch, capsys):
-    waiting(monkeypatch, Cluster(polls=3))._next_to_answer()
+    waiting(monkeypatch, Cluster(polls=3)).wait_for_answers()
     engine = waiting(monkeypatch, Cluster(polls=40))
-    engine._pool_workers[0].started = True  # it loads the experiment, or trains
-    engine._next_to_answer()
+    engine.pool_workers[0].started = True  # it loads the experiment, or trains
+    engine.wait_for_answers()
     assert not capsys.readouterr().err
 
 
@@ -82,7 +82,7 @@ def test_a_signal_ends_the_wait(monkeypatch):
 
     engine.check_interrupt = check
     with pytest.raises(Interrupted):
-        engine._next_to_answer()
+        engine.wait_for_answers()
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_an_address_where_nothing_answers_is_refused_at_once(monkeypatch, closed
     monkeypatch.setattr(ray_engine, "import_ray", lambda: package)
     started = time.monotonic()
     with pytest.raises(ConfigError, match=r"^engine.address: "):
-        RayEngine(address=form.format(closed_port))._connected()
+        RayEngine(address=form.format(closed_port)).connect()
     assert time.monotonic() - started < 5
     assert not initialised
 
@@ -131,7 +131,7 @@ def test_an_open_port_is_left_to_ray_and_its_exit_becomes_an_error(monkeypatch):
     package = SimpleNamespace(is_initialized=lambda: False, init=init)
     monkeypatch.setattr(ray_engine, "import_ray", lambda: package)
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match=r"^engine.address: "):
-        RayEngine(address=f"127.0.0.1:{server.getsockname()[1]}")._connected()
+        RayEngine(address=f"127.0.0.1:{server.getsockname()[1]}").connect()
 
 
 def test_an_actor_has_started_once_it_has_answered(monkeypatch):

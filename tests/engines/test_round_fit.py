@@ -264,7 +264,7 @@ def test_a_client_stops_when_asked(tmp_path, fits, moment):
 
 
 def some_fail(run):
-    """The tasks of a round, of which the second one's upload cannot be made."""
+    """The tasks of a round. The upload of the second one cannot be made."""
     tasks = [task_of_round(run, 1, client) for client in range(4)]
     tasks[1] = replace(tasks[1], download=Message({"model/none": torch.zeros(1)}))
     return tasks

@@ -34,13 +34,13 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SIZE = 24
 
 
-def loop(run, rounds, build, interval, epochs=3):
+def loop(run, rounds, build, interval):
     """Return the weights after FedAvg of all clients, written as a plain loop, and the learning rates of round 1.
 
     `build(network, steps, epochs)` returns an optimizer and its schedule.
     """
     run.load()
-    data = run.data.data
+    data, epochs = run.data.data, run.training.trainer["max_epochs"]
     x, y = data.prepare(data.x_train).double(), data.y_train
     shared, rates = copy.deepcopy(run.worker.template.backbone).double(), {}
     for round in range(1, rounds + 1):
@@ -136,7 +136,7 @@ def test_factors_by_pattern_are_parameter_groups_of_a_plain_loop(tmp_path, engin
         lr_factors={name: factor for name, factor in FACTORS.items() if factor != 1},
         lr_scheduler=partial(ExponentialLR, gamma=0.9),
         lr_scheduler_interval="step",
-        trainer=DOUBLE,
+        trainer=DOUBLE | {"max_epochs": 1},
     )
     expected, rates = loop(run, 2, grouped, "step")
     assert rates[0][0] == [0.1, 0.001, 0.01]
@@ -150,7 +150,7 @@ def test_factors_of_one_change_nothing_and_work_with_kept_state_and_round_schedu
         "optimizer": ADAM,
         "optimizer_state": "kept",
         "round_lr_scheduler": partial(ExponentialLR, gamma=0.5),
-        "trainer": DOUBLE,
+        "trainer": DOUBLE | {"max_epochs": 1},
         "engine": ENGINES[engine](),
     }
     plain = experiment(tmp_path / "plain", **options)

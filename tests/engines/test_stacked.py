@@ -384,7 +384,7 @@ class LateChange(LossTerm):
         self.late = module.context.round > 1
 
     def forward(self, step):
-        if self.late and len(step.targets) < 32:
+        if self.late and len(step.targets) < 64:
             self.weights = [torch.zeros(())]
         return step.logits.mean() * self.weights[0].to(step.logits)
 
@@ -580,7 +580,7 @@ REFUSED = {
     "loss term 'prototypical' .*vmap": with_term(Prototypical(1)),
     "loss term 'writing' ": with_term(Writing()),
     "loss term 'noisy' .*random numbers": with_term(Noisy()),
-    "loss term 'stepwise' .it looks at trainer.global_step, of which each client has its own": with_term(Stepwise()),
+    "loss term 'stepwise' .it reads trainer.global_step, which differs between clients": with_term(Stepwise()),
     "Other .it has a training_step of its own": {"algorithm": OwnStep()},
     "optimizer LBFGS .only torch's ASGD": {"optimizer": torch.optim.LBFGS},
     "lr_scheduler OwnSchedule .it is not stepped": {"lr_scheduler": OwnSchedule},

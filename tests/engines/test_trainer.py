@@ -24,7 +24,7 @@ def test_local_work_is_one_epoch_unless_told_otherwise(options, epochs, steps):
     assert (trainer.max_epochs, trainer.max_steps) == (epochs, steps)
 
 
-# --- What Lightning tells ---
+# --- What Lightning prints ---
 
 CHATTER = [
     "GPU available but not used. You can set it by doing `Trainer(accelerator='gpu')`.",

@@ -48,7 +48,7 @@ def assert_same(alone, run):
 
 
 def restarted(node):
-    return Node(node.site, node.folder, node._build)
+    return Node(node.site, node.folder, node.build)
 
 
 # --- The same bytes --------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_a_machine_that_flower_does_not_reach_gets_its_task_later(tmp_path, alon
 
 def test_a_round_that_begins_while_machines_are_away_says_so(tmp_path, alone):
     run, _ = remote(tmp_path, alone)
-    run.engine._link.machines.clear()
+    run.engine.link.machines.clear()
     with pytest.warns(UserWarning, match=r"^client \d, round 1: its machine is away") as shown:
         run.fit()
     assert len(shown) == 4
@@ -548,7 +548,7 @@ def test_the_machines_of_all_clients_are_needed(tmp_path, alone):
 def test_a_second_machine_of_a_client_is_not_used(tmp_path, alone):
     _, grid = remote(tmp_path, alone)
     site = grid.nodes[103].site
-    grid.nodes[150] = Node(type(site)(1, site.dataset), tmp_path / "other", grid.nodes[103]._build)
+    grid.nodes[150] = Node(type(site)(1, site.dataset), tmp_path / "other", grid.nodes[103].build)
     link = ClientLink(grid)
     with pytest.warns(UserWarning, match="client 1: another machine has this client, too"):
         link.find(6, 5, print)
@@ -568,7 +568,7 @@ def test_the_engine_needs_the_command_line_and_remote_clients(tmp_path, alone):
     with pytest.raises(ConfigError, match=r"^engine: FlowerEngine needs scenario.dataset RemoteClients"):
         experiment(tmp_path / "run", engine=FlowerEngine()).fit()
     run, _ = remote(tmp_path, alone)
-    run.engine._link = None
+    run.engine.link = None
     with pytest.raises(ConfigError, match=r"^engine: FlowerEngine needs the command line"):
         run.fit()
 

@@ -1,4 +1,4 @@
-"""A client's own machine: what it tells, what it refuses, and the state that it keeps."""
+"""A client's own machine: what it reports, what it refuses, and the state that it keeps."""
 
 import json
 import re

@@ -23,7 +23,7 @@ def test_each_machine_gets_the_model_that_the_simulation_gives_its_client(tmp_pa
     remote, grid = remote_experiment(tmp_path / "remote", alone, method, folder=tmp_path, rounds=2, **own)
     written = {}
     for node in grid.nodes.values():
-        node._write = lambda module, data, text, _, client=node.site.client: written.update({client: (module, text)})
+        node.write = lambda module, data, text, _, client=node.site.client: written.update({client: (module, text)})
     remote.fit()
     for client in range(alone.clients):
         module, text = written[client]

@@ -53,7 +53,7 @@ def test_the_schema_does_not_leave_the_server(tmp_path, app):
     nodes = [table_node(app, client) for client in range(2)]
     experiments = []
     for each in nodes:
-        each._build = lambda text, trusted: experiments.append(text) or client_experiment(text, trusted)
+        each.build = lambda text, trusted: experiments.append(text) or client_experiment(text, trusted)
     start(app, nodes)
     assert len(experiments) == 2
     assert all(yaml.safe_load(text)["scenario"]["dataset"]["init_args"]["schema"] is None for text in experiments)

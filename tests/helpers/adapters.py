@@ -42,7 +42,7 @@ class Adapter(nn.Module):
 
 
 class LowRankMLP(Backbone):
-    """Two adapted layers, of which the second is square and stored transposed, BatchNorm, and a trained head."""
+    """Two adapted layers (the second is square and stored transposed), BatchNorm, and a trained head."""
 
     def __init__(self, in_shape: tuple[int, ...], num_classes: int, rank: int = 3, dropout: float = 0.2) -> None:
         encoder = nn.Sequential(

@@ -81,7 +81,7 @@ def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> Federate
         "algorithm": algorithm or FedAvg(),
         "rounds": 3,
         "clients_per_round": 4,
-        "batch_size": 32,
+        "batch_size": 64,
         "optimizer": SGD,
         "trainer": {"accelerator": "cpu", "max_epochs": 2},
         "run_dir": run_dir,

@@ -188,7 +188,7 @@ def test_a_run_from_python_has_a_config_a_name_and_a_group(tmp_path):
         assert config["algorithm"]["name"] == "FedAvg"
         assert config["scenario"]["partition"]["alpha"] == 0.3
         assert config["optimizer"]["lr"] == 0.1
-        assert config["batch_size"] == settings.get("batch_size", 32)
+        assert config["batch_size"] == settings.get("batch_size", 64)
     names = [run.display_name for run in begun.values()]
     assert names == ["FedAvg-seed0", "FedAvg-seed1", "FedAvg-seed0", "FedAvg-seed0"]
     groups = [run.run_group for run in begun.values()]

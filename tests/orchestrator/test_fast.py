@@ -245,7 +245,7 @@ def test_dry_run_trains_each_client_on_two_batches(tmp_path):
             return super().upload(module, *args)
 
     experiment(tmp_path, Noting(loss_terms=[Steps()]), trainer={"accelerator": "cpu", "max_epochs": 7}).fit(fast=True)
-    assert sizes == [[32, 32]] * 4  # two clients in each of two rounds
+    assert sizes == [[64, 64]] * 4  # two clients in each of two rounds
 
 
 def test_dry_run_uses_a_small_part_of_the_data(tmp_path):

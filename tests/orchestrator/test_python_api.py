@@ -209,7 +209,7 @@ def test_a_run_without_a_config_is_described_by_its_objects(tmp_path):
         run = experiment(tmp_path / f"run{seed}", algorithm, rounds=1, seed=seed).fit()
         assert run.config == open_run_folder(run.run_dir).config
     assert (run.setting("seed"), run.setting("algorithm"), run.setting("mu")) == (2, "FedProx", 1.0)
-    assert (run.setting("batch_size"), run.setting("scenario.dataset")) == (32, "Digits")
+    assert (run.setting("batch_size"), run.setting("scenario.dataset")) == (64, "Digits")
     found = compare(comparable_runs(open_runs(tmp_path)), by=["algorithm", "mu"])
     assert [group.names["algorithm"] for group in found.groups] == ["FedAvg", "FedProx mu=0.1", "FedProx mu=1"]
     before = (run.run_dir / "config.yaml").read_bytes()

@@ -90,7 +90,7 @@ def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 class Splits(Aggregator):
     """Average uploads by cluster. Split a cluster if its mean update is small, but the update of one client is large.
 
-    The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has ever uploaded
+    The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has uploaded before
     (`heard`) and the `round`. The section `norms` holds, for each cluster before it was split, the norm of the `mean`
     update and the `max` of its members' norms, `(clusters,)`; NaN for a cluster without participants. The `model` is
     the mean of all uploads.

@@ -248,7 +248,7 @@ class UAPDFL(PeerAlgorithm):
         return [UnitAlignment(self.mu, self.unit, self.reference)]
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Return the peers' messages, with only the model parts that the client collects.
+        """Return the peers' messages, with only the parts of their models that the client averages.
 
         If all peers are similar to the client, it collects the whole model of a random peer. Otherwise it collects
         every feature extractor, and the classifiers of similar peers.

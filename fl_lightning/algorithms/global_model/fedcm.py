@@ -139,7 +139,7 @@ class DirectionServer(ServerStep):
 class FedCM(Algorithm):
     """FedAvg whose clients step along a mix of their gradient and the server's last descent direction.
 
-    With `alpha` 1 this is FedAvg with `weighting: uniform`, but for rounding. It needs plain SGD.
+    With `alpha` 1 this is FedAvg with `weighting: uniform`, except rounding. It needs plain SGD.
 
     Bytes a round, each participant: down `model + 4 * P`, up `model + 16`.
 

@@ -120,7 +120,7 @@ class EqualSteps(ClientModule):
 class FedNova(Algorithm):
     """FedAvg for clients with unequal numbers of steps: their changes are normalized before they are averaged.
 
-    If all participants take equally many steps, this is FedAvg but for rounding. It needs SGD; momentum is allowed.
+    If all participants take equally many steps, this is FedAvg except rounding. It needs SGD; momentum is allowed.
 
     Bytes a round, each participant: down `model`, up `model + 16`.
 

@@ -63,7 +63,7 @@ class TunedEntry:
 
     @cached_property
     def best(self) -> TrialResult | None:
-        """The best complete trial; None if none is complete."""
+        """The best complete trial; None if no trial is complete."""
         return best_trial(self.trials, self.entry.table.maximize)
 
     def jobs(self, out: Path) -> dict[int, Job]:

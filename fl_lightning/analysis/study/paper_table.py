@@ -244,7 +244,7 @@ def _claim(claim: Any, columns: Mapping[str, Settings], rows: Mapping[str, Setti
 
 
 def _select(names: Sequence[str], all_names: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the full names of the selected rows or columns in the table's order; all names if none is selected."""
+    """Return the full names of the selected rows or columns in the table's order; all names by default."""
     selected = {_full_name(name, all_names, kind) for name in names}
     return [name for name in all_names if name in selected or not names]
 

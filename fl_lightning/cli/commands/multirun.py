@@ -116,7 +116,8 @@ def check_jobs(grid: Sequence[Combination], given: Namespace, out: Path) -> list
     The checks of `fit` are made only for combinations that have no run yet.
 
     Raises:
-        ConfigError: A value is wrong or does not fit the others, two combinations are equal, or none is the reference.
+        ConfigError: A value is wrong or does not fit the others, two combinations are equal, or the reference is no
+            combination.
     """
     configs = in_each(resolve_config, [(each.name, each.words) for each in grid], given.workers)
     for each, config in zip(grid, configs, strict=True):
