@@ -68,8 +68,8 @@ class Algorithm(FieldsMixin, Capable):
         validation: Fraction of a client's training data that is left out of training, as validation data for `prepare`.
         whole: Whether a client's trained model consists of its upload, its personal part and the unchanged rest. Some
             callbacks need that.
-        uploads_weights: Whether an upload's section `model` has the trained weights that are sent, by their names in the
-            network. Attackers can replace them.
+        uploads_weights: Whether an upload's section `model` has the trained weights by their names in the network, so
+            that attackers can replace them.
         needs_classes: Whether the method itself, apart from its loss terms, knowledge and aggregator, only works with
             class labels.
         module_class: Builds a client's module; a subclass of `ClientModule` if the training step differs.
