@@ -183,13 +183,16 @@ class MinSum(_Distant):
 
 
 def perturbation_of(honest: Tensor, kind: Perturbation) -> Tensor:
-    """Return the direction `p` of MinMax and MinSum, `(P,)`, from the honest updates `(n - m, P)`."""
+    """Return the direction `p` of MinMax and MinSum, `(P,)`, from the honest updates `(n - m, P)`.
+
+    Its length does not matter, because `γ` is the largest possible. So `unit` is not normalized.
+    """
     mean = honest.mean(dim=0)
     if kind == "std":
         return -honest.std(dim=0, correction=0)
     if kind == "sign":
         return -mean.sign()
-    return -mean / norm if (norm := mean.norm()) > 0 else torch.zeros_like(mean)
+    return -mean
 
 
 def squared_distances(updates: Tensor) -> Tensor:

@@ -38,10 +38,10 @@ EPSILON = "privacy/epsilon"
 LOSSES = ("global/loss", "client/loss_mean", "trained_client/loss_mean", "new_client/loss_mean", "client/train_loss")
 
 # Endings of the names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are
-# refused when a run begins, so reading a run folder needs no torch.
+# refused when a run begins, so reading a run folder needs no torch. The success rate is that of an attack.
 LOWER_BETTER = (
     r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|perplexity|distance|divergence"
-    r"|deviance_score|ranked_probability_score)"
+    r"|deviance_score|ranked_probability_score|success_rate)"
 )
 
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.

@@ -20,7 +20,7 @@ from fl_lightning.runs.csv_reader import CLIENT_NAME, read_rows
 
 GROUPS = (
     *("round", "global/", "personal_on_global/", "client/", "architecture/", "trained_client/", "new_client/"),
-    *("comm/", "time/"),
+    *("attack/", "comm/", "time/"),
 )
 """Prefixes of columns in the order in which the files have them. Other columns follow."""
 

@@ -3,12 +3,13 @@
 import csv
 import re
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
-from commands import TINY, run
+from commands import TINY, run, run_page
 from experiments import (
     NormMLP,
     client_series,
@@ -21,7 +22,7 @@ from experiments import (
 )
 from methods import METHODS
 
-from fl_lightning import Evaluation
+from fl_lightning import Evaluation, attacks
 from fl_lightning.algorithms import (
     CCVR,
     SCAFFOLD,
@@ -56,6 +57,7 @@ from fl_lightning.engines import StackedEngine
 
 TWO_ROUNDS = {"rounds": 2, "clients_per_round": None, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
 ATTACKERS = [1, 4]
+PAGE = (Path(__file__).parents[2] / "docs" / "attacks.md").read_text()
 
 
 def started(clients, count=10, seed=0):
@@ -120,6 +122,7 @@ def test_the_server_averages_crafted_updates(tmp_path):
     sizes = [each.n_samples for each in uploads]
     expected = np.average(sent, axis=0, weights=sizes)
 
+    options |= {"evaluation": Evaluation(client_model="received")}  # otherwise uploads are copies in any case
     attacked = experiment(tmp_path / "attacked", adversary=IPM(clients=ATTACKERS, epsilon=0.5), **options)
     received = record_rounds(attacked)
     attacked.fit()
@@ -456,3 +459,24 @@ def test_the_command_line_takes_attacks_by_name_and_detects_a_change(tmp_path):
 def test_wrong_names_of_attacks_get_a_suggestion():
     assert "Did you mean Backdoor?" in run("fit", "--config=digits_fedavg.yaml", "--adversary=Backdor").err
     assert "MinMax" in run("list", "adversaries").out
+
+
+@pytest.mark.thorough
+def test_the_snippets_of_the_page_run_in_their_order(tmp_path, monkeypatch):
+    """Each run has one round, and the comparison two attacks."""
+    monkeypatch.chdir(tmp_path)
+    short = "--rounds 1 --trainer.max_epochs 1 --logger null"
+
+    def reduced(block):
+        block = block.replace("\\\n", "").replace("SignFlip,IPM,MinMax,", "").replace("--seeds 0 1 2", "--seeds 0")
+        return block.replace("--config digits_fedavg.yaml", f"--config digits_fedavg.yaml {short}").replace(
+            "--rounds 10", ""
+        )
+
+    *_, table, last = run_page(PAGE, reduced)
+    assert {"Adversary", "LabelFlip"} <= {*table.out.split()}
+    assert "ended: all 1 rounds are done" in last.out
+
+
+def test_the_page_names_each_attack_and_each_refused_method():
+    assert all(f"`{name}`" in PAGE for name in [*attacks.__all__, *UNSENT])

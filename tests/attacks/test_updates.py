@@ -158,6 +158,11 @@ def test_without_a_direction_attackers_send_the_mean(attack, kind):
     assert not crafted(attack(perturbation=kind), honest, honest[:1] + 1).any()
     alone = torch.ones(1, 4, dtype=torch.float64)  # no honest distance allows to move
     np.testing.assert_allclose(crafted(attack(perturbation=kind), alone, alone), alone, atol=1e-7)
+    for seed in range(20):  # the distances to the mean are rounding errors, and those of honest updates 0
+        same = updates(1, 0, seed=seed)[0].expand(7, -1)
+        np.testing.assert_allclose(
+            crafted(attack(perturbation=kind), same, alone[:, :1].expand(1, 7)), same[:1], atol=1e-7
+        )
 
 
 def test_model_replacement_boosts_by_the_uploads_per_attacker():

@@ -16,6 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 OWN_TESTS = (
     "adapters.md",
+    "attacks.md",
     "domains.md",
     "your-data.md",
     "segmentation.md",
