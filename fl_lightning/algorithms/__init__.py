@@ -172,6 +172,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     from fl_lightning.algorithms.personalized.local import Local as Local
     from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg
     from fl_lightning.algorithms.personalized.pfedme import PFedMe as PFedMe
+    from fl_lightning.algorithms.private_mean import PrivateMean as PrivateMean
 
 if not TYPE_CHECKING:  # type checkers export the names above, and cannot read a computed list
     __all__ = sorted(["State", *public_classes()])
