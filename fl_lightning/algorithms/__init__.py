@@ -174,6 +174,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     from fl_lightning.algorithms.personalized.local import Local as Local
     from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg
     from fl_lightning.algorithms.personalized.pfedme import PFedMe as PFedMe
+    from fl_lightning.algorithms.private_mean import PrivateMean as PrivateMean
     from fl_lightning.algorithms.robust.bucketing import Bucketing as Bucketing
     from fl_lightning.algorithms.robust.bulyan import Bulyan as Bulyan
     from fl_lightning.algorithms.robust.clipping import CenteredClipping as CenteredClipping, NormBound as NormBound

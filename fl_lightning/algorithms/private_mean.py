@@ -101,8 +101,8 @@ class PrivateMean(Aggregator):
         quantile: Adapt C to this quantile of the norms of the clients' updates. By default C is constant.
         clip_lr: Learning rate of C, with `quantile`: `C exp(-clip_lr (b - quantile))`, with the noisy share b of
             updates whose norm is at most C.
-        bit_noise: σ_b, the noise of the number of these updates; by default a twentieth of `clients_per_round`. It must
-            be above z / 2. The smaller it is, the more noise the updates get.
+        bit_noise: σ_b, the noise of the number of these updates; by default a twentieth of `clients_per_round`, and at
+            least z. It must be above z / 2. The smaller it is, the more noise the updates get.
 
     Raises:
         ConfigError: An option is out of range, or neither or both of `noise` and `epsilon` are given.
@@ -158,7 +158,7 @@ class PrivateMean(Aggregator):
         else:
             self._multiplier = self.noise or 0.0
             self._spent(self._multiplier, 1)  # raises an error if opacus is missing
-        self._bit_noise = self.bit_noise or plan.clients_per_round / 20
+        self._bit_noise = self.bit_noise or max(plan.clients_per_round / 20, self._multiplier)
         if self.quantile is not None and 2 * self._bit_noise <= self._multiplier:
             what = f"{self._bit_noise:g} is not above half of the noise multiplier {self._multiplier:g}"
             raise ConfigError(f"{KEY}.bit_noise: {what}. Increase it, or lower noise.")

@@ -307,7 +307,7 @@ def test_more_rounds_than_the_noise_was_computed_for_are_refused(tmp_path):
 
 def test_the_metrics_can_be_monitored(tmp_path):
     stop = EarlyStopping(monitor="privacy/epsilon", patience=9)
-    run = finished(tmp_path, private(quantile=0.5, bit_noise=2.0), callbacks=[stop], **POISSON)
+    run = finished(tmp_path, private(quantile=0.5), callbacks=[stop], **POISSON)
     assert {"privacy/epsilon", "privacy/clip", "privacy/clipped_share"} <= run.csv.rows[0].keys()
 
 
@@ -348,7 +348,7 @@ def test_a_resumed_run_has_the_same_bytes(tmp_path, stop):
 
 
 def test_a_dry_run_works(tmp_path):
-    experiment(tmp_path, private(), **POISSON).fit(fast=True)
+    experiment(tmp_path, private(quantile=0.5), **POISSON).fit(fast=True)
 
 
 def test_a_failed_client_does_not_change_the_denominator(tmp_path):
@@ -411,7 +411,7 @@ def test_options_out_of_range_are_refused(options, key):
         ({"client_sampler": PoissonSampling()}, "min_clients"),
         ({"model": NormMLP}, "algorithm.buffers"),
         ({"algorithm": private(delta=0.2)}, "algorithm.aggregator.delta"),
-        ({"algorithm": private(quantile=0.5)}, "algorithm.aggregator.bit_noise"),  # 4 / 20, and more than 1/2 is needed
+        ({"algorithm": private(quantile=0.5, bit_noise=0.5)}, "algorithm.aggregator.bit_noise"),
         ({"algorithm": private(noise=None, epsilon=1e-3, delta=1e-5)}, "epsilon"),
     ],
 )

@@ -21,6 +21,7 @@ OWN_TESTS = (
     "your-data.md",
     "segmentation.md",
     "language-models.md",
+    "privacy.md",
     "clients-that-differ.md",
 )
 
