@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.models import *
     from fl_lightning.orchestrator import FederatedOrchestrator as FederatedOrchestrator
     from fl_lightning.runs.reader import Run as Run
+    from fl_lightning.scheduling import *
 
 __version__ = "0.1.0"
 
@@ -97,6 +98,7 @@ _NAMES = {
     "core.objectives": "CausalLM Classification MultiLabel Objective Regression Segmentation TokenClassification",
     "orchestrator": "FederatedOrchestrator",
     "runs": "Run",
+    "scheduling": "Buffered ClientWork Clock Deadline DeviceClock DeviceTrace RoundPolicy Synchronous",
     "core.state_dicts": "weighted_mean",
     "loggers.wandb": "WandbRoundLogger",
 }

@@ -14,7 +14,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Task
 from fl_lightning.engines.worker import Worker
-from fl_lightning.scheduling import RoundPolicy, Work
+from fl_lightning.scheduling import ClientWork, RoundPolicy
 
 
 def check_round_policy(policy: RoundPolicy, algorithm: Algorithm, sampler: ClientSampler) -> None:
@@ -37,7 +37,7 @@ def check_round_policy(policy: RoundPolicy, algorithm: Algorithm, sampler: Clien
         raise ConfigError(f"client_sampler: {what}. Leave {type(sampler).__name__} out.")
 
 
-def planned_work(worker: Worker, server: Server) -> Iterator[Work]:
+def planned_work(worker: Worker, server: Server) -> Iterator[ClientWork]:
     """Yield what each client does in a round: its training steps, and the sizes of the messages in both directions.
 
     The sizes are those of a first message from the server, and of the upload of an untrained client. Clients with the
@@ -57,4 +57,4 @@ def planned_work(worker: Worker, server: Server) -> Iterator[Work]:
             assert result.upload
             sizes[own.group] = download.nbytes, result.upload.nbytes
         batches = max(1, math.ceil(own.client_data.sample_count(client) / own.training.batch_size))
-        yield Work(LocalWork.under(own.idle_trainer, batches).steps, *sizes[own.group])
+        yield ClientWork(LocalWork.under(own.idle_trainer, batches).steps, *sizes[own.group])

@@ -19,7 +19,7 @@ BITS_PER_MBIT = 1e6
 
 
 @dataclass(frozen=True)
-class Work:
+class ClientWork:
     """What a client does in a round.
 
     Args:
@@ -50,7 +50,7 @@ class Clock(ArgumentsMixin, ABC):
         self.seed, self.clients = seed, clients
 
     @abstractmethod
-    def seconds(self, client: int, work: Work, round: int) -> float:
+    def seconds(self, client: int, work: ClientWork, round: int) -> float:
         """Return the time between the server's message to a client and the end of the client's upload.
 
         Args:
@@ -104,7 +104,7 @@ class DeviceClock(Clock):
         normal = generator(seed, Stream.DEVICES).standard_normal((clients, 2))
         self._slow = np.exp(normal * (self.spread, self.link_spread))
 
-    def seconds(self, client: int, work: Work, round: int) -> float:
+    def seconds(self, client: int, work: ClientWork, round: int) -> float:
         """Return the time that a client needs in a round."""
         compute, link = self._slow[client]
         sent = work.down / self.download_mbit + work.up / self.upload_mbit
@@ -141,7 +141,7 @@ class DeviceTrace(Clock):
             raise ConfigError(f"clock.path: {self.path} needs at least one row, and only numbers above 0.")
         self._devices = devices[generator(seed, Stream.DEVICES).integers(len(devices), size=clients)]
 
-    def seconds(self, client: int, work: Work, round: int) -> float:
+    def seconds(self, client: int, work: ClientWork, round: int) -> float:
         """Return the time that a client needs."""
         per_step, download, upload = self._devices[client]
         return float(per_step * work.steps + 8 * (work.down / download + work.up / upload) / BITS_PER_MBIT)

@@ -13,7 +13,7 @@ import numpy as np
 
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.scheduling.clock import Clock, Work
+from fl_lightning.scheduling.clock import ClientWork, Clock
 
 
 @dataclass(frozen=True, order=True)
@@ -92,7 +92,7 @@ class Schedule:
     policy: RoundPolicy
     clock: Clock
     sample: Callable[[int, int], list[int]]
-    work: list[Work]
+    work: list[ClientWork]
     seed: int
     min_clients: int = 1
     now: float = field(default=0.0, init=False)

@@ -7,9 +7,9 @@ import pytest
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.scheduling import DeviceClock, DeviceTrace, Work
+from fl_lightning.scheduling import ClientWork, DeviceClock, DeviceTrace
 
-WORK = Work(steps=30, down=2_000_000, up=500_000)
+WORK = ClientWork(steps=30, down=2_000_000, up=500_000)
 
 
 def started(clock, clients=5, seed=3):
@@ -32,7 +32,7 @@ def test_each_client_has_a_factor_on_its_steps_and_one_on_both_links():
 
 def test_the_spread_is_the_deviation_of_the_logarithm():
     clock = started(DeviceClock(1.0, 0.8, math.inf, math.inf), clients=20_000)
-    logs = np.log([clock.seconds(client, Work(1, 10, 10), 1) for client in range(20_000)])
+    logs = np.log([clock.seconds(client, ClientWork(1, 10, 10), 1) for client in range(20_000)])
     assert logs.mean() == pytest.approx(0, abs=5 * 0.8 / 20_000**0.5)
     assert logs.std() == pytest.approx(0.8, rel=0.03)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.scheduling import Buffered, Clock, Deadline, Schedule, Synchronous, Work
+from fl_lightning.scheduling import Buffered, ClientWork, Clock, Deadline, Schedule, Synchronous
 
 
 class Fixed(Clock):
@@ -30,7 +30,7 @@ def draw(clients):
 
 
 def schedule(policy, times, min_clients=1):
-    return Schedule(policy, Fixed(times), draw(len(times)), [Work(1, 1, 1)] * len(times), 0, min_clients)
+    return Schedule(policy, Fixed(times), draw(len(times)), [ClientWork(1, 1, 1)] * len(times), 0, min_clients)
 
 
 def planned(policy, times, size, rounds, **options):
