@@ -19,6 +19,7 @@ OWN_TESTS = (
     "domains.md",
     "your-data.md",
     "segmentation.md",
+    "private-training.md",
     "language-models.md",
     "clients-that-differ.md",
 )
