@@ -20,6 +20,7 @@ OWN_TESTS = (
     "domains.md",
     "your-data.md",
     "segmentation.md",
+    "private-training.md",
     "language-models.md",
     "privacy.md",
     "clients-that-differ.md",

@@ -348,6 +348,11 @@ def test_on_its_own_machine_a_clients_noise_is_not_derived_from_the_seed_and_no_
     assert not same_bytes(models[1], models[2])
     assert "ce" in simulated[0].losses
     assert not real[0].losses
+    noises = [
+        each._private_gradients(task, 9).random.normal(torch.zeros(5)) for each in (own, own, run.worker, run.worker)
+    ]
+    assert not torch.equal(*noises[:2])
+    assert torch.equal(*noises[2:])
     sizes = [
         [len(y) for _, y in own.client_data.poisson_batches(task, secret)] for secret in (True, True, False, False)
     ]
