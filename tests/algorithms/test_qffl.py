@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 from experiments import UNEQUAL, NoDropout, NormMLP, experiment, finished, in_float64, record_rounds, same_bytes
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loops import assert_equals_loop, cross_entropy_steps, loss_by_hand, steps_of
 from peers import mean_by_hand
+from torch import nn
 
 from fl_lightning import Message
 from fl_lightning.algorithms import QFFL, FairAveraging, FedAvg
@@ -17,6 +19,7 @@ from fl_lightning.algorithms.aggregators import fold_all
 from fl_lightning.core.errors import NonFiniteError
 from fl_lightning.core.message import Upload
 from fl_lightning.core.round import Round
+from fl_lightning.models import FromModule
 
 pytestmark = pytest.mark.numeric
 
@@ -80,10 +83,10 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, q, lipschitz):
             local = copy.deepcopy(start)
             cross_entropy_steps(local, steps_of(run, round, client), lr)
             ends.append(local)
-        vectors = [torch.nn.utils.parameters_to_vector(each.parameters()).detach() for each in (start, *ends)]
+        vectors = [nn.utils.parameters_to_vector(each.parameters()).detach() for each in (start, *ends)]
         model.load_state_dict(mean_by_hand([end.state_dict() for end in ends], [loss**q for loss in losses]))
         scale = lr if lipschitz is None else 1 / lipschitz
-        torch.nn.utils.vector_to_parameters(next_by_hand(vectors[0], vectors[1:], losses, q, scale), model.parameters())
+        nn.utils.vector_to_parameters(next_by_hand(vectors[0], vectors[1:], losses, q, scale), model.parameters())
     rounds = record_rounds(run)
     run.fit()
     assert_equals_loop(run, run.state["model"], model.state_dict(), 1e-11)
@@ -114,3 +117,28 @@ def test_a_larger_rate_of_some_layers_counts(tmp_path):
     rounds = record_rounds(run)
     run.fit()
     assert {upload.message.numbers["lr"] for _, uploads, _ in rounds for upload in uploads} == {0.2}
+
+
+class OwnOptimizer(L.LightningModule):
+    """A LightningModule with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.004)
+
+
+def test_the_rate_of_a_models_own_optimizer_counts(tmp_path):
+    model = partial(FromModule, module=f"{__name__}.OwnOptimizer", head="net.1")
+    run = experiment(tmp_path, QFFL(), model=model, optimizer=None)
+    rounds = record_rounds(run)
+    run.fit()
+    assert {upload.message.numbers["lr"] for _, uploads, _ in rounds for upload in uploads} == {0.004}
