@@ -171,7 +171,8 @@ def curves_figure(found: Comparison, panels: Panels, x: XAxis, percent: bool, wi
     if len(panels.styles) > 1:
         add_legend(figure, {name: lines[name] for name in panels.ranked if name in lines})
     cut = {name: curve.rounds for each in curves for name, curve in each.items() if curve.rounds[0] < curve.rounds[1]}
-    at = "" if x == "round" else f", at the mean {x} of each round"
+    unit = "simulated seconds" if x == "simulated" else x
+    at = "" if x == "round" else f", at the mean {unit} of each round"
     spread = any(curve.std is not None for each in curves for curve in each.values())
     over_seeds = f"mean over seeds{at}; band: ± standard deviation (n - 1)" if spread else "one run per group"
     figure.notes = [
