@@ -36,6 +36,7 @@ TOGETHER = {
     "FedDistill",
     "FedDistillPlus",
     "FedDyn",
+    "FedDyn with clipping",
     "FedGen",
     "FedLC",
     "FedNTD",
