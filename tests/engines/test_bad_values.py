@@ -23,7 +23,12 @@ SHAPES = {"BiLSTM": (12,), "FastText": (12,), "TextCNN": (12,)}
 REQUIRED = {"Splits": {"eps1": 0.4, "eps2": 1.6, "min_rounds": 20, "min_size": 2, "weighting": "uniform"}}
 NEED_MODELS = ("Mixed", "Pretrained", "ResizedFeatures")
 """Models of other models or files. Their own tests give them wrong numbers."""
-INFINITE = {("UAPDFL", "th_i"), *((cls, name) for cls in ("CFL", "Splits") for name in ("eps1", "eps2"))}
+INFINITE = {
+    ("CenteredClipping", "tau"),
+    ("NormBound", "bound"),
+    ("UAPDFL", "th_i"),
+    *((cls, name) for cls in ("CFL", "Splits") for name in ("eps1", "eps2")),
+}
 """Where a class says what infinity means."""
 
 

@@ -37,6 +37,7 @@ TOGETHER = {
     "FedDistill",
     "FedDistillPlus",
     "FedDyn",
+    "FedDyn with clipping",
     "FedGen",
     "FedLC",
     "FedNTD",
