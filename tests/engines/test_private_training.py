@@ -145,6 +145,16 @@ class Mean(LossTerm):
         return step.logits.mean(dim=0).square().sum()
 
 
+class Drifts(LossTerm):
+    """A term that depends on the samples of earlier steps, by very little."""
+
+    seen = 0.0
+
+    def forward(self, step):
+        self.seen += 1e-7 * float(step.logits.detach().abs().sum())
+        return step.logits.square().mean() + self.seen
+
+
 class Counts(nn.Module):
     """A network with a buffer that counts its samples."""
 
@@ -184,6 +194,7 @@ class ReadsSamples(FedAvg):
         ({"trainer": ONE_EPOCH | {"limit_train_batches": 0.5}}, "trainer.limit_train_batches"),
         ({"trainer": ONE_EPOCH | {"precision": "bf16-true"}}, "trainer.precision"),
         ({"algorithm": FedAvg(loss_terms=[Mean()])}, "algorithm"),
+        ({"algorithm": FedAvg(loss_terms=[Drifts()])}, "algorithm"),
         ({"algorithm": ReadsSamples()}, "algorithm"),
         ({"model": Counts}, "model"),
         ({"model": Centred}, "model"),
