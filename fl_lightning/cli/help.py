@@ -19,9 +19,8 @@ from fl_lightning.core.spelling import match_case, nearest
 Option = dict[str, Any]
 
 HEADINGS = {
-    "task and method": ("config", "scenario.", "model", "algorithm", "baselines"),
+    "task and method": ("config", "scenario.", "model", "algorithm", "adversary", "baselines"),
     "length": ("rounds", "clients_per_round", "client_sampler", "seed", "fast"),
-    "attackers": ("adversary",),
     "training of each client": (
         *("batch_size", "batch_sampler", "class_weights", "mixup", "cutmix"),
         *("optimizer", "optimizer_state", "lr_factors"),
