@@ -20,8 +20,8 @@ Option = dict[str, Any]
 
 HEADINGS = {
     "task and method": ("config", "scenario.", "model", "algorithm", "baselines"),
-    "length": ("rounds", "clients_per_round", "client_sampler", "clock", "round_policy", "seed", "fast"),
-    "attackers": ("adversary",),
+    "length": ("rounds", "clients_per_round", "client_sampler", "seed", "fast"),
+    "simulations": ("adversary", "clock", "round_policy"),
     "messages": ("compression", "download_compression"),
     "training of each client": (
         *("batch_size", "batch_sampler", "class_weights", "mixup", "cutmix"),

@@ -78,7 +78,9 @@ def test_a_share_of_the_clients_is_drawn_by_the_seed():
     assert started(0.5) != started(0.5, seed=1)
     counts = np.zeros(10)
     for seed in range(500):
-        counts[list(started(0.3, seed=seed))] += 1
+        chosen = started(0.3, seed=seed)
+        assert len(chosen) == 3
+        counts[list(chosen)] += 1
     assert abs(counts / 500 - 0.3).max() < 0.1
     assert started([3, 1]) == {1, 3}
 
@@ -475,7 +477,7 @@ def test_the_snippets_of_the_page_run_in_their_order(tmp_path, monkeypatch):
 
     *_, table, last = run_page(PAGE, reduced)
     assert {"Adversary", "LabelFlip"} <= {*table.out.split()}
-    assert "ended: all 1 rounds are done" in last.out
+    assert "ended: 1 round is done" in last.out
 
 
 def test_the_page_names_each_attack_and_each_refused_method():
