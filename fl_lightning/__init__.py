@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.callbacks import *
     from fl_lightning.callbacks import RoundFigure as RoundFigure
     from fl_lightning.cli.experiment import open_run as open_run
+    from fl_lightning.client.dp_sgd import DPSGD as DPSGD
     from fl_lightning.client.knowledge import SharedKnowledge as SharedKnowledge
     from fl_lightning.client.local_training import LocalTraining as LocalTraining
     from fl_lightning.client.loss_term import FitContext as FitContext
@@ -62,9 +63,10 @@ _NAMES = {
     "attacks.base": "DataAttack UpdateAttack",
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
-        ConfusionMatrix EarlyStopping KnowledgeMap PredictedMasks RoundCallback RoundFigure RoundProgress RowNorms
-        UnitDivergence
+        ConfusionMatrix EarlyStopping KnowledgeMap MembershipAudit PredictedMasks RoundCallback RoundFigure
+        RoundProgress RowNorms UnitDivergence
     """,
+    "client.dp_sgd": "DPSGD",
     "client.local_training": "LocalTraining",
     "client.loss_term": "FitContext LossTerm Step",
     "client.module": "ClientModule",

@@ -121,8 +121,6 @@ class PrivateMean(Aggregator):
         clip_lr: float = 0.2,
         bit_noise: float | None = None,
     ) -> None:
-        if (noise is None) == (epsilon is None):
-            raise ConfigError(f"{KEY}.noise: give either noise or epsilon. For 1 times the clipping norm, set noise 1.")
         check_number(f"{KEY}.clip", clip, "(0, inf]" if noise == 0 and quantile is None else "(0, inf)")
         check_number(f"{KEY}.noise", noise, "[0, inf)")
         check_number(f"{KEY}.epsilon", epsilon, "(0, inf)")
@@ -131,6 +129,8 @@ class PrivateMean(Aggregator):
         check_number(f"{KEY}.quantile", quantile, "(0, 1)")
         check_number(f"{KEY}.clip_lr", clip_lr, "(0, inf)")
         check_number(f"{KEY}.bit_noise", bit_noise, "(0, inf)")
+        if (noise is None) == (epsilon is None):
+            raise ConfigError(f"{KEY}.noise: give either noise or epsilon. For 1 times the clipping norm, set noise 1.")
         self.clip, self.noise, self.epsilon, self.delta = clip, noise, epsilon, delta
         self.server_lr, self.quantile, self.clip_lr, self.bit_noise = server_lr, quantile, clip_lr, bit_noise
 

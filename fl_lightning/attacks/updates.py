@@ -83,7 +83,7 @@ class ALIE(UpdateAttack):
             is 0 in small rounds, such as 2 attackers of 10 clients; a warning then says so.
     """
 
-    z: float | None = None
+    z: float | None = number(None, "[0, inf)")
 
     warned: bool = field(default=False, init=False)
 

@@ -25,7 +25,7 @@ HEADINGS = {
     "messages": ("compression", "download_compression"),
     "training of each client": (
         *("batch_size", "batch_sampler", "class_weights", "mixup", "cutmix"),
-        *("optimizer", "optimizer_state", "lr_factors"),
+        *("optimizer", "optimizer_state", "lr_factors", "dp_sgd"),
         *("lr_scheduler", "lr_scheduler_interval", "round_lr_scheduler"),
     ),
     "Lightning Trainer of each client": ("trainer.", "client_callbacks"),

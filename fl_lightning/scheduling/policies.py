@@ -27,7 +27,7 @@ class Deadline(RoundPolicy):
     If fewer than `min_clients` uploads have arrived at the deadline, the round ends when they have.
 
     Args:
-        seconds: The deadline, in simulated seconds after the start of the round.
+        seconds: The deadline, in simulated seconds after the start of the round. By default there is none.
         over_sample: The server asks `over_sample · clients_per_round` clients, rounded up; at least 1.
         late: What happens to later uploads: they are not used (`drop`), or belong to the next round (`next_round`).
 
@@ -36,9 +36,9 @@ class Deadline(RoundPolicy):
     """
 
     def __init__(
-        self, seconds: float = math.inf, over_sample: float = 1.0, late: Literal["drop", "next_round"] = "drop"
+        self, seconds: float | None = None, over_sample: float = 1.0, late: Literal["drop", "next_round"] = "drop"
     ) -> None:
-        check_number("round_policy.seconds", seconds, "(0, inf]", "inf is no deadline")
+        check_number("round_policy.seconds", seconds, "(0, inf)", "leave it out for no deadline")
         check_number("round_policy.over_sample", over_sample, "[1, inf)", "1 asks clients_per_round clients")
         self.seconds, self.over_sample, self.late = seconds, over_sample, late
         self.carries_over = late == "next_round"
@@ -46,7 +46,7 @@ class Deadline(RoundPolicy):
 
     def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:
         """Return the uploads that arrive in time, in order of arrival."""
-        deadline = schedule.now + self.seconds
+        deadline = math.inf if self.seconds is None else schedule.now + self.seconds
         schedule.dispatch(math.ceil(self.over_sample * size) - len(schedule.running))
         arrived: list[Dispatch] = []
         while len(arrived) < size and schedule.running:

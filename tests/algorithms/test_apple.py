@@ -208,7 +208,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         held = tensors_to_message(memory[apple.CORE]).section("model")
         assert_equals_loop(run, held, dict(zip(names, cores[k], strict=True)))
         torch.testing.assert_close(memory[apple.RATIOS]["values"], ratios[k], rtol=1e-9, atol=1e-9)
-        for j, message, _ in unbundle(run.server.download(4, k)):
+        for j, message, *_ in unbundle(run.server.download(4, k)):
             assert j != k
             assert same_bytes(message.section("model"), tensors_to_message(run.memory[j][apple.CORE]).section("model"))
         own = run.client_module(k).backbone

@@ -243,8 +243,8 @@ def test_a_client_receives_last_uploads_of_clients_that_have_trained(tmp_path):
     for client in range(6):
         sent = unbundle(run.server.download(3, client))
         assert len(sent) == min(3, len(trained - {client}))
-        assert {j for j, _, _ in sent} <= trained - {client}
-        for j, message, _ in sent:
+        assert {each.client for each in sent} <= trained - {client}
+        for j, message, *_ in sent:
             last = run.worker.algorithm.public
             held = tensors_to_message(run.memory[j][last]).section("model")
             assert same_bytes(message.section("model"), held)

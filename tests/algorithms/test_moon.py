@@ -149,7 +149,7 @@ def test_a_client_keeps_its_last_encoders_in_order(tmp_path):
     run, rounds = watched(tmp_path, MOON(history=2), rounds=4, model=NormMLP)
     uploads = {client: [] for client in range(6)}
     for _, arrived, _ in rounds:
-        for client, message, _ in arrived:
+        for client, message, *_ in arrived:
             encoder = {k: v for k, v in message.section("model").items() if k.startswith("encoder.")}
             uploads[client].insert(0, encoder)
     assert {len(theirs) for theirs in uploads.values()} >= {

@@ -111,7 +111,7 @@ def test_publications_are_unchanged_by_the_state_and_by_bundles():
         assert again.numbers == message.numbers
     arrived = unbundle(bundle(messages))
     assert [upload.client for upload in arrived] == [1, 2, 4, 10]
-    for client, message, _ in arrived:
+    for client, message, *_ in arrived:
         assert same_bytes(message.tensors, messages[client].tensors)
         assert message.numbers == messages[client].numbers
     assert unbundle(bundle({})) == []

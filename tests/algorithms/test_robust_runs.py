@@ -45,9 +45,21 @@ from fl_lightning.core.errors import ConfigError, TooFewClients
 from fl_lightning.core.message import Message, Upload
 
 REFUSED = {
-    *("APPLE", "CFL", "CriticalFL", "DFedAvgM", "DisPFL", "FLoRA", "FedAMP", "FedCM", "FedDGGA", "FedDistill"),
-    *("FedExLoRA", "FedFomo", "FedGH", "FedKD", "FedNH", "FedNova", "FedPAC", "FedProto", "FedTGP", "FlexLoRA"),
-    *("HeteroFL", "HeurFedAMP", "IFCA", "Local", "MoFedSAM", "PeerCriticalFL", "RoLoRA", "UAPDFL"),
+    *("AFL", "APPLE", "CFL", "CriticalFL", "DFedAvgM", "DisPFL", "FLoRA", "FedAMP", "FedCM", "FedDGGA", "FedDistill"),
+    *(
+        "FedAsync",
+        "FedExLoRA",
+        "FedFomo",
+        "FedGH",
+        "FedKD",
+        "FedNH",
+        "FedNova",
+        "FedPAC",
+        "FedProto",
+        "FedTGP",
+        "FlexLoRA",
+    ),
+    *("HeteroFL", "HeurFedAMP", "IFCA", "Local", "MoFedSAM", "PeerCriticalFL", "QFFL", "RoLoRA", "UAPDFL"),
 }
 """Methods whose aggregation is not a mean of all clients' models, or that compute more than that from the models."""
 TAKE_RULES = [name for name in CLASSES if name not in REFUSED and name != "Algorithm"]
@@ -300,6 +312,7 @@ IN_PROSE = {
     "LGFedAvg": "LG-FedAvg",
     "PFedMe": "pFedMe",
     "PeerCriticalFL": "CriticalFL between peers",
+    "QFFL": "q-FFL",
     "UAPDFL": "UA-PDFL",
 }
 

@@ -157,7 +157,7 @@ def test_received_models_are_those_after_decompression(tmp_path):
 
 def test_received_models_are_evaluated_after_decompression(tmp_path):
     evaluation = Evaluation(client_model="received")
-    options = {**SMALL, "evaluation": evaluation}
+    options = {**SMALL, "evaluation": evaluation, "batch_size": 32}
     compressors = {"dense": None, "exact": QSGD(levels=1, bucket=1), "coarse": QSGD(levels=1, bucket=None)}
     runs = [finished(tmp_path / name, download_compression=one, **options) for name, one in compressors.items()]
     dense, exact, coarse = (untimed(run.csv.rows)[-1]["client/loss_mean"] for run in runs)

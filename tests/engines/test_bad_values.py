@@ -20,11 +20,19 @@ from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.models import CNN
 
 SHAPES = {"BiLSTM": (12,), "FastText": (12,), "TextCNN": (12,)}
-REQUIRED = {"Splits": {"eps1": 0.4, "eps2": 1.6, "min_rounds": 20, "min_size": 2, "weighting": "uniform"}}
+REQUIRED = {
+    "PrivateMean": {"noise": 1.0},
+    "Splits": {"eps1": 0.4, "eps2": 1.6, "min_rounds": 20, "min_size": 2, "weighting": "uniform"},
+}
+KINDS = (
+    *("algorithms", "loss_terms", "aggregators", "graphs", "clocks", "round_policies", "compressors", "adversaries"),
+)
 NEED_MODELS = ("Mixed", "Pretrained", "ResizedFeatures")
 """Models of other models or files. Their own tests give them wrong numbers."""
 INFINITE = {
     ("CenteredClipping", "tau"),
+    ("DeviceClock", "download_mbit"),
+    ("DeviceClock", "upload_mbit"),
     ("NormBound", "bound"),
     ("UAPDFL", "th_i"),
     *((cls, name) for cls in ("CFL", "Splits") for name in ("eps1", "eps2")),
@@ -34,7 +42,7 @@ INFINITE = {
 
 def numbers(type_name):
     """Each number that a config can give to a class: the kind of class, the class, the name."""
-    for kind in ("algorithms", "loss_terms", "aggregators", "graphs", "models", "engines"):
+    for kind in (*KINDS, "models", "engines"):
         for cls in classes(kind):
             for parameter in inspect.signature(cls).parameters.values():
                 if (
@@ -61,7 +69,7 @@ def test_every_number_of_every_class_is_finite(kind, cls, name, value):
         thing = made(kind, cls, **{name: value})
         assert getattr(thing.aggregator if cls.__name__ == "CFL" else thing, name) == math.inf
         return
-    with pytest.raises(ConfigError, match=rf"^(algorithm|model|engine)\.[\w.]+: {value} is ") as told:
+    with pytest.raises(ConfigError, match=rf"^\w+\.[\w.]+: {value} is ") as told:
         made(kind, cls, **{name: value})
     assert name in str(told.value) or name == "value"  # UnitAlignment's is `unit` to its algorithm
 

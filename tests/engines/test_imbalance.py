@@ -241,8 +241,8 @@ def test_episodes_are_not_sampled(tmp_path):
     run = experiment(tmp_path, batch_sampler="balanced")
     build = run.scenario.build
 
-    def with_episodes(seed):
-        data = build(seed)
+    def with_episodes(*args):
+        data = build(*args)
         data.data.cut = FewShot().cut
         return data
 

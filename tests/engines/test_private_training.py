@@ -245,11 +245,11 @@ def test_epsilon_is_that_of_opacus_for_each_clients_rate_and_steps(tmp_path):
         rounds[int(line[columns["client"]])].append(float(line[columns["record_epsilon"]]))
     largest = 0.0
     for client, found in rounds.items():
-        n = len(run.data.shards[client].train)
+        n, size = len(run.data.shards[client].train), run.training.batch_size
         accountant = RDPAccountant()
         for epsilon in found:
-            for _ in range(2 * math.ceil(n / 32)):  # two epochs
-                accountant.step(noise_multiplier=1.0, sample_rate=min(1.0, 32 / n))
+            for _ in range(2 * math.ceil(n / size)):  # two epochs
+                accountant.step(noise_multiplier=1.0, sample_rate=min(1.0, size / n))
             assert epsilon == pytest.approx(accountant.get_epsilon(1e-5), abs=1e-9)
             largest = max(largest, epsilon)
     assert sum(map(len, rounds.values())) == 6
