@@ -112,7 +112,7 @@ def largest_deviation(n: int, m: int) -> float:
 
     Example:
         >>> round(largest_deviation(50, 12), 4), largest_deviation(10, 2)
-        (0.3360, 0.0)
+        (0.336, 0.0)
     """
     supporters = max(1, n // 2 + 1 - m)
     share = (n - m - supporters) / (n - m)

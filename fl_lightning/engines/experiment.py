@@ -98,7 +98,7 @@ class Experiment:
 
         `test_set` is that of `Scenario.build`.
         """
-        data = self.scenario.build(self.seed, test_set)
+        data = self.scenario.build(self.seed, test_set=True) if test_set else self.scenario.build(self.seed)
         self._set_clients(len(data.shards))
         self.adversary.start(self.clients, self.seed)
         if data.is_remote and self.adversary.attackers:

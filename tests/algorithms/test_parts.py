@@ -17,6 +17,7 @@ from fl_lightning.algorithms import (
     Krum,
     MultiKrum,
     NormalizedAveraging,
+    PrivateMean,
     Prototypical,
     Proximal,
     Splits,
@@ -53,7 +54,7 @@ def refusal(key, kind):
 
 @pytest.mark.thorough
 @pytest.mark.fast_cases(5)
-@pytest.mark.parametrize("kind", [kind for kind in AGGREGATORS if not kind.only_in])
+@pytest.mark.parametrize("kind", [kind for kind in AGGREGATORS if not kind.only_in and kind is not PrivateMean])
 def test_an_aggregator_works_in_fedavg_and_with_another_term(kind, tmp_path):
     for terms in ([], [Proximal(0.1)]):
         run = finished(tmp_path / str(len(terms)), FedAvg(loss_terms=terms, aggregator=build(kind)), **EVERYWHERE)

@@ -287,7 +287,7 @@ def test_one_attacker_spoils_the_mean_but_not_a_rule(tmp_path):
                     value.fill_(1000)
             return message
 
-    options = {"clients_per_round": None, "scenario": digits(6, alpha=10.0), "rounds": 3}
+    options = {"clients_per_round": None, "scenario": digits(6, alpha=10.0), "rounds": 3, "batch_size": 16}
     accuracies = {
         type(rule).__name__: finished(tmp_path / type(rule).__name__, Attacked(aggregator=rule), **options).csv.rows[
             -1

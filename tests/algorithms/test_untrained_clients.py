@@ -30,6 +30,7 @@ OWN_WEIGHTS = {  # methods in which a client has weights of its own
     *("FedGH", "FedKD", "FedPer", "FedProto", "FedROD", "FedRep", "FedSALoRA", "FedTGP", "HeurFedAMP", "LGFedAvg"),
     *("Local", "PeerAlgorithm", "PeerCriticalFL"),
     *("PeerFedPer", "UAPDFL", "local buffers", "cwFedAVG's code", "UA-PDFL's code", "gossip on a random graph"),
+    "gossip with a median",
     "many clients",
 }
 ALWAYS_INITIAL = {  # also trained clients have the initial head, cores, factors or statistics

@@ -20,6 +20,7 @@ OWN_TESTS = (
     "domains.md",
     "your-data.md",
     "segmentation.md",
+    "time.md",
     "private-training.md",
     "language-models.md",
     "privacy.md",
