@@ -72,6 +72,20 @@ def test_late_uploads_belong_to_the_next_round():
     ]
 
 
+def test_the_number_of_clients_that_are_asked_is_rounded_up():
+    (plan,) = planned(Deadline(0.1, 1.3), TIMES, 3, 1, min_clients=3)
+    assert plan.metrics["client/late"] == 1  # of ceil(3.9) = 4
+
+
+def test_clients_that_are_still_at_work_count_as_asked():
+    """Four clients are asked in round 1. Two are late, so only two more are asked in round 2."""
+    policy = schedule(Deadline(2.0, late="next_round"), [1.0, 1.5, 90.0, 90.0, 1.0, 1.0, 1.0, 1.0])
+    policy.sample = lambda round, size: [0, 1, 2, 3]
+    first, second = policy.plan(1, 4), policy.plan(2, 4)
+    assert first.versions == {0: 0, 1: 0}
+    assert len(second.versions) == 2
+
+
 def events_by_hand(times, size, concurrency, rounds):
     """Return the clients and versions of each round and its end, by an event loop with a list of (end, client)."""
     now, at_work, result, waiting = 0.0, [], [], []
@@ -125,7 +139,7 @@ def test_a_fast_client_trains_several_times_while_a_slow_one_trains_once():
 def test_a_resumed_run_plans_the_same_rounds(policy):
     plans = planned(policy, TIMES, 2, 7)
     again = schedule(policy, TIMES)
-    for round in (7, 3, 4, 7, 1):
+    for round in (7, 7, 3, 4, 7, 1):
         assert again.plan(round, 2) == plans[round - 1]
 
 
