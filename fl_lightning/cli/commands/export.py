@@ -39,17 +39,18 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     run = load_run(Path(given.run), given.checkpoint, given.trust)
     group = run.worker.for_client(given.client or 0).group
     described = described_model(read_config(Path(given.run)), group, shared=given.client is None)
-    about = f"{describe_model(run, given.client)} after round {run.round}"
     if given.peft:
         write_adapter(network_of(run, described, given.client), path)
         size = sum(file.stat().st_size for file in path.iterdir())
-        echo(f"wrote {path} (peft's folder, {size / 1e6:.2f} MB): the adapters of {about}")
+        about = f"the adapters of {describe_model(run, given.client)} after round {run.round}"
+        echo(f"wrote {path} (peft's folder, {size / 1e6:.2f} MB): {about}")
         return 0
     has_rows = takes_rows(run.data, path)
     network = network_of(run, described, given.client, given.prepare or has_rows)
     network = merged_network(network) if given.merge else network
     write_network(network, path)
     kind, size = FORMATS[path.suffix].name, path.stat().st_size
+    about = f"{describe_model(run, given.client)} after round {run.round}"
     echo(f"wrote {path} ({kind}, {size / 1e6:.2f} MB): {about}")
     taken = "samples as they are stored" if given.prepare else "samples as scenario.dataset prepares them"
     if network.schema:
