@@ -60,10 +60,6 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         rounds: Number of communication rounds.
         clients_per_round: Number of clients that take part in a round, sampled anew each round. All by default.
         client_sampler: How the participants of a round are sampled; `UniformSampling` by default.
-        clock: Simulates how long clients take. The simulated time of a round is the metric `time/simulated_s`.
-        round_policy: Which uploads a round waits for on the simulated clock: all (`Synchronous`, the default), those
-            before a `Deadline`, or the next ones (`Buffered`: asynchronous rounds).
-        adversary: Which clients attack, and how. None by default.
         training: How each client trains: optimizer, batch size, local epochs, precision, ...
         seed: Seed of all randomness: partition, initial weights, participants, batch order, dropout.
         round_lr_scheduler: A torch scheduler that is stepped once a round, on an optimizer with learning rate 1. The
@@ -71,8 +67,6 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         engine: How the clients of a round are trained: `sequential` (one after another), `stacked` (vectorised),
             `processes` (in parallel), `ray`, `auto` (the fastest of the first three), or an engine with its options.
             Results are the same except for rounding.
-        compression: Compresses the clients' updates, such as `TopK`. By default, whole models are uploaded.
-        download_compression: Compresses the weights that clients receive: `Float16` or `QSGD`.
         evaluation: What is evaluated besides the global model, and how often.
         client_store: Where the clients' state is kept between rounds: in `memory`, or only on `disk`.
         on_client_failure: What happens if a client fails: `raise` ends the run, `drop` continues without its upload.
@@ -86,6 +80,12 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         callbacks: Round callbacks. `RoundProgress`, `CommunicationMeter` and `Checkpointing` are added if missing.
         run_dir: The run folder, created when the run begins. By default `runs/<algorithm>/<time>-<id>`, or
             `runs/<config>/<time>-<id>` from the command line.
+        clock: Simulates how long clients take. The simulated time of a round is the metric `time/simulated_s`.
+        round_policy: Which uploads a round waits for on the simulated clock: all (`Synchronous`, the default), those
+            before a `Deadline`, or the next ones (`Buffered`: asynchronous rounds).
+        adversary: Which clients attack, and how. None by default.
+        compression: Compresses the clients' updates, such as `TopK`. By default, whole models are uploaded.
+        download_compression: Compresses the weights that clients receive: `Float16` or `QSGD`.
 
     Attributes:
         is_dry_run: Whether `fit` makes a dry run.
@@ -110,15 +110,10 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         rounds: int = 10,
         clients_per_round: int | None = None,
         client_sampler: ClientSampler | None = None,
-        clock: Clock | None = None,
-        round_policy: RoundPolicy | None = None,
-        adversary: Adversary | None = None,
         training: LocalTraining = LocalTraining(),
         seed: int = 0,
         round_lr_scheduler: LRSchedulerCallable | None = None,
         engine: Engine | EngineName = "sequential",
-        compression: Compressor | None = None,
-        download_compression: Compressor | None = None,
         evaluation: Evaluation = Evaluation(),
         client_store: Literal["memory", "disk"] = "memory",
         on_client_failure: Literal["raise", "drop"] = "raise",
@@ -127,6 +122,11 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         log_clients: bool | None = None,
         callbacks: list[RoundCallback] | None = None,
         run_dir: str | Path | None = None,
+        clock: Clock | None = None,
+        round_policy: RoundPolicy | None = None,
+        adversary: Adversary | None = None,
+        compression: Compressor | None = None,
+        download_compression: Compressor | None = None,
     ) -> None:
         refuse_misplaced(callbacks or [], training.client_callbacks or [])
         super().__init__(
@@ -324,7 +324,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def _restore(self, saved: Checkpoint) -> None:
         self.record.restore(saved)
         self.round, self.server.state = saved.round, saved.state["state"]
-        self.server.earlier_states = {int(version): state for version, state in saved.state["earlier_states"].items()}
+        earlier = saved.state.get("earlier_states", {})
+        self.server.earlier_states = {int(version): state for version, state in earlier.items()}
         self.engine.load_state_dict(saved.state["engine"])
         restore(self.callbacks, saved.state["callbacks"])
 
@@ -345,13 +346,9 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         The server's state contains, for example, the global model. With stale uploads, the states that clients at work
         have received are needed, too.
         """
+        found = {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
         earlier = {str(version): state for version, state in self.server.earlier_states.items()}
-        return {
-            "state": self.state,
-            "earlier_states": earlier,
-            "callbacks": states(self.callbacks),
-            "engine": self.engine.state_dict(),
-        }
+        return found | ({"earlier_states": earlier} if earlier else {})
 
     def _set_up(self, worker: Worker) -> None:
         super()._set_up(worker)

@@ -62,8 +62,8 @@ class Experiment:
         evaluation: Evaluation,
         min_clients: int,
         adversary: Adversary | None,
-        compression: Compressor | None = None,
-        download_compression: Compressor | None = None,
+        compression: Compressor | None,
+        download_compression: Compressor | None,
     ) -> None:
         fix = "Give Scenario(dataset, partition). For one dataset per client, join them and use the partition ByClient"
         check_instance("scenario", scenario, Scenario, fix)
@@ -136,7 +136,8 @@ class Experiment:
         """Return the schedule of the rounds on the simulated clock.
 
         Raises:
-            ConfigError: There is no clock, or the method, its aggregator or the sampler does not fit the round policy.
+            ConfigError: There is no clock, the method has no server, or the method, its aggregator or the sampler does
+                not fit the round policy.
         """
         policy, clock = self.round_policy or Synchronous(), self.clock
         if clock is None:
@@ -144,6 +145,9 @@ class Experiment:
             raise ConfigError(f"round_policy: {name} needs simulated times. Set clock, for example to DeviceClock.")
         if self.data.is_remote:
             raise ConfigError("clock: it simulates times, but the clients are machines of their own. Leave it out.")
+        if not self.algorithm.server:
+            what = f"the messages between the peers of {type(self.algorithm).__name__} have no simulated time"
+            raise ConfigError(f"clock: {what}. Leave it out.")
         check_round_policy(policy, self.algorithm, self.client_sampler)
         clock.start(self.seed, self.clients)
         work = list(planned_work(self.worker, self.server))

@@ -11,7 +11,6 @@ from fl_lightning.algorithms.protocols import SizesCohort
 from fl_lightning.algorithms.server import Server
 from fl_lightning.client.local_work import LocalWork
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.message import Message
 from fl_lightning.core.task import Task
 from fl_lightning.engines.worker import Worker
 from fl_lightning.scheduling import ClientWork, RoundPolicy
@@ -30,7 +29,7 @@ def check_round_policy(policy: RoundPolicy, algorithm: Algorithm, sampler: Clien
     if not algorithm.aggregator.accepts_stale:
         what = f"{name} collects uploads from models of earlier rounds, which {method} would average like new ones"
         raise ConfigError(f"round_policy: {what}. {fix}")
-    if isinstance(algorithm, SizesCohort) or algorithm.public or not algorithm.server:
+    if isinstance(algorithm, SizesCohort) or algorithm.public:
         raise ConfigError(f"round_policy: {method} needs all clients of a round to have the same model. {fix}")
     if type(sampler) is not UniformSampling:
         what = f"{name} replaces clients within a round by uniform draws"
@@ -50,7 +49,7 @@ def planned_work(worker: Worker, server: Server) -> Iterator[ClientWork]:
     for client in range(server.clients):
         own = worker.for_client(client)
         if own.group not in sizes:
-            download = server.download(1, client) if server.algorithm.server else Message()
+            download = server.download(1, client)
             result = worker.run(Task(1, client, download, {}, fit=False))
             if result.failure:
                 raise result.failure

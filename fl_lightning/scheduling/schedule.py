@@ -117,8 +117,12 @@ class Schedule:
         return RoundPlan(arrived, {"time/simulated_s": self.now - began} | metrics)
 
     def staleness(self, arrived: Sequence[Dispatch]) -> dict[str, float]:
-        """Return the metric `client/staleness`: how many rounds old the clients' models are, on average."""
-        return {"client/staleness": sum(self.round - 1 - one.version for one in arrived) / len(arrived)}
+        """Return the metric `client/staleness`: how many rounds old the clients' models are, on average.
+
+        A round without uploads has no such metric.
+        """
+        ages = [self.round - 1 - one.version for one in arrived]
+        return {"client/staleness": sum(ages) / len(ages)} if ages else {}
 
     def dispatch(self, size: int, busy: Collection[int] = ()) -> None:
         """Send the current model to up to `size` clients.
@@ -131,7 +135,7 @@ class Schedule:
             busy: Clients that are not free, in addition to those at work.
         """
         taken = {*busy, *(one.client for one in self.running)}
-        free = np.array([client for client in range(len(self.work)) if client not in taken], dtype=np.int64)
+        free = np.setdiff1d(np.arange(len(self.work)), [*taken])
         size = min(size, len(free))
         if size < 1:
             return

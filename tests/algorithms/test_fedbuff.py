@@ -9,7 +9,7 @@ from aggregation import finish
 from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, same_bytes
 from loops import assert_equals_loop, cross_entropy_steps, steps_of
 
-from fl_lightning.algorithms import BufferedUpdates, FedAsync, FedAvg, FedBuff, FedProx, ModelMixing
+from fl_lightning.algorithms import BufferedUpdates, FedAsync, FedAvg, FedBuff, FedProx, ModelMixing, PeerAlgorithm
 from fl_lightning.algorithms.global_model.fedasync import adapted_weight
 from fl_lightning.algorithms.global_model.fedbuff import staleness_weight
 from fl_lightning.core.errors import ConfigError
@@ -67,6 +67,7 @@ def test_a_clock_alone_changes_only_the_metrics(tmp_path):
     timed = finished(tmp_path / "timed", FedAvg(), clock=DeviceClock(jitter=0.1))
     assert same_bytes(timed.state["model"], plain.state["model"])
     assert timed.csv.rows[0].keys() - plain.csv.rows[0].keys() == {"time/simulated_s"}
+    assert timed.checkpoint_state().keys() == {"state", "callbacks", "engine"}
 
 
 def by_hand(run, serve):
@@ -148,6 +149,7 @@ def test_states_that_no_client_at_work_has_are_forgotten(tmp_path):
         (FedProx(), {"clock": DeviceClock(), "round_policy": Buffered()}, "round_policy"),
         (FedAvg(), {"clock": DeviceClock(), "round_policy": Deadline(1.0, late="next_round")}, "round_policy"),
         (FedBuff(), {"round_policy": Buffered()}, "round_policy"),
+        (PeerAlgorithm(), {"clock": DeviceClock()}, "clock"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_round_1(tmp_path, algorithm, options, key):

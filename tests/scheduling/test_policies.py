@@ -86,6 +86,12 @@ def test_clients_that_are_still_at_work_count_as_asked():
     assert len(second.versions) == 2
 
 
+def test_a_round_in_which_nothing_arrives_has_no_staleness():
+    plans = planned(Deadline(1.0, late="next_round"), [2.5, 2.5], 2, 3, min_clients=0)
+    assert [plan.versions for plan in plans] == [{}, {}, {0: 0, 1: 0}]
+    assert [plan.metrics.get("client/staleness") for plan in plans] == [None, None, 2.0]
+
+
 def events_by_hand(times, size, concurrency, rounds):
     """Return the clients and versions of each round and its end, by an event loop with a list of (end, client)."""
     now, at_work, result, waiting = 0.0, [], [], []
