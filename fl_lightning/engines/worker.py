@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import lightning as L
@@ -95,7 +95,6 @@ from fl_lightning.evaluation.extra_metrics import check_measures
 from fl_lightning.models import Mixed, NetworkFactory
 from fl_lightning.models.mixed import networks_of
 from fl_lightning.models.wrapped import build_network, initialise_lazy_layers
-from fl_lightning.privacy.accountant import poisson_epsilon, smallest_noise
 
 
 @dataclass
@@ -158,32 +157,6 @@ class Worker:
     def groups(self) -> list[Worker]:
         """The workers of all groups of clients in a `Mixed`, otherwise this one alone."""
         return [self.of_group(number) for number in range(len(networks_of(self.model)))]
-
-    def with_noise(self, rounds: int) -> Worker:
-        """Return a worker whose `dp_sgd.noise` follows from `dp_sgd.epsilon`; this one if no epsilon is given.
-
-        It is the smallest noise with which no client's epsilon exceeds that number.
-
-        Args:
-            rounds: Number of rounds, in all of which each client may take part.
-
-        Raises:
-            ConfigError: The needed noise is too large.
-        """
-        options = self.training.dp_sgd
-        if options is None or options.epsilon is None:
-            return self
-        works = {self.client_data.private_work(client) for client in range(len(self.data.shards))}
-        functions = [partial(poisson_epsilon, rate=q, steps=n * rounds, delta=options.delta) for q, n in sorted(works)]
-        noise = 0.0
-        for epsilon_of in sorted(functions, key=lambda function: function(1.0), reverse=True):  # few searches
-            if epsilon_of(noise) > options.epsilon:
-                try:
-                    noise = smallest_noise(options.epsilon, epsilon_of)
-                except ConfigError as error:
-                    raise ConfigError(f"dp_sgd.{error}") from error
-        resolved = replace(options, noise=noise, epsilon=None)
-        return replace(self, training=replace(self.training, dp_sgd=resolved))
 
     def architecture_of(self, client: int) -> str | None:
         """Return the name of a client's architecture in a `Mixed`; None if all clients have the same network."""

@@ -49,13 +49,11 @@ class Bulyan(RobustRule, Aggregator):
         ConfigError: `f` is below 0.
     """
 
+    needs = (4, 3)
+
     def __init__(self, f: int = 1) -> None:
         check_number("algorithm.aggregator.f", f, "[0, inf)")
         self.f: int = f
-
-    def shortage(self, count: int) -> str | None:
-        """Return why a number of models is too small, or None."""
-        return self.need(count, 4 * self.f + 3, "4f + 3")
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the mean of the values around the median, among the vectors that Krum has chosen."""

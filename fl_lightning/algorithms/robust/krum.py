@@ -47,6 +47,8 @@ class MultiKrum(RobustRule, Aggregator):
         ConfigError: `f` is below 0, or `m` below 1.
     """
 
+    needs = (2, 3)
+
     def __init__(self, f: int = 1, m: int | None = None) -> None:
         check_number("algorithm.aggregator.f", f, "[0, inf)")
         check_number("algorithm.aggregator.m", m, "[1, inf)")
@@ -57,7 +59,7 @@ class MultiKrum(RobustRule, Aggregator):
         """Return why a number of models is too small, or None."""
         if self.m is not None and self.m > count:
             return f"{type(self).__name__} with m {self.m} needs at least {self.m} models a round, not {count}"
-        return self.need(count, 2 * self.f + 3, "2f + 3")
+        return super().shortage(count)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the mean of the vectors with the lowest scores."""

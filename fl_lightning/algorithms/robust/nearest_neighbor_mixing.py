@@ -42,6 +42,8 @@ class NearestNeighborMixing(PreAggregator, Aggregator):
         ConfigError: `f` is below 0, or `inner` is no robust rule, or weights clients.
     """
 
+    needs = (2, 1)
+
     def __init__(self, inner: Aggregator | None = None, f: int = 1) -> None:
         check_number("algorithm.aggregator.f", f, "[0, inf)")
         super().__init__(inner or Median())
@@ -49,7 +51,7 @@ class NearestNeighborMixing(PreAggregator, Aggregator):
 
     def shortage(self, count: int) -> str | None:
         """Return why a number of models is too small for this or the inner rule, or None."""
-        return self.need(count, 2 * self.f + 1, "2f + 1") or self.rule.shortage(count)
+        return super().shortage(count) or self.rule.shortage(count)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the inner rule's mean of the neighbourhoods' means."""

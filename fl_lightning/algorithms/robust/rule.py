@@ -27,6 +27,7 @@ class RobustRule(ArgumentsMixin):
 
     Attributes:
         f: Number of attackers that the rule assumes. Rules without this option do not need it.
+        needs: a and b of the smallest number of models, `a f + b`.
         weighting: How clients weigh: most rules take all as equal, because a client can send any number of samples.
     """
 
@@ -34,6 +35,7 @@ class RobustRule(ArgumentsMixin):
     buffers: frozenset[str] = frozenset()
     weighting = "uniform"
     f: int | None = None
+    needs: tuple[int, int] = (0, 1)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the robust mean of the vectors, as a state dict of float64 entries.
@@ -46,14 +48,13 @@ class RobustRule(ArgumentsMixin):
 
     def shortage(self, count: int) -> str | None:
         """Return why a number of models is too small for the rule, or None if it is large enough."""
-        return self.need(count, 1, "one")
-
-    def need(self, count: int, least: int, formula: str) -> str | None:
-        """Return the `shortage` of a rule that needs at least `least` models, with the formula of this number."""
-        if count >= least:
+        (factor, more), f = self.needs, self.f or 0
+        if count >= factor * f + more:
             return None
-        options = "" if self.f is None else f" with f {self.f}"
-        return f"{type(self).__name__}{options} needs at least {least} models a round ({formula}), not {count}"
+        name = type(self).__name__
+        if self.f is None:
+            return f"{name} needs at least {more} models a round, not {count}"
+        return f"{name} with f {f} needs at least {factor * f + more} models a round ({factor}f + {more}), not {count}"
 
     def require_uploads(self, count: int) -> None:
         """Check before round 1 that a round has enough clients.

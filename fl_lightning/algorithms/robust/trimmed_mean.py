@@ -49,13 +49,11 @@ class TrimmedMean(RobustRule, Aggregator):
         ConfigError: `f` is below 0.
     """
 
+    needs = (2, 1)
+
     def __init__(self, f: int = 1) -> None:
         check_number("algorithm.aggregator.f", f, "[0, inf)")
         self.f: int = f
-
-    def shortage(self, count: int) -> str | None:
-        """Return why a number of models is too small, or None."""
-        return self.need(count, 2 * self.f + 1, "2f + 1")
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the trimmed mean of each element."""
