@@ -272,5 +272,5 @@ def refuse_unaccountable_rounds(plan: RunPlan) -> None:
 def warn_of_what_is_not_private(plan: RunPlan) -> None:
     """Warn that only the global model is private, and in a simulation that its noise is not secret."""
     what = "only the global model is private. Metrics of clients and all other files of the run folder are not"
-    seeded = "" if plan.is_remote else ". This is a simulation: whoever has the seed can compute the noise"
+    seeded = "" if plan.is_remote else ". This is a simulation: the noise can be computed from the seed"
     warnings.warn(f"{KEY}: {what}{seeded}. See docs/privacy.md", stacklevel=2)

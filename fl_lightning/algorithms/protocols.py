@@ -99,7 +99,7 @@ class SharesNetwork(Protocol):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What an aggregator can know of a run before round 1, see `StartsRun`.
+    """The options of a run that an aggregator gets before round 1, see `StartsRun`.
 
     Args:
         algorithm: The method.

@@ -29,7 +29,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of the folder, by the names that peft reads."""
 
 PREFIX = "base_model.model."
-"""What peft writes in front of the names of the base's layers."""
+"""The prefix that peft gives the names of the base's layers."""
 
 
 def refuse_folder(path: Path, merge: bool, prepare: bool) -> None:

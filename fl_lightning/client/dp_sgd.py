@@ -44,7 +44,7 @@ class DPSGD:
     Args:
         clip: C, the norm to which the gradient of each sample is clipped, above 0. Infinity (`.inf`) clips nothing,
             for comparisons without noise.
-        noise: z, the standard deviation of the noise, relative to `clip`, 0 or more. 0 protects nobody.
+        noise: z, the standard deviation of the noise, relative to `clip`, 0 or more. 0 gives no privacy.
         epsilon: Instead of `noise`: choose the smallest noise with which each client's epsilon is at most this number
             after it has taken part in all rounds.
         delta: δ of the guarantee, in (0, 1). It should be smaller than 1 / n of the largest client.

@@ -15,7 +15,7 @@ MANTISSA = 53
 class PrivateRandom:
     """A source of uniform and normal random numbers.
 
-    Whoever knows the seed can subtract the noise, so a seed protects nobody. It makes simulations reproducible.
+    A seed makes simulations reproducible, but it gives no privacy, because the noise can be computed from it.
 
     Args:
         device: Where the numbers are used.

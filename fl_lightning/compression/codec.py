@@ -248,7 +248,7 @@ def decode(compressor: Compressor, sent: Tensors, start: Tensors, seed: int) -> 
 
 
 def sent_names(sent: Tensors, known: list[str]) -> list[str]:
-    """Return the names of the received parameters of which a compressed update has the differences.
+    """Return the names of the received parameters whose differences are in a compressed update.
 
     Args:
         sent: The section `compressed` of an upload.

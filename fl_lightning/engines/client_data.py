@@ -31,7 +31,7 @@ MOST_OUTPUTS = 1 << 28
 
 
 class PrivateWork(NamedTuple):
-    """What the privacy of a client's fit with `dp_sgd` depends on, in addition to the noise.
+    """The sampling rate and the number of steps of a client's fit with `dp_sgd`, on which its epsilon depends.
 
     Attributes:
         rate: The probability q that a step uses a sample.

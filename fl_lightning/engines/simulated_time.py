@@ -1,4 +1,4 @@
-"""What a simulated clock needs to know of an experiment: each client's work, and whether stale uploads can be used."""
+"""Prepare an experiment for a simulated clock: each client's work, and a check of the round policy."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Gaussian noise of standard deviation z C to each element of the sum. z is the no
 - Poisson sampling: each participates independently with probability q. ε compares data with and without one of them.
 - Fixed size: a uniformly drawn set of constant size. ε compares data in which one of them is replaced by any other.
 
-The functions need the package opacus (`pip install 'fl-lightning[privacy]'`), of which only the accountants are used.
+The functions use the accountants of the package opacus (`pip install 'fl-lightning[privacy]'`), and nothing else of it.
 """
 
 from __future__ import annotations

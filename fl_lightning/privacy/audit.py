@@ -33,7 +33,7 @@ class AttackResult(NamedTuple):
 
 
 def clopper_pearson(successes: np.ndarray, trials: int, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return lower and upper bounds of probabilities, each of which is wrong with a probability of at most `level`.
+    """Return lower and upper bounds of probabilities, where each bound is wrong with a probability of at most `level`.
 
     Args:
         successes: Numbers of successes in independent trials, `(n,)`.

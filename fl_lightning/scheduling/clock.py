@@ -20,7 +20,7 @@ BITS_PER_MBIT = 1e6
 
 @dataclass(frozen=True)
 class ClientWork:
-    """What a client does in a round.
+    """The work of a client in a round.
 
     Args:
         steps: Number of training steps.

@@ -1,4 +1,4 @@
-"""What docs/private-training.md shows runs, and the columns that it names exist."""
+"""The commands of docs/private-training.md run, and the columns that it names exist."""
 
 import re
 from pathlib import Path

@@ -62,7 +62,7 @@ def ascend(shares: Tensor, losses: Tensor, weight_lr: float) -> Tensor:
 
 @dataclass
 class AgnosticFold:
-    """What is kept of a round's uploads.
+    """The parts of a round's uploads that are kept.
 
     Attributes:
         mean: The mean of the clients' models, weighted by λ.

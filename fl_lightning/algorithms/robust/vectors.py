@@ -69,7 +69,7 @@ class Vectors:
         return len(self.groups[-1]) if self.groups else len(self.states)
 
     def averaged(self, members: Tensor) -> Vectors:
-        """Return vectors of which each is the mean of several of these, all with the same weight.
+        """Return vectors that are means of several of these each, all with the same weight.
 
         Args:
             members: 1 where vector j belongs to mean i, else 0, `(m, n)`, float64.
