@@ -59,6 +59,7 @@ FIGURE_FILE = "The file to write. Its ending is the format: .pdf, .svg or .png."
 FIGURE_KIND = "Curves, bars of the last values, distributions over clients, or bubbles of the partition."
 FIGURE_METRIC = "The metric, as in compare; for clients a column of clients.csv, by default acc."
 FIGURE_WIDTH = "Width of a column (3.25 inches), of the text (6.75 inches), or a number of inches."
+CITED = "Methods, datasets and other classes, or folders of runs; fl-lightning itself by default."
 EXPORT_FILE = (
     "The file to write. Its ending is the format: .pt (state dict), .onnx (ONNX), .ts (TorchScript) or .ckpt "
     "(Lightning checkpoint)."
@@ -187,6 +188,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "name": value(str, "Name of the project's folder and module, such as my_method.", metavar="NAME"),
         "--data": value(Literal["images", "table", "text"], "The kind of data of the config.", default="images"),
     },
+    "cite": {"names": value(str, CITED, nargs="*", metavar="NAME")},
     "list": {"kind": value(str, " | ".join(KINDS), nargs="?")},
     "completion": {
         "shell": value(Literal["bash", "zsh"], SHELL),
