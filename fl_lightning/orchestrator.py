@@ -25,6 +25,7 @@ from fl_lightning.compression import Compressor
 from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.processor_time import processor_seconds
+from fl_lightning.core.round_progress import report_client, report_waiting
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Tasks, Worker
 from fl_lightning.engines.base import in_client_order
@@ -153,7 +154,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._signals = RunSignals(lambda: describe_progress(self, self.record.has_config))
-        self.engine.check_interrupt = self._signals.check
+        self.engine.check_interrupt = self._while_waiting
         self.is_dry_run = False
 
     def _set_run_dir(self, run_dir: Path) -> None:
@@ -283,13 +284,23 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
                 results.append(replace(result, upload=None, memory={}))
                 self.server.add(result)
 
+        in_order = in_client_order(participants, done)
+
+        def arrived(result: Result) -> None:
+            report_client()
+            in_order(result)
+
         if participants:
-            self.engine.run(self.worker, Tasks(participants, tasks), in_client_order(participants, done))
+            self.engine.run(self.worker, Tasks(participants, tasks), arrived)
         self.server.add_held_uploads()
         warn_of_dropped_uploads(round, self.server.dropped, self.data)
         uploads = len(results) - len(self.server.dropped)
         require_uploads(round, uploads, len(participants), self.min_clients)
         return results
+
+    def _while_waiting(self) -> None:
+        report_waiting()
+        self._signals.check()
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:

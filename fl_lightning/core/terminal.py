@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from io import TextIOWrapper
+from textwrap import fill
 
 
 def prepare_terminal() -> str | None:
@@ -47,6 +49,12 @@ def printable(text: str) -> str:
 
 def _replacement(char: str) -> str:
     return " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
+
+
+def wrap_words(text: str, width: int) -> str:
+    """Return a text with its lines broken between words. A longer word, such as a path, stays whole, to be copied."""
+    wrap = partial(fill, width=width, break_long_words=False, break_on_hyphens=False, drop_whitespace=True)
+    return "\n".join(map(wrap, text.split("\n")))
 
 
 def echo(text: str, end: str = "\n", to_stderr: bool = False) -> None:

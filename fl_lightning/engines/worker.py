@@ -82,7 +82,7 @@ from fl_lightning.engines.checks import (
     warn_of_eval_mode,
     warn_of_unused_optimizer,
 )
-from fl_lightning.engines.client_callbacks import check_client_callbacks, logged_metrics, set_up_callbacks
+from fl_lightning.engines.client_callbacks import StepReports, check_client_callbacks, logged_metrics, set_up_callbacks
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.device import prefers_channels_last
 from fl_lightning.engines.dp_sgd_checks import check_dp_sgd, check_dp_sgd_options
@@ -503,6 +503,7 @@ class Worker:
         module.train()
         callbacks = [*self.client_callbacks, *([ModelHooks()] if module.trains_itself else [])]
         trainer = quiet_trainer(self.training.trainer, self.shown, callbacks)
+        trainer.callbacks.append(StepReports(LocalWork.under(trainer, len(batches)).steps))  # type: ignore[attr-defined]
         with quiet_lightning(self.shown):
             trainer.fit(module, datamodule=ClientDataModule(batches, self.client_data.ready_to_train))
         if self.client_callbacks and not module.train_losses():
