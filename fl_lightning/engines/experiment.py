@@ -104,7 +104,10 @@ class Experiment:
         self.adversary.start(self.clients, self.seed)
         if data.is_remote and self.adversary.attackers:
             raise ConfigError("adversary: attacks are simulated, but clients train on their own machines. Remove it.")
-        return self.adversary.poison(data)
+        data = self.adversary.poison(data)
+        if self.adversary.attackers:
+            data = replace(data, wanted_predictions=self.adversary.wanted_predictions(data.data))
+        return data
 
     def _set_up(self, worker: Worker) -> None:
         """Check the `Worker` (model, data, options), and build the server and the evaluator. Nothing is trained yet."""
