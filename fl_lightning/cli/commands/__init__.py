@@ -23,3 +23,6 @@ COMMANDS = {
     "list": "List the names that a config can use.",
     "completion": "Print the script for shell completion.",
 }
+
+NEED_TORCH = ("fit", "test", "partition", "deploy", "node", "export")
+"""Commands that import torch, which takes seconds."""
