@@ -36,23 +36,34 @@ class RayEngine(PoolEngine):
 
     On CPUs of the same model, results are identical to the sequential engine's with the same number of threads. The
     data and the tensors that a round's clients share are sent to each machine once, through Ray's object store. If an
-    actor or a machine is lost, its clients are trained again by other actors. A client fails if three actors die while
-    training it. Needs the extra `ray`.
+    actor or a machine is lost, its clients are trained again by other actors. Needs the extra `ray`.
 
     Args:
         address: Address of the cluster. By default `RAY_ADDRESS`, a cluster on this machine, or a new one.
         workers: Number of actors. By default, as many as the cluster has cores or GPUs for.
         threads: Number of torch's threads, and so of CPU cores, of each actor.
         gpus: GPUs of each actor; with 0.25, four actors share one GPU. By default 1 if clients train on GPUs, else 0.
+        timeout: Seconds that a client may take in one round, once an actor has it. An actor that takes longer is killed
+            and replaced. By default there is no limit.
+        retries: How many times a client is trained again if its actor is lost or takes too long. Then it fails.
+        held_megabytes: Memory in MiB for results that wait for a slower client with a lower id. While it is full, no
+            other client starts. Each actor can have one such result, even if they take more.
 
     Raises:
         ConfigError: A number is out of range.
     """
 
     def __init__(
-        self, address: str | None = None, workers: int | None = None, threads: int = 1, gpus: float | None = None
+        self,
+        address: str | None = None,
+        workers: int | None = None,
+        threads: int = 1,
+        gpus: float | None = None,
+        timeout: float | None = None,
+        retries: int = 2,
+        held_megabytes: float = 256.0,
     ) -> None:
-        super().__init__()
+        super().__init__(timeout, retries, held_megabytes)
         require_trust("engine.address", address)
         check_positive("engine.", workers=workers, threads=threads)
         check_number("engine.gpus", gpus, "[0, inf)")
@@ -160,9 +171,11 @@ class Actor(PoolWorker):
         self.started = True
         return deserialize(parts, copy=True)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill the Ray actor."""
         import_ray().kill(self._actor)
+
+    end = kill
 
 
 class RemoteServer:
